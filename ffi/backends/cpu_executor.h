@@ -1,0 +1,303 @@
+// Runs operations on host threads: steps in chunks, keys and buckets grouped by partitioning. The
+// partitions depend on the batch alone, never on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "backends/workers.h"
+#include "ops/unique.h"
+
+namespace hkv {
+
+// A stable partition of n items into `parts` by a function of the item, in parallel chunks.
+class Partition {
+ public:
+  static constexpr int64_t kChunk = 16384;      // items of one task; 128 KiB of keys, an L2's half
+  static constexpr int64_t kPartItems = 4096;   // aim for a part: its hash table fits the L2
+  static constexpr int64_t kMostParts = 1024;   // open write streams that a core's TLB still covers
+
+  explicit Partition(int64_t n)
+      : n_(n),
+        chunks_((n + kChunk - 1) / kChunk),
+        parts_(std::min<int64_t>(
+            kMostParts, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n / kPartItems + 1))))) {}
+
+  int64_t parts() const { return parts_; }
+  int64_t chunks() const { return chunks_; }
+  int64_t table_size() const { return chunks_ * parts_; }
+  int64_t begin_of(int64_t part) const { return part < parts_ ? starts_[part] : total_; }
+  int64_t total() const { return total_; }
+
+  // part_of(i): the part of item i, or -1 to leave it out; place(i, at): item i comes to `at`.
+  template <class Workers, class PartOf, class Place>
+  void run(const Workers& workers, int32_t* table, const PartOf& part_of, const Place& place) {
+    starts_ = table;  // [chunks, parts], later the first row holds the parts' beginnings
+    std::fill(table, table + table_size(), 0);
+    workers.run(chunks_, [&](int64_t chunk) {
+      int32_t* counts = table + chunk * parts_;
+      for (int64_t i = chunk * kChunk; i < chunk_end(chunk); ++i) {
+        const int64_t part = part_of(i);
+        if (part >= 0) ++counts[part];
+      }
+    });
+    accumulate(table);
+    workers.run(chunks_, [&](int64_t chunk) {
+      int32_t* cursors = table + chunk * parts_;
+      for (int64_t i = chunk * kChunk; i < chunk_end(chunk); ++i) {
+        const int64_t part = part_of(i);
+        if (part >= 0) place(i, cursors[part]++);
+      }
+    });
+    restore(table);
+  }
+
+ private:
+  int64_t chunk_end(int64_t chunk) const { return std::min(n_, (chunk + 1) * kChunk); }
+
+  void accumulate(int32_t* table) {
+    int32_t sum = 0;
+    for (int64_t part = 0; part < parts_; ++part) {
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        const int32_t count = table[chunk * parts_ + part];
+        table[chunk * parts_ + part] = sum;
+        sum += count;
+      }
+    }
+    total_ = sum;
+  }
+
+  // The last chunk's cursors stand at the parts' ends: the beginnings are those, shifted by one.
+  void restore(int32_t* table) const {
+    if (chunks_ == 0) return;
+    const int32_t* ends = table + (chunks_ - 1) * parts_;
+    for (int64_t part = parts_ - 1; part > 0; --part) table[part] = ends[part - 1];
+    table[0] = 0;
+  }
+
+  int64_t n_;
+  int64_t chunks_;
+  int64_t parts_;
+  int64_t total_ = 0;
+  int32_t* starts_ = nullptr;
+};
+
+template <class Pool>
+class CpuExecutor {
+ public:
+  explicit CpuExecutor(Pool& pool) : workers_(pool) {}
+
+  std::string failure() const { return {}; }
+
+  void zero(void* data, int64_t bytes) const {
+    constexpr int64_t kBlock = int64_t{1} << 22;  // bytes of one task
+    const int64_t blocks = (bytes + kBlock - 1) / kBlock;
+    workers_.run(blocks, [=](int64_t block) {
+      const int64_t begin = block * kBlock;
+      memset(static_cast<char*>(data) + begin, 0, static_cast<size_t>(std::min(kBlock, bytes - begin)));
+    });
+  }
+
+  template <class Step>
+  void each(int64_t count, const Step& step) const {
+    constexpr int64_t grain = grain_of<Step>();
+    const int64_t chunks = (count + grain - 1) / grain;
+    workers_.run(chunks, [&](int64_t chunk) {
+      run_steps(step, chunk * grain, std::min(count, (chunk + 1) * grain));
+    });
+  }
+
+  template <class Step>
+  void each_up_to(const int32_t* count, int64_t, const Step& step) const {
+    each(*count, step);
+  }
+
+  // Exclusive prefix sums. Short work beside the steps around it: one thread.
+  static int64_t scan_bytes(int64_t) { return 0; }
+  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      sums[i] = sum;
+      sum += terms[i];
+    }
+  }
+
+  // The items with a target, ordered by (target, item).
+  static int64_t group_bytes(int64_t n) {
+    Arena arena;
+    GroupScratch(arena, n);
+    return static_cast<int64_t>(arena.used());
+  }
+  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
+             int32_t* count, char* memory) const {
+    Arena arena(memory);
+    const GroupScratch scratch(arena, n);
+    Partition partition(n);
+    const int64_t parts = partition.parts();
+    partition.run(
+        workers_, scratch.table,
+        [=](int64_t i) { return targets[i] < 0 ? -1 : targets[i] * parts / limit; },
+        [=](int64_t i, int64_t at) {
+          scratch.pairs[at] = (static_cast<uint64_t>(targets[i]) << 32) | static_cast<uint64_t>(i);
+        });
+    *count = static_cast<int32_t>(partition.total());
+    workers_.run(parts, [&](int64_t part) {
+      uint64_t* begin = scratch.pairs + partition.begin_of(part);
+      uint64_t* end = scratch.pairs + partition.begin_of(part + 1);
+      std::sort(begin, end);
+      for (uint64_t* pair = begin; pair != end; ++pair) {
+        items[pair - scratch.pairs] = static_cast<int32_t>(*pair & 0xffffffff);
+        grouped_targets[pair - scratch.pairs] = static_cast<int32_t>(*pair >> 32);
+      }
+    });
+  }
+
+  static int64_t unique_bytes(int64_t n) {
+    Arena arena;
+    UniqueScratch(arena, n);
+    return static_cast<int64_t>(arena.used());
+  }
+  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* memory) const {
+    Arena arena(memory);
+    const UniqueScratch scratch(arena, n);
+    Partition partition(n);
+    const int shift = 64 - std::countr_zero(static_cast<uint64_t>(partition.parts()));
+    partition.run(
+        workers_, scratch.table,
+        [=](int64_t i) -> int64_t {
+          if (!valid[i]) return -1;
+          return shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
+        },
+        [=](int64_t i, int64_t at) { scratch.positions[at] = static_cast<int32_t>(i); });
+    zero(scratch.counts, n * static_cast<int64_t>(sizeof(int32_t)));
+    workers_.run(partition.parts(), [&](int64_t part) {
+      find_firsts(keys, scratch, partition.begin_of(part), partition.begin_of(part + 1));
+    });
+    number_firsts(n, keys, partition.total(), scratch, out);
+    workers_.run(partition.parts(), [&](int64_t part) {
+      for (int64_t at = partition.begin_of(part); at < partition.begin_of(part + 1); ++at) {
+        const int32_t position = scratch.positions[at];
+        const int32_t first = scratch.firsts[position];
+        out.inverse[position] = scratch.numbers[first];
+        out.order[scratch.cursors[first]++] = position;
+      }
+    });
+    for (int64_t i = 0; i < n; ++i) {
+      if (!valid[i]) out.inverse[i] = -1;
+    }
+    std::fill(out.order + partition.total(), out.order + n, -1);
+  }
+
+ private:
+  struct GroupScratch {
+    GroupScratch(Arena& arena, int64_t n)
+        : table(arena.take<int32_t>(Partition(n).table_size())), pairs(arena.take<uint64_t>(n)) {}
+    int32_t* table;
+    uint64_t* pairs;  // (target, item)
+  };
+
+  struct UniqueScratch {
+    UniqueScratch(Arena& arena, int64_t n)
+        : table(arena.take<int32_t>(Partition(n).table_size())),
+          positions(arena.take<int32_t>(n)),
+          cells(arena.take<int32_t>(kCells * n)),
+          firsts(arena.take<int32_t>(n)),
+          counts(arena.take<int32_t>(n)),
+          numbers(arena.take<int32_t>(n)),
+          cursors(arena.take<int32_t>(n)) {}
+    static constexpr int64_t kCells = 4;  // cells of hash table for each position, before rounding down
+    int32_t* table;
+    int32_t* positions;  // by part
+    int32_t* cells;      // the parts' hash tables: positions of first occurrences, or -1
+    int32_t* firsts;     // of a position: the first occurrence of its key
+    int32_t* counts;     // of a first occurrence: how many there are; else 0
+    int32_t* numbers;    // of a first occurrence: its key's number
+    int32_t* cursors;    // of a first occurrence: where its next occurrence goes in `order`
+  };
+
+  template <class Step>
+  static constexpr int64_t grain_of() {
+    if constexpr (requires { Step::kGrain; }) return Step::kGrain;
+    return 2048;  // indices of one task: some tens of microseconds
+  }
+
+  template <class Step>
+  static void run_steps(const Step& step, int64_t begin, int64_t end) {
+    constexpr int64_t kFar = 24;   // indices ahead: a few hundred nanoseconds, one miss of memory
+    constexpr int64_t kNear = 12;  // half of that
+    for (int64_t i = begin; i < end; ++i) {
+      if constexpr (requires { step.prefetch_far(i); }) {
+        if (i + kFar < end) step.prefetch_far(i + kFar);
+      }
+      if constexpr (requires { step.prefetch_near(i); }) {
+        if (i + kNear < end) step.prefetch_near(i + kNear);
+      }
+      step(SerialGroup{}, i);
+    }
+  }
+
+  // An open-addressing table over the positions of one part, in order of position.
+  static void find_firsts(const Words* keys, const UniqueScratch& scratch, int64_t begin, int64_t end) {
+    if (begin == end) return;
+    const auto cells = static_cast<int64_t>(
+        std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
+    int32_t* table = scratch.cells + UniqueScratch::kCells * begin;
+    std::fill(table, table + cells, -1);
+    for (int64_t at = begin; at < end; ++at) {
+      const int32_t position = scratch.positions[at];
+      const Key key = keys[position].value();
+      auto cell = static_cast<int64_t>(hash_of(key) & static_cast<uint64_t>(cells - 1));
+      while (table[cell] >= 0 && keys[table[cell]].value() != key) cell = (cell + 1) & (cells - 1);
+      if (table[cell] < 0) table[cell] = position;
+      scratch.firsts[position] = table[cell];
+      ++scratch.counts[table[cell]];
+    }
+  }
+
+  // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows what
+  // came before each.
+  void number_firsts(int64_t n, const Words* keys, int64_t valid_positions, const UniqueScratch& scratch,
+                     const UniqueKeys& out) const {
+    const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
+    int32_t* before = scratch.cells;  // (keys, occurrences) of each chunk; the hash tables are done with
+    const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
+    workers_.run(chunks, [&](int64_t chunk) {
+      int32_t distinct = 0;
+      int32_t occurrences = 0;
+      for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
+        distinct += scratch.counts[i] > 0 ? 1 : 0;
+        occurrences += scratch.counts[i];
+      }
+      before[2 * chunk] = distinct;
+      before[2 * chunk + 1] = occurrences;
+    });
+    int32_t distinct = 0;
+    int32_t occurrences = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      std::swap(distinct, before[2 * chunk]);
+      std::swap(occurrences, before[2 * chunk + 1]);
+      distinct += before[2 * chunk];
+      occurrences += before[2 * chunk + 1];
+    }
+    workers_.run(chunks, [&](int64_t chunk) {
+      int32_t number = before[2 * chunk];
+      int32_t offset = before[2 * chunk + 1];
+      for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
+        if (scratch.counts[i] == 0) continue;
+        out.unique_keys[number] = keys[i];
+        out.offsets[number] = offset;
+        scratch.numbers[i] = number++;
+        scratch.cursors[i] = offset;
+        offset += scratch.counts[i];
+      }
+    });
+    *out.count = distinct;
+    std::fill(out.unique_keys + distinct, out.unique_keys + n, Words::of(0));
+    std::fill(out.offsets + distinct, out.offsets + n + 1, static_cast<int32_t>(valid_positions));
+  }
+
+  Workers<Pool> workers_;
+};
+
+}  // namespace hkv

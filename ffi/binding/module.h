@@ -1,0 +1,69 @@
+// The Python face of a backend: its handlers as capsules, the signatures, and workspace sizes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "binding/signature.h"
+#include "ops/all.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace hkv {
+
+namespace nb = nanobind;
+
+inline nb::tuple as_tuple(const Argument& argument) {
+  return nb::make_tuple(argument.name, argument.type, argument.shape, argument.in_place);
+}
+
+inline nb::dict as_dict(const Signature& signature) {
+  nb::list operands;
+  nb::list results;
+  for (const Argument& argument : signature.operands) operands.append(as_tuple(argument));
+  for (const Argument& argument : signature.results) results.append(as_tuple(argument));
+  nb::dict entries;
+  entries["name"] = signature.name;
+  entries["per_position"] = signature.per_position;
+  entries["attributes"] = signature.attributes;
+  entries["float_attributes"] = signature.float_attributes;
+  entries["operands"] = operands;
+  entries["results"] = results;
+  return entries;
+}
+
+// `Backend` has a type Executor and a template `handler<Operation>`, an XLA_FFI_Handler.
+template <class Backend>
+void define_module(nb::module_& extension) {
+  extension.def("handlers", [] {
+    nb::dict handlers;
+    AllOperations::visit([&]<class Operation>() {
+      handlers[Operation::kName] =
+          nb::capsule(reinterpret_cast<void*>(&Backend::template handler<Operation>));
+    });
+    return handlers;
+  });
+  extension.def("signatures", [] {
+    nb::list signatures;
+    AllOperations::visit(
+        [&]<class Operation>() { signatures.append(as_dict(signature_of<Operation>())); });
+    return signatures;
+  });
+  extension.def(
+      "workspace_bytes",
+      [](const std::string& name, const std::vector<std::vector<int64_t>>& shapes,
+         const std::map<std::string, int64_t>& attributes) {
+        size_t bytes = 0;
+        AllOperations::visit([&]<class Operation>() {
+          if (name == Operation::kName) {
+            bytes = workspace_bytes<typename Backend::Executor, Operation>(shapes, attributes);
+          }
+        });
+        return bytes;
+      },
+      nb::arg("name"), nb::arg("shapes"), nb::arg("attributes"));
+  extension.attr("xla_ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+}
+
+}  // namespace hkv

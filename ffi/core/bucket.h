@@ -1,0 +1,73 @@
+// What can be asked of, and done to, one bucket.
+#pragma once
+
+#include "core/group.h"
+#include "core/table_view.h"
+
+namespace hkv {
+
+// The lane of a key in a bucket, or -1.
+template <Group G>
+HKV_HOST_DEVICE int find_lane(const G& group, const TableView& table, int64_t bucket, Digest digest,
+                              Key key) {
+  LaneMask matches = group.match(table.line(bucket), digest);
+  while (matches.any()) {
+    const int lane = matches.lowest();
+    if (table.keys[bucket * kLanes + lane].value() == key) return lane;
+    matches.remove(lane);
+  }
+  return -1;
+}
+
+// The slot of a key, in whichever candidate bucket it is, or kNoSlot.
+template <Group G>
+HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, Key key) {
+  const uint64_t hash = hash_of(key);
+  for (int choice = 0; choice < table.choices; ++choice) {
+    const int64_t bucket = table.candidate(hash, choice);
+    const int lane = find_lane(group, table, bucket, digest_of(hash), key);
+    if (lane >= 0) return slot_of(bucket, lane);
+  }
+  return kNoSlot;
+}
+
+// Brings near what find_slot reads first.
+inline void prefetch_digests(const TableView& table, Key key) {
+  const uint64_t hash = hash_of(key);
+  for (int choice = 0; choice < table.choices; ++choice) {
+    const Digest* line = table.line(table.candidate(hash, choice));
+    prefetch(line);
+    prefetch(line + kLanes / 2);
+  }
+}
+
+// Brings near what find_slot reads next, once the digests are near: the keys that it will compare
+// (and, with `to_score`, their scores).
+template <Group G>
+inline void prefetch_keys(const G& group, const TableView& table, Key key, bool to_score) {
+  const uint64_t hash = hash_of(key);
+  for (int choice = 0; choice < table.choices; ++choice) {
+    const int64_t bucket = table.candidate(hash, choice);
+    const LaneMask matches = group.match(table.line(bucket), digest_of(hash));
+    if (!matches.any()) continue;
+    const int64_t slot = bucket * kLanes + matches.lowest();
+    prefetch(table.keys + slot);
+    if (to_score) prefetch(table.scores + slot);
+  }
+}
+
+// Called by one member; the lane is empty or its entry has been noted.
+HKV_HOST_DEVICE void write_entry(const TableView& table, Slot slot, Key key, Score score) {
+  table.digests[slot] = digest_of(hash_of(key));
+  table.keys[slot] = Words::of(key);
+  table.scores[slot] = Words::of(score);
+}
+
+// Called by one member.
+HKV_HOST_DEVICE void erase_entry(const TableView& table, Slot slot) {
+  table.digests[slot] = kEmpty;
+  table.keys[slot] = Words::of(0);
+  table.scores[slot] = Words::of(0);
+}
+
+}  // namespace hkv

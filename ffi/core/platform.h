@@ -1,0 +1,78 @@
+// What differs between host and device compilers, and nothing else.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define HKV_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define HKV_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace hkv {
+
+// Adds to a counter that other workers add to as well. Addition of integers commutes, so the final
+// value does not depend on their order.
+HKV_HOST_DEVICE void atomic_add(int32_t* address, int32_t amount) {
+#ifdef __CUDA_ARCH__
+  atomicAdd(address, amount);
+#else
+  __atomic_fetch_add(address, amount, __ATOMIC_RELAXED);
+#endif
+}
+
+// Sets bits in a word that other workers set bits in as well.
+HKV_HOST_DEVICE void atomic_or(uint32_t* address, uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  atomicOr(address, bits);
+#else
+  __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
+#endif
+}
+
+// The high 64 bits of the 128-bit product.
+HKV_HOST_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
+#ifdef __CUDA_ARCH__
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+// The number of zeros below the lowest set bit; the argument is not zero.
+HKV_HOST_DEVICE int count_trailing_zeros(uint64_t bits) {
+#ifdef __CUDA_ARCH__
+  return __ffsll(static_cast<long long>(bits)) - 1;
+#else
+  return __builtin_ctzll(bits);
+#endif
+}
+
+// Hints that a cache line will be read (or written) soon. The device hides latency by other warps.
+HKV_HOST_DEVICE void prefetch(const void* address) {
+#ifndef __CUDA_ARCH__
+  __builtin_prefetch(address);
+#else
+  (void)address;
+#endif
+}
+
+// Correctly rounded square root: sqrtf is, on the host and (without -use_fast_math) on the device.
+HKV_HOST_DEVICE float square_root(float x) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+template <class To, class From>
+HKV_HOST_DEVICE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+}  // namespace hkv

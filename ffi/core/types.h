@@ -1,0 +1,68 @@
+// The words of the table's language, and where a key may be (docs/semantics.md, sections 1 and 2).
+#pragma once
+
+#include "core/platform.h"
+
+namespace hkv {
+
+using Key = uint64_t;
+using Score = uint64_t;
+using Digest = uint8_t;
+using Slot = int32_t;
+
+inline constexpr int kLanes = 128;         // lanes of a bucket: its digests fill one 128-byte line
+inline constexpr Digest kEmpty = 0;        // the digest of a lane without an entry
+inline constexpr Slot kNoSlot = -1;
+inline constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio (SplitMix64)
+
+enum class Status : int32_t { kMissing, kFound, kInserted, kEvicted, kRefused };
+enum class Policy : int64_t { kLru, kLfu, kEpochLru, kEpochLfu, kCustom };
+
+// A 64-bit number as it lies in a uint32[..., 2] array: (low, high).
+struct Words {
+  uint32_t low;
+  uint32_t high;
+
+  HKV_HOST_DEVICE uint64_t value() const { return (static_cast<uint64_t>(high) << 32) | low; }
+  HKV_HOST_DEVICE static Words of(uint64_t value) {
+    return {static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)};
+  }
+};
+static_assert(sizeof(Words) == 8, "two uint32 words, as in the arrays");
+
+// The finaliser of SplitMix64 (Stafford's variant 13): a bijection of the 64-bit words.
+HKV_HOST_DEVICE uint64_t mix(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111eb;
+  x ^= x >> 31;
+  return x;
+}
+
+HKV_HOST_DEVICE uint64_t hash_of(Key key) { return mix(key + kGolden); }
+
+// 1 to 255; kEmpty is no key's digest.
+HKV_HOST_DEVICE Digest digest_of(uint64_t hash) {
+  return static_cast<Digest>(1 + (((hash & 0xffff) * 255) >> 16));
+}
+
+HKV_HOST_DEVICE int64_t first_bucket(uint64_t hash, int64_t buckets) {
+  return static_cast<int64_t>(multiply_high(hash, static_cast<uint64_t>(buckets)));
+}
+
+// Differs from the first, unless there is one bucket only.
+HKV_HOST_DEVICE int64_t second_bucket(uint64_t hash, int64_t buckets) {
+  const int64_t first = first_bucket(hash, buckets);
+  if (buckets == 1) return first;
+  const auto other = static_cast<int64_t>(
+      multiply_high(mix(hash + kGolden), static_cast<uint64_t>(buckets - 1)));
+  return other + (other >= first ? 1 : 0);
+}
+
+HKV_HOST_DEVICE uint64_t saturating_add(uint64_t a, uint64_t b) {
+  const uint64_t sum = a + b;
+  return sum < a ? ~uint64_t{0} : sum;
+}
+
+}  // namespace hkv

@@ -1,0 +1,29 @@
+// The list of operations. Both backends, the Python primitives and the tests are made from it.
+#pragma once
+
+#include "ops/clear.h"
+#include "ops/combine_rows.h"
+#include "ops/erase_slots.h"
+#include "ops/find_slots.h"
+#include "ops/gather_rows.h"
+#include "ops/read_slots.h"
+#include "ops/unique.h"
+#include "ops/upsert.h"
+#include "ops/verify_slots.h"
+#include "ops/write_rows.h"
+
+namespace hkv {
+
+template <class... Operations>
+struct OperationList {
+  template <class Visitor>
+  static void visit(Visitor visitor) {
+    (visitor.template operator()<Operations>(), ...);
+  }
+};
+
+using AllOperations =
+    OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows,
+                  ScatterRows, InitRows, AddRows, CombineRows>;
+
+}  // namespace hkv

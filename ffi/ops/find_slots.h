@@ -1,0 +1,54 @@
+// The slot of every key of a batch. A read.
+#pragma once
+
+#include "ops/operation.h"
+
+namespace hkv {
+
+struct FindSlots {
+  static constexpr const char* kName = "find_slots";
+  static constexpr bool kPerPosition = true;
+
+  int64_t choices = 1;
+  IndexArrays index;
+  Array<Words> batch;
+  Array<bool> valid;
+  Array<Slot> slots;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("choices", choices);
+    binder.inout("clock", index.clock, "2");
+    binder.in("digests", index.digests, "B 128");
+    binder.in("keys", index.keys, "B 128 2");
+    binder.in("batch", batch, "n 2");
+    binder.in("valid", valid, "n");
+    binder.out("slots", slots, "n");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    TableView table;
+    const Words* batch;
+    const bool* valid;
+    Slot* slots;
+
+    void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
+    void prefetch_near(int64_t i) const {
+      prefetch_keys(SerialGroup{}, table, batch[i].value(), false);
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const Slot slot = valid[i] ? find_slot(group, table, batch[i].value()) : kNoSlot;
+      if (group.rank() == 0) slots[i] = slot;
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    executor.each(batch.rows, Step{index.view(choices), batch.data, valid.data, slots.data});
+  }
+};
+
+}  // namespace hkv

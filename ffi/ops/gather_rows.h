@@ -1,0 +1,106 @@
+// Rows by slot. Where there is no slot: the key's first row, or a fill value. A read.
+#pragma once
+
+#include "ops/operation.h"
+
+namespace hkv {
+
+struct InitializerAttributes {
+  int64_t kind = 0;
+  int64_t seed = 0;  // the bits of the unsigned seed
+  float a = 0.0f;
+  float b = 0.0f;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("init_kind", kind);
+    binder.attribute("init_a", a);
+    binder.attribute("init_b", b);
+    binder.attribute("seed", seed);
+  }
+
+  Initializer initializer() const {
+    return {static_cast<Initializer::Kind>(kind), a, b, static_cast<uint64_t>(seed)};
+  }
+};
+
+template <Group G>
+HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initializer, Key key,
+                                       const RowsView& rows, int64_t row) {
+  const uint64_t base = initializer.base(key);
+  for (int64_t j = group.rank(); j < rows.width; j += group.size()) {
+    store_element(rows.type, rows.row(row), j, initializer.element(base, j));
+  }
+}
+
+struct GatherRows {
+  static constexpr const char* kName = "gather_rows";
+  static constexpr bool kPerPosition = true;
+
+  float fill = 0.0f;
+  InitializerAttributes init;
+  Array<uint32_t> clock;
+  RowsView values;
+  Array<Slot> slots;
+  Array<Words> keys;
+  Array<bool> initial;
+  RowsView rows;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("fill", fill);
+    init.describe(binder);
+    binder.inout("clock", clock, "2");
+    binder.in("values", values, "S ...");
+    binder.in("slots", slots, "n");
+    binder.in("keys", keys, "n? 2");
+    binder.in("initial", initial, "n?");
+    binder.out("rows", rows, "n ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    Initializer initializer;
+    float fill;
+    RowsView values;
+    const Slot* slots;
+    const Words* keys;
+    const bool* initial;  // null: never
+    RowsView rows;
+
+    void prefetch_far(int64_t i) const {
+      if (slots[i] < 0 || slots[i] >= values.count) return;
+      constexpr int64_t kLine = 64;
+      constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
+      const int64_t bytes = values.row_bytes < kMost ? values.row_bytes : kMost;
+      for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(values.row(slots[i]) + byte);
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const Slot slot = slots[i];
+      if (slot >= 0 && slot < values.count) {
+        group.copy(rows.row(i), values.row(slot), rows.row_bytes);
+      } else if (initial != nullptr && initial[i]) {
+        write_initial_row(group, initializer, keys[i].value(), rows, i);
+      } else if (rows.type == RowType::kOther) {
+        for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) {
+          rows.row(i)[byte] = 0;
+        }
+      } else {
+        for (int64_t j = group.rank(); j < rows.width; j += group.size()) {
+          store_element(rows.type, rows.row(i), j, fill);
+        }
+      }
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
+    executor.each(slots.rows, Step{init.initializer(), fill, values, slots.data, keys.data, mask, rows});
+  }
+};
+
+}  // namespace hkv

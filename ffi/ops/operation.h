@@ -1,0 +1,68 @@
+// What an operation is. An operation is a struct with
+//   kName                 its name, in XLA, in jaxprs and in errors;
+//   kPerPosition          whether every position of the batch is independent of the others, so that
+//                         vmap may flatten batches (reads only);
+//   describe(binder)      names its attributes, operands and results, with their shapes. This one
+//                         description checks calls, tells Python the signature, and says what is
+//                         updated in place;
+//   reserve<Executor>(arena)   takes its workspace (optional);
+//   run(executor)         its steps.
+// A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every
+// index with a group of workers. Steps may offer prefetch_far(index) and prefetch_near(index), which
+// the CPU executor calls some indices ahead.
+//
+// Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
+// axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n. A name may also be an attribute.
+#pragma once
+
+#include <cstddef>
+
+#include "core/bucket.h"
+#include "core/rows.h"
+#include "core/scoring.h"
+
+namespace hkv {
+
+// An operand or a result: `rows` is the size of its leading axis.
+template <class T>
+struct Array {
+  T* data = nullptr;
+  int64_t rows = 0;
+
+  HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
+};
+
+// Cuts a workspace into aligned arrays. Without a base it measures.
+class Arena {
+ public:
+  explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    const size_t offset = used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return base_ ? reinterpret_cast<T*>(base_ + offset) : nullptr;
+  }
+
+  size_t used() const { return used_; }
+
+ private:
+  static constexpr size_t kAlignment = 256;  // what CUB asks of temporary storage
+  char* base_;
+  size_t used_ = 0;
+};
+
+// The leaves of the state that operations on the index take.
+struct IndexArrays {
+  Array<uint32_t> clock;
+  Array<Digest> digests;
+  Array<Words> keys;
+  Array<Words> scores;
+  Array<int32_t> occupancy;
+
+  HKV_HOST_DEVICE TableView view(int64_t choices) const {
+    return {digests.data, keys.data, scores.data, occupancy.data, digests.rows, choices};
+  }
+};
+
+}  // namespace hkv

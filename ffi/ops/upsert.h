@@ -1,0 +1,537 @@
+// Looks up the distinct keys of a batch, refreshes the scores of those present, and (with `admit`)
+// inserts the others, evicting where their buckets are full. Sections 3.1 to 3.4.
+#pragma once
+
+#include "ops/operation.h"
+
+namespace hkv {
+
+// What the steps of an upsert share.
+struct UpsertState {
+  static constexpr int32_t kPending = -1;  // a status: absent, and no slot yet
+
+  TableView table;
+  Policy policy;
+  bool admit;
+  bool write_scores;
+  const uint32_t* clock;
+  const uint32_t* epoch;
+
+  // The batch: distinct keys, and who their occurrences are.
+  const Words* unique_keys;
+  const int32_t* count;
+  const int32_t* inverse;
+  const int32_t* order;
+  const int32_t* offsets;
+  const Words* scores;  // by position, or null
+
+  // Per distinct key.
+  Slot* unique_slots;
+  int32_t* unique_status;
+  int32_t* named;    // the bucket of the first round
+  int32_t* targets;  // the bucket of this round, or -1
+  Words* evicted_keys;
+  Score* evicted_scores;
+
+  // Per bucket.
+  uint64_t* pins;  // two words of lanes
+  int32_t* loads;
+
+  // Keys grouped by the bucket of this round.
+  int32_t* items;
+  int32_t* buckets;
+  int32_t* grouped;
+
+  HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
+
+  HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
+
+  HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const {
+    return {{pins[2 * bucket], pins[2 * bucket + 1]}};
+  }
+
+  // Several workers may pin lanes of one bucket.
+  HKV_HOST_DEVICE void pin(Slot slot) const {
+    auto* words = reinterpret_cast<uint32_t*>(pins) + int64_t{4} * (slot / kLanes);
+    const int lane = slot % kLanes;
+    atomic_or(words + (lane >> 5), uint32_t{1} << (lane & 31));
+  }
+
+  // One worker owns the bucket.
+  HKV_HOST_DEVICE void set_pinned(int64_t bucket, const LaneMask& mask) const {
+    pins[2 * bucket] = mask.words[0];
+    pins[2 * bucket + 1] = mask.words[1];
+  }
+
+  // What the occurrences of a key say of its score, merged.
+  template <Group G>
+  HKV_HOST_DEVICE uint64_t given(const G& group, int64_t u) const {
+    const int32_t begin = offsets[u];
+    const int32_t end = offsets[u + 1];
+    if (policy == Policy::kCustom) return scores[order[end - 1]].value();
+    if (!scoring().counts()) return 0;
+    if (scores == nullptr) return static_cast<uint64_t>(end - begin);
+    const int32_t* occurrences = order + begin;
+    const Words* terms = scores;
+    return group.saturating_sum(
+        end - begin, [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
+  }
+};
+
+// Slots that the caller pins besides the batch's own.
+struct PinSlots {
+  static constexpr int kGroup = 4;
+  UpsertState state;
+  const Slot* slots;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    if (group.rank() == 0 && slots[i] >= 0) state.pin(slots[i]);
+  }
+};
+
+// Hits, for one distinct key.
+struct ProbeKey {
+  static constexpr int kGroup = 8;
+  UpsertState state;
+
+  void prefetch_far(int64_t u) const {
+    if (u < *state.count) prefetch_digests(state.table, state.unique_keys[u].value());
+  }
+  void prefetch_near(int64_t u) const {
+    if (u >= *state.count) return;
+    prefetch_keys(SerialGroup{}, state.table, state.unique_keys[u].value(), state.write_scores);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    const bool exists = u < *state.count;
+    const Slot slot = exists ? find_slot(group, state.table, state.unique_keys[u].value()) : kNoSlot;
+    if (slot >= 0) {
+      hit(group, u, slot);
+    } else if (group.rank() == 0) {
+      state.unique_slots[u] = kNoSlot;
+      const bool pending = exists && state.admit;
+      state.unique_status[u] =
+          pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+      if (pending && state.table.choices == 2) announce(u);
+    }
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE void hit(const G& group, int64_t u, Slot slot) const {
+    const uint64_t given = state.write_scores ? state.given(group, u) : 0;
+    if (group.rank() != 0) return;
+    state.unique_slots[u] = slot;
+    state.unique_status[u] = static_cast<int32_t>(Status::kFound);
+    if (state.admit) state.pin(slot);
+    if (!state.write_scores) return;
+    Words& score = state.table.scores[slot];
+    score = Words::of(state.scoring().of_hit(score.value(), given));
+  }
+
+  HKV_HOST_DEVICE void announce(int64_t u) const {
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    const int64_t first = state.table.candidate(hash, 0);
+    const int64_t second = state.table.candidate(hash, 1);
+    atomic_add(state.loads + first, 1);
+    if (second != first) atomic_add(state.loads + second, 1);
+  }
+};
+
+// Round 1: the bucket that a new key names.
+struct ChooseByLoad {
+  static constexpr int kGroup = 4;
+  UpsertState state;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    if (group.rank() != 0) return;
+    state.targets[u] = state.named[u] = state.is_pending(u) ? bucket(u) : -1;
+  }
+
+ private:
+  HKV_HOST_DEVICE int32_t bucket(int64_t u) const {
+    const TableView& table = state.table;
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    const int64_t first = table.candidate(hash, 0);
+    if (table.choices == 1) return static_cast<int32_t>(first);
+    const int64_t second = table.candidate(hash, 1);
+    const bool second_is_emptier = load(second) < load(first);
+    return static_cast<int32_t>(second_is_emptier ? second : first);
+  }
+
+  HKV_HOST_DEVICE int64_t load(int64_t bucket) const {
+    return int64_t{state.table.occupancy[bucket]} + state.loads[bucket];
+  }
+};
+
+// Round 2: the candidate that the key did not name in round 1.
+struct ChooseOther {
+  static constexpr int kGroup = 4;
+  UpsertState state;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    if (group.rank() != 0) return;
+    if (!state.is_pending(u)) {
+      state.targets[u] = -1;
+      return;
+    }
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    const int64_t first = state.table.candidate(hash, 0);
+    const bool named_first = state.named[u] == first;
+    state.targets[u] =
+        static_cast<int32_t>(named_first ? state.table.candidate(hash, 1) : first);
+  }
+};
+
+// Round 3 with two candidates: the one whose lowest unpinned score is lower.
+struct ChooseByScore {
+  static constexpr int kGroup = 8;
+  UpsertState state;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    if (!state.is_pending(u)) {
+      if (group.rank() == 0) state.targets[u] = -1;
+      return;
+    }
+    const TableView& table = state.table;
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    const int64_t first = table.candidate(hash, 0);
+    const int64_t second = table.candidate(hash, 1);
+    Candidate in_first = group.lowest_score(table.scores + first * kLanes, state.pinned(first));
+    Candidate in_second = group.lowest_score(table.scores + second * kLanes, state.pinned(second));
+    const bool second_is_lower =
+        in_second.lane >= 0 && (in_first.lane < 0 || in_second.score < in_first.score);
+    if (group.rank() == 0) {
+      state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
+    }
+  }
+};
+
+// The run of keys that name one bucket; a step over grouped keys does its work at a run's head.
+struct Run {
+  int64_t begin;
+  int64_t end;
+
+  HKV_HOST_DEVICE static Run at(const UpsertState& state, int64_t i) {
+    const int64_t grouped = *state.grouped;
+    if (i >= grouped || (i > 0 && state.buckets[i - 1] == state.buckets[i])) return {0, 0};
+    int64_t end = i + 1;
+    while (end < grouped && state.buckets[end] == state.buckets[i]) ++end;
+    return {i, end};
+  }
+};
+
+// The new keys of one bucket take its empty lanes, lowest first.
+struct FillBucket {
+  static constexpr int kGroup = 8;
+  UpsertState state;
+
+  void prefetch_far(int64_t i) const {
+    if (i < *state.grouped) prefetch(state.table.line(state.buckets[i]));
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const Run run = Run::at(state, i);
+    if (run.begin == run.end) return;
+    const int64_t bucket = state.buckets[i];
+    LaneMask empty = group.match(state.table.line(bucket), kEmpty);
+    group.sync();
+    LaneMask pinned = state.pinned(bucket);
+    int32_t filled = 0;
+    for (int64_t item = run.begin; item < run.end && empty.any(); ++item) {
+      const int64_t u = state.items[item];
+      const int lane = empty.lowest();
+      empty.remove(lane);
+      pinned.add(lane);
+      insert(group, u, slot_of(bucket, lane));
+      ++filled;
+    }
+    if (group.rank() != 0) return;
+    state.set_pinned(bucket, pinned);
+    state.table.occupancy[bucket] += filled;
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE void insert(const G& group, int64_t u, Slot slot) const {
+    const Score score = state.scoring().of_new(state.given(group, u));
+    if (group.rank() != 0) return;
+    write_entry(state.table, slot, state.unique_keys[u].value(), score);
+    state.unique_slots[u] = slot;
+    state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
+  }
+};
+
+// The new keys that found no empty lane take the place of the lowest unpinned entry, or are refused.
+struct EvictFromBucket {
+  static constexpr int kGroup = 8;
+  UpsertState state;
+
+  void prefetch_far(int64_t i) const {
+    if (i >= *state.grouped) return;
+    constexpr int kLine = 64;
+    const auto* scores = reinterpret_cast<const char*>(state.table.scores +
+                                                       int64_t{kLanes} * state.buckets[i]);
+    for (int byte = 0; byte < kLanes * static_cast<int>(sizeof(Words)); byte += kLine) {
+      prefetch(scores + byte);
+    }
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const Run run = Run::at(state, i);
+    if (run.begin == run.end || !any_pending(run)) return;
+    const int64_t bucket = state.buckets[i];
+    const Words* scores = state.table.scores + bucket * kLanes;
+    const Scoring scoring = state.scoring();
+    LaneMask pinned = state.pinned(bucket);
+    Candidate victim = group.lowest_score(scores, pinned);
+    group.sync();
+    for (int64_t item = run.begin; item < run.end; ++item) {
+      const int64_t u = state.items[item];
+      const bool pending = state.is_pending(u);
+      group.sync();
+      if (!pending) continue;
+      const Score score = victim.lane < 0 ? 0 : scoring.of_new(state.given(group, u));
+      const bool refused = victim.lane < 0 || (scoring.can_refuse() && score < victim.score);
+      if (group.rank() == 0) {
+        if (refused) {
+          state.unique_status[u] = static_cast<int32_t>(Status::kRefused);
+        } else {
+          replace(u, slot_of(bucket, victim.lane), victim.score, score);
+        }
+      }
+      if (refused) continue;
+      pinned.add(victim.lane);
+      group.sync();
+      victim = group.lowest_score(scores, pinned);
+    }
+  }
+
+ private:
+  // After FillBucket the last key of a run is pending if any is.
+  HKV_HOST_DEVICE bool any_pending(const Run& run) const {
+    return state.is_pending(state.items[run.end - 1]);
+  }
+
+  HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score, Score new_score) const {
+    if (state.evicted_keys != nullptr) {
+      state.evicted_keys[u] = state.table.keys[slot];
+      state.evicted_scores[u] = old_score;
+    }
+    write_entry(state.table, slot, state.unique_keys[u].value(), new_score);
+    state.unique_slots[u] = slot;
+    state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
+  }
+};
+
+// From distinct keys back to positions.
+struct ReportPosition {
+  static constexpr int kGroup = 4;
+  UpsertState state;
+  Slot* slots;
+  int32_t* status;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    if (group.rank() != 0) return;
+    const int32_t u = state.inverse[i];
+    slots[i] = u < 0 ? kNoSlot : state.unique_slots[u];
+    const auto merged = u < 0 ? Status::kMissing : static_cast<Status>(state.unique_status[u]);
+    const bool is_new = merged == Status::kInserted || merged == Status::kEvicted;
+    const bool is_first = !is_new || state.order[state.offsets[u]] == i;
+    status[i] = static_cast<int32_t>(is_first ? merged : Status::kFound);
+  }
+};
+
+struct FlagEvicted {
+  static constexpr int kGroup = 4;
+  const int32_t* unique_status;
+  int32_t* flags;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    if (group.rank() != 0) return;
+    flags[u] = unique_status[u] == static_cast<int32_t>(Status::kEvicted) ? 1 : 0;
+  }
+};
+
+// Evicted entries, compact, in order of the keys that took their places.
+struct ReportEvicted {
+  static constexpr int kGroup = 4;
+  UpsertState state;
+  const int32_t* flags;
+  const int32_t* places;
+  int64_t count;
+  Words* keys;
+  Words* scores;
+  Slot* slots;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    if (group.rank() != 0) return;
+    if (flags[u]) {
+      keys[places[u]] = state.evicted_keys[u];
+      scores[places[u]] = Words::of(state.evicted_scores[u]);
+      slots[places[u]] = state.unique_slots[u];
+    }
+    const int64_t total = places[count - 1] + flags[count - 1];
+    if (u < total) return;
+    keys[u] = Words::of(0);
+    scores[u] = Words::of(0);
+    slots[u] = kNoSlot;
+  }
+};
+
+struct Upsert {
+  static constexpr const char* kName = "upsert";
+  static constexpr bool kPerPosition = false;
+
+  int64_t policy = 0;
+  int64_t choices = 1;
+  int64_t admit = 1;
+  int64_t write_scores = 1;
+  int64_t evicted = 0;
+  IndexArrays index;
+  Array<uint32_t> epoch;
+  Array<Words> unique_keys;
+  Array<int32_t> count, inverse, order, offsets;
+  Array<Words> scores;
+  Array<Slot> pinned;
+  Array<Slot> slots, unique_slots, evicted_slots;
+  Array<int32_t> status, unique_status;
+  Array<Words> evicted_keys, evicted_scores;
+  UpsertState workspace = {};
+  int32_t* flags = nullptr;
+  int32_t* places = nullptr;
+  char* scratch = nullptr;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("policy", policy);
+    binder.attribute("choices", choices);
+    binder.attribute("admit", admit);
+    binder.attribute("write_scores", write_scores);
+    binder.attribute("e", evicted);
+    binder.inout("clock", index.clock, "2");
+    binder.in("epoch", epoch, "1");
+    binder.inout("digests", index.digests, "B 128");
+    binder.inout("keys", index.keys, "B 128 2");
+    binder.inout("scores", index.scores, "B 128 2");
+    binder.inout("occupancy", index.occupancy, "B");
+    binder.in("unique_keys", unique_keys, "n 2");
+    binder.in("count", count, "1");
+    binder.in("inverse", inverse, "n");
+    binder.in("order", order, "n");
+    binder.in("offsets", offsets, "n+1");
+    binder.in("batch_scores", scores, "n? 2");
+    binder.in("pinned", pinned, "p");
+    binder.out("slots", slots, "n");
+    binder.out("status", status, "n");
+    binder.out("unique_slots", unique_slots, "n");
+    binder.out("unique_status", unique_status, "n");
+    binder.out("evicted_keys", evicted_keys, "e 2");
+    binder.out("evicted_scores", evicted_scores, "e 2");
+    binder.out("evicted_slots", evicted_slots, "e");
+  }
+
+  template <class Executor>
+  void reserve(Arena& arena) {
+    if (admit == 0) return;
+    const int64_t n = unique_keys.rows;
+    const int64_t buckets = index.digests.rows;
+    workspace.named = arena.take<int32_t>(n);
+    workspace.targets = arena.take<int32_t>(n);
+    workspace.items = arena.take<int32_t>(n);
+    workspace.buckets = arena.take<int32_t>(n);
+    workspace.grouped = arena.take<int32_t>(1);
+    workspace.pins = arena.take<uint64_t>(2 * buckets);
+    workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
+    if (evicted > 0) {
+      workspace.evicted_keys = arena.take<Words>(n);
+      workspace.evicted_scores = arena.take<Score>(n);
+      flags = arena.take<int32_t>(n);
+      places = arena.take<int32_t>(n);
+    }
+    const int64_t grouping = Executor::group_bytes(n);
+    const int64_t scanning = Executor::scan_bytes(n);
+    scratch = arena.take<char>(grouping > scanning ? grouping : scanning);
+  }
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    const int64_t n = unique_keys.rows;
+    const UpsertState state = bound();
+    if (admit != 0) prepare(executor, state);
+    executor.each(n, ProbeKey{state});
+    if (admit != 0) insert(executor, state, n);
+    executor.each(n, ReportPosition{state, slots.data, status.data});
+    if (evicted > 0) report_evicted(executor, state, n);
+  }
+
+ private:
+  UpsertState bound() const {
+    UpsertState state = workspace;
+    state.table = index.view(choices);
+    state.policy = static_cast<Policy>(policy);
+    state.admit = admit != 0;
+    state.write_scores = write_scores != 0;
+    state.clock = index.clock.data;
+    state.epoch = epoch.data;
+    state.unique_keys = unique_keys.data;
+    state.count = count.data;
+    state.inverse = inverse.data;
+    state.order = order.data;
+    state.offsets = offsets.data;
+    state.scores = scores.rows > 0 ? scores.data : nullptr;
+    state.unique_slots = unique_slots.data;
+    state.unique_status = unique_status.data;
+    return state;
+  }
+
+  template <class Executor>
+  void prepare(Executor& executor, const UpsertState& state) const {
+    executor.zero(state.pins, 2 * state.table.buckets * static_cast<int64_t>(sizeof(uint64_t)));
+    if (choices == 2) {
+      executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(int32_t)));
+    }
+    executor.each(pinned.rows, PinSlots{state, pinned.data});
+  }
+
+  template <class Executor>
+  void insert(Executor& executor, const UpsertState& state, int64_t n) const {
+    executor.each(n, ChooseByLoad{state});
+    group(executor, state, n);
+    executor.each_up_to(state.grouped, n, FillBucket{state});
+    if (choices == 2) {
+      executor.each(n, ChooseOther{state});
+      group(executor, state, n);
+      executor.each_up_to(state.grouped, n, FillBucket{state});
+      executor.each(n, ChooseByScore{state});
+      group(executor, state, n);
+    }
+    executor.each_up_to(state.grouped, n, EvictFromBucket{state});
+  }
+
+  template <class Executor>
+  void group(Executor& executor, const UpsertState& state, int64_t n) const {
+    executor.group(n, state.targets, state.table.buckets, state.items, state.buckets, state.grouped,
+                   scratch);
+  }
+
+  template <class Executor>
+  void report_evicted(Executor& executor, const UpsertState& state, int64_t n) const {
+    executor.each(n, FlagEvicted{unique_status.data, flags});
+    executor.scan(n, flags, places, scratch);
+    executor.each(n, ReportEvicted{state, flags, places, n, evicted_keys.data, evicted_scores.data,
+                                   evicted_slots.data});
+  }
+};
+
+}  // namespace hkv

@@ -1,0 +1,137 @@
+// The ways in which rows are written. Slots are distinct; kNoSlot is passed over.
+#pragma once
+
+#include "ops/gather_rows.h"
+
+namespace hkv {
+
+// values[slots[i]] = rows[sources[i]]
+struct ScatterRows {
+  static constexpr const char* kName = "scatter_rows";
+  static constexpr bool kPerPosition = false;
+
+  Array<uint32_t> clock;
+  RowsView values;
+  Array<Slot> slots;
+  Array<int32_t> sources;
+  RowsView rows;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.inout("clock", clock, "2");
+    binder.inout("values", values, "S ...");
+    binder.in("slots", slots, "m");
+    binder.in("sources", sources, "m");
+    binder.in("rows", rows, "k ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    RowsView values;
+    const Slot* slots;
+    const int32_t* sources;
+    RowsView rows;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const Slot slot = slots[i];
+      const int32_t source = sources[i];
+      if (slot < 0 || slot >= values.count || source < 0 || source >= rows.count) return;
+      group.copy(values.row(slot), rows.row(source), values.row_bytes);
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    executor.each(slots.rows, Step{values, slots.data, sources.data, rows});
+  }
+};
+
+// values[slots[i]] = the first row of keys[i]
+struct InitRows {
+  static constexpr const char* kName = "init_rows";
+  static constexpr bool kPerPosition = false;
+
+  InitializerAttributes init;
+  Array<uint32_t> clock;
+  RowsView values;
+  Array<Slot> slots;
+  Array<Words> keys;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    init.describe(binder);
+    binder.inout("clock", clock, "2");
+    binder.inout("values", values, "S ...");
+    binder.in("slots", slots, "m");
+    binder.in("keys", keys, "m 2");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    Initializer initializer;
+    RowsView values;
+    const Slot* slots;
+    const Words* keys;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const Slot slot = slots[i];
+      if (slot < 0 || slot >= values.count) return;
+      write_initial_row(group, initializer, keys[i].value(), values, slot);
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    executor.each(slots.rows, Step{init.initializer(), values, slots.data, keys.data});
+  }
+};
+
+// values[slots[i]] += deltas[i], one rounding
+struct AddRows {
+  static constexpr const char* kName = "add_rows";
+  static constexpr bool kPerPosition = false;
+
+  Array<uint32_t> clock;
+  RowsView values;
+  Array<Slot> slots;
+  RowsView deltas;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.inout("clock", clock, "2");
+    binder.inout("values", values, "S ...");
+    binder.in("slots", slots, "m");
+    binder.in_float32("deltas", deltas, "m ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    RowsView values;
+    const Slot* slots;
+    RowsView deltas;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const Slot slot = slots[i];
+      if (slot < 0 || slot >= values.count) return;
+      char* row = values.row(slot);
+      const char* delta = deltas.row(i);
+      for (int64_t j = group.rank(); j < values.width; j += group.size()) {
+        const float sum = load_element(values.type, row, j) + load_element(deltas.type, delta, j);
+        store_element(values.type, row, j, sum);
+      }
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    executor.each(slots.rows, Step{values, slots.data, deltas});
+  }
+};
+
+}  // namespace hkv

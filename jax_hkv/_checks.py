@@ -1,0 +1,109 @@
+"""Checks of arguments: each error names the call, the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv.index import Policy
+
+_COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
+
+
+def check_integer(call: str, argument: str, value: Any, low: int, high: int) -> None:
+    """Raises unless `value` is an integer from `low` to `high`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{call}: {argument} must be an integer, got {type(value).__name__} {value!r}"
+        ) from None
+    if not low <= number <= high:
+        raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
+
+
+def as_mask(
+    call: str, argument: str, mask: Any, shape: tuple[int, ...]
+) -> Bool[Array, "*shape"]:
+    """A mask of the given shape; None is all True."""
+    if mask is None:
+        return jnp.ones(shape, jnp.bool_)
+    array = jnp.asarray(mask)
+    if array.dtype != jnp.bool_ or array.shape != shape:
+        raise TypeError(
+            f"{call}: {argument} must be bool{list(shape)} like the keys, got "
+            f"{array.dtype}{list(array.shape)}"
+        )
+    return array
+
+
+def as_rows(
+    call: str, argument: str, rows: Any, shape: tuple[int, ...], dtype: Any
+) -> Float[Array, "*batch dim"]:
+    """Rows of the given shape and type."""
+    array = jnp.asarray(rows)
+    if array.shape != shape:
+        raise ValueError(
+            f"{call}: {argument} must have shape {list(shape)} (the keys' shape, then dim), got "
+            f"{list(array.shape)}"
+        )
+    if array.dtype != dtype:
+        raise TypeError(
+            f"{call}: {argument} must be {np.dtype(dtype).name} like the table, got "
+            f"{array.dtype}: cast with .astype(table.dtype)"
+        )
+    return array
+
+
+def check_scores(call: str, policy: Policy, scores: Any) -> None:
+    """Raises if scores are given where the policy makes its own, or missing where it needs them."""
+    if scores is None and policy is Policy.CUSTOM:
+        raise ValueError(
+            f"{call}: scores are needed under Policy.CUSTOM, which makes none of its own: pass "
+            "scores=, uint32 or a pair as Keys"
+            + (", to assign" if "touch" in call else "")
+        )
+    if scores is not None and policy not in (*_COUNTING, Policy.CUSTOM):
+        raise ValueError(
+            f"{call}: scores are not accepted under Policy.{policy.name}, which takes the logical "
+            "time: leave them out, or create the table with Policy.CUSTOM"
+        )
+
+
+def as_scores(
+    call: str, policy: Policy, scores: Any, shape: tuple[int, ...]
+) -> Keys | None:
+    """Scores as flat pairs."""
+    check_scores(call, policy, scores)
+    if scores is None:
+        return None
+    pairs = as_keys(call, "scores", _unsigned(call, scores))
+    if pairs.shape != shape:
+        raise ValueError(
+            f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}"
+        )
+    return pairs.reshape(-1)
+
+
+def _unsigned(call: str, scores: Any) -> Any:
+    """Signed scores, checked where their values are known, as unsigned ones."""
+    dtype = getattr(scores, "dtype", None)
+    if dtype is None or np.dtype(dtype).kind != "i":
+        return scores
+    if isinstance(scores, np.ndarray) or not _is_traced(scores):
+        if (np.asarray(scores) < 0).any():
+            raise ValueError(
+                f"{call}: scores are unsigned, got {int(np.asarray(scores).min())}"
+            )
+    return scores.astype(np.dtype(f"uint{8 * np.dtype(dtype).itemsize}"))
+
+
+def _is_traced(array: Any) -> bool:
+    import jax
+
+    return isinstance(array, jax.core.Tracer)

@@ -1,0 +1,33 @@
+"""The one place for names of JAX that are not public, or that move between its versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["ad", "batching", "match_varying", "mlir", "result_aval"]
+
+
+def match_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Gives all operands the same varying manual axes, as one call inside shard_map needs."""
+    axes = [_varying(operand) for operand in operands]
+    union = frozenset().union(*axes)
+    if all(own == union for own in axes):
+        return operands
+    return tuple(
+        jax.lax.pcast(operand, tuple(sorted(union - own)), to="varying") if union - own else operand
+        for operand, own in zip(operands, axes, strict=True)
+    )
+
+
+def _varying(operand: Any) -> frozenset:
+    kind = getattr(jax.typeof(operand), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An abstract array of another shape and type on the mesh, and with the varying axes, of `like`."""
+    sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*(None for _ in shape)))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

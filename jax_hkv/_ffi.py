@@ -1,0 +1,266 @@
+"""The only gateway to the compiled modules: it makes one jax primitive of each native operation.
+
+The native list of operations (ffi/ops/all.h) is the source: names, operands, shapes, and what is
+updated in place come from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+
+from jax_hkv import _build
+from jax_hkv._compat import ad, batching, match_varying, mlir, result_aval
+
+_TARGET_PREFIX = "jax_hkv."
+_build.check_jaxlib()
+
+
+def _load(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"jax_hkv.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"jax_hkv.{name}":
+            raise
+        return None
+
+
+_cpu = _load("_cpu")
+if _cpu is None:
+    raise ImportError(
+        "jax_hkv has no compiled module jax_hkv._cpu: this is the source folder, or the build did "
+        "not finish. Install the package (pip install .) and import the installed one."
+    )
+_cuda = _load("_cuda")
+_MODULES: Mapping[str, ModuleType | None] = {"cpu": _cpu, "cuda": _cuda}
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """An operand or a result: its name, element type, shape, and whether it is updated in place."""
+
+    name: str
+    dtype: str
+    shape: str
+    in_place: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What one native operation takes and returns."""
+
+    name: str
+    per_position: bool
+    attributes: tuple[str, ...]
+    float_attributes: tuple[str, ...]
+    operands: tuple[Argument, ...]
+    results: tuple[Argument, ...]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Signature:
+        """From the dictionary that the compiled module gives."""
+        return cls(
+            name=entries["name"],
+            per_position=entries["per_position"],
+            attributes=tuple(entries["attributes"]),
+            float_attributes=tuple(entries["float_attributes"]),
+            operands=tuple(Argument(*operand) for operand in entries["operands"]),
+            results=tuple(Argument(*result) for result in entries["results"]),
+        )
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Operand number to result number, for what is updated in place."""
+        results = [i for i, result in enumerate(self.results) if result.in_place]
+        operands = [i for i, operand in enumerate(self.operands) if operand.in_place]
+        return dict(zip(operands, results, strict=True))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing but the clock, which orders operations, is passed through."""
+        return all(r.name == "clock" for r in self.results if r.in_place)
+
+
+class _Axes:
+    """Sizes of the named axes of one call ("n 2", "S ...", "n? 2", "n+1")."""
+
+    def __init__(self, signature: Signature, operands: Sequence[Any], params: Mapping[str, Any]):
+        self.sizes: dict[str, int] = {
+            name: int(params[name]) for name in signature.attributes if name in params
+        }
+        self.row: tuple[int, ...] = ()
+        self.row_dtype: Any = None
+        for argument, operand in zip(signature.operands, operands, strict=True):
+            self._read(argument, operand)
+
+    def _read(self, argument: Argument, operand: Any) -> None:
+        tokens = argument.shape.split()
+        if "..." in tokens:
+            self.row = tuple(operand.shape[tokens.index("...") :])
+        if argument.dtype == "row" and self.row_dtype is None:
+            self.row_dtype = operand.dtype
+        for token, size in zip(tokens, operand.shape, strict=False):
+            if token.isidentifier():
+                self.sizes.setdefault(token, size)
+
+    def shape(self, argument: Argument) -> tuple[int, ...]:
+        sizes: list[int] = []
+        for token in argument.shape.split():
+            if token == "...":
+                sizes.extend(self.row)
+            elif token.isdigit():
+                sizes.append(int(token))
+            else:
+                name, _, added = token.partition("+")
+                sizes.append(self.sizes[name] + int(added or 0))
+        return tuple(sizes)
+
+    def dtype(self, argument: Argument) -> Any:
+        return self.row_dtype if argument.dtype == "row" else np.dtype(argument.dtype)
+
+
+def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
+    axes = _Axes(signature, operands, params)
+    operand_of = {result: operand for operand, result in signature.aliases.items()}
+    return [
+        operands[operand_of[i]]
+        if i in operand_of
+        else result_aval(operands[0], axes.shape(result), axes.dtype(result))
+        for i, result in enumerate(signature.results)
+    ]
+
+
+def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any) -> Sequence[Any]:
+    """The XLA custom call on one platform; the workspace is one more result."""
+    module = _MODULES[platform]
+    if module is None:
+        raise RuntimeError(
+            f"jax_hkv was built without its CUDA module, so {signature.name} cannot run on a GPU. "
+            "Build it where nvcc is found: pip install --config-settings=cmake.define.HKV_CUDA=ON ."
+        )
+    axes = _Axes(signature, operands, params)
+    results = [
+        jax.ShapeDtypeStruct(axes.shape(result), axes.dtype(result)) for result in signature.results
+    ]
+    integers = {name: int(params[name]) for name in signature.attributes}
+    workspace = module.workspace_bytes(
+        signature.name, [list(operand.shape) for operand in operands], integers
+    )
+    call = jax.ffi.ffi_call(
+        _TARGET_PREFIX + signature.name,
+        [*results, jax.ShapeDtypeStruct((workspace,), np.uint8)],
+        input_output_aliases=signature.aliases,
+    )
+    attributes: dict[str, Any] = {name: np.int64(value) for name, value in integers.items()}
+    attributes |= {name: np.float32(params[name]) for name in signature.float_attributes}
+    return call(*operands, table=params["table"], **attributes)[: len(results)]
+
+
+def _batch(
+    primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
+) -> Any:
+    """Flattens a batch of reads into one read. The table itself is not mapped."""
+    not_mapped = None
+    by_position = [argument.shape.startswith("n") for argument in signature.operands]
+    if not signature.per_position:
+        raise NotImplementedError(
+            f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
+            "operation once with all keys (keys of any leading shape are accepted), or loop with "
+            "jax.lax.scan."
+        )
+    for argument, dim, positions in zip(signature.operands, dims, by_position, strict=True):
+        if dim is not not_mapped and not positions:
+            raise NotImplementedError(
+                f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
+                "table cannot. Use in_axes=None and out_axes=None for the table."
+            )
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not not_mapped)
+
+    def flat(x: Any, dim: Any) -> jax.Array:
+        if dim is not_mapped:
+            x = jax.numpy.broadcast_to(x, (size, *x.shape))
+        else:
+            x = jax.numpy.moveaxis(x, dim, 0)
+        return x.reshape(-1, *x.shape[2:])
+
+    arguments = [
+        flat(x, dim) if positions else x
+        for x, dim, positions in zip(operands, dims, by_position, strict=True)
+    ]
+    results = primitive.bind(*arguments, **params)
+    outputs = [
+        x if result.in_place else x.reshape(size, -1, *x.shape[1:])
+        for x, result in zip(results, signature.results, strict=True)
+    ]
+    return outputs, [not_mapped if result.in_place else 0 for result in signature.results]
+
+
+def _no_derivative(signature: Signature, *_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"{signature.name} of jax_hkv has no derivative: a table is never differentiated. "
+        "Differentiate with respect to the rows that a lookup returned: look up outside the "
+        "differentiated function, pass result.values in, and give its gradient to "
+        "jax_hkv.optim.sparse(...).update."
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _make_primitive(signature: Signature) -> Primitive:
+    primitive = Primitive(signature.name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(functools.partial(_abstract, signature))
+    primitive.def_impl(lambda *xs, **params: _eager(primitive, tuple(sorted(params.items())))(*xs))
+    for platform in _MODULES:
+        rule = mlir.lower_fun(
+            functools.partial(_lowering, signature, platform), multiple_results=True
+        )
+        mlir.register_lowering(primitive, rule, platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, signature)
+    ad.primitive_jvps[primitive] = functools.partial(_no_derivative, signature)
+    return primitive
+
+
+def _register() -> dict[str, tuple[Signature, Primitive]]:
+    for platform, module in (("cpu", _cpu), ("CUDA", _cuda)):
+        for name, handler in (module.handlers() if module else {}).items():
+            jax.ffi.register_ffi_target(_TARGET_PREFIX + name, handler, platform=platform)
+    signatures = [Signature.of(entries) for entries in _cpu.signatures()]
+    return {
+        signature.name: (signature, _make_primitive(signature)) for signature in signatures
+    }
+
+
+_OPERATIONS = _register()
+
+
+def signatures() -> tuple[Signature, ...]:
+    """The native operations, in the order of the list."""
+    return tuple(signature for signature, _ in _OPERATIONS.values())
+
+
+def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: Any) -> list[Any]:
+    """Binds the primitive of a native operation.
+
+    Args:
+      name: of the operation.
+      *operands: in the order of its signature.
+      table: the name of the table, for error messages.
+      **attributes: static integers and floats.
+    """
+    signature, primitive = _OPERATIONS[name]
+    expected = {*signature.attributes, *signature.float_attributes}
+    if set(attributes) != expected:
+        raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
+    return primitive.bind(*match_varying(operands), table=table, **attributes)

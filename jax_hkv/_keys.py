@@ -1,0 +1,161 @@
+"""64-bit keys and scores as pairs of 32-bit words, so that they survive with x64 off."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, UInt32
+
+_WORD_BITS = 32
+_LOW_WORD = 0xFFFFFFFF
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Unsigned 64-bit numbers (keys, or scores in the same form) of any shape.
+
+    Attributes:
+      words: ``uint32[..., 2]``, the (low, high) words.
+
+    Example:
+      >>> import numpy as np
+      >>> keys = Keys.from_numpy(np.array([-1, 7], np.int64))
+      >>> keys.shape
+      (2,)
+      >>> int(keys.to_numpy()[0]) == 2**64 - 1
+      True
+    """
+
+    words: UInt32[Array, "*shape 2"]
+
+    @classmethod
+    def from_numpy(cls, ids: Any) -> Keys:
+        """From integers on the host.
+
+        Args:
+          ids: integer array of any shape; signed numbers are sign-extended to 64 bits.
+
+        Raises:
+          TypeError: if the array does not hold integers.
+        """
+        array = np.asarray(ids)
+        if array.dtype.kind not in "iu":
+            raise TypeError(
+                f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}. Hash or cast "
+                "them to int64 or uint64 first."
+            )
+        wide = np.ascontiguousarray(array.astype(np.int64 if array.dtype.kind == "i" else np.uint64))
+        words = wide.astype("<u8", copy=False).view("<u4").reshape(*array.shape, 2)
+        return cls(jnp.asarray(words.astype(np.uint32, copy=False)))
+
+    def to_numpy(self) -> np.ndarray:
+        """As ``uint64`` on the host."""
+        words = np.asarray(self.words).astype(np.uint64)
+        return words[..., 0] | (words[..., 1] << np.uint64(_WORD_BITS))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the axis of the words."""
+        return tuple(self.words.shape[:-1])
+
+    @property
+    def low(self) -> UInt32[Array, "*shape"]:
+        """The low words."""
+        return self.words[..., 0]
+
+    @property
+    def high(self) -> UInt32[Array, "*shape"]:
+        """The high words."""
+        return self.words[..., 1]
+
+    def reshape(self, *shape: int) -> Keys:
+        """With another shape."""
+        return Keys(self.words.reshape(*shape, 2))
+
+    def __getitem__(self, index: Any) -> Keys:
+        return Keys(self.words[index])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def as_keys(call: str, argument: str, ids: Any) -> Keys:
+    """What a caller gave as keys, as Keys; errors name the call and the argument."""
+    if isinstance(ids, Keys):
+        _check_words(call, argument, ids.words)
+        return ids
+    if isinstance(ids, (jax.Array, np.ndarray, jax.core.Tracer)):
+        return _from_array(call, argument, ids)
+    raise TypeError(
+        f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {type(ids).__name__}. "
+        "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
+    )
+
+
+def _check_words(call: str, argument: str, words: Any) -> None:
+    if words.dtype != np.uint32 or words.ndim < 1 or words.shape[-1] != 2:
+        raise TypeError(
+            f"{call}: {argument}.words must be uint32[..., 2], got {words.dtype}"
+            f"{list(words.shape)}. Make keys with jax_hkv.Keys.from_numpy(ids)."
+        )
+
+
+def _from_array(call: str, argument: str, ids: Any) -> Keys:
+    wide = ids.dtype in (np.dtype(np.int64), np.dtype(np.uint64))
+    if wide and isinstance(ids, np.ndarray):
+        if not jax.config.jax_enable_x64:
+            raise TypeError(
+                f"{call}: {argument} is a NumPy {ids.dtype} array, and with x64 off JAX would cut it "
+                "to 32 bits. Use jax_hkv.Keys.from_numpy(ids)."
+            )
+        return Keys.from_numpy(ids)
+    if ids.dtype == np.int32:
+        high = jnp.where(jnp.asarray(ids) < 0, jnp.uint32(_LOW_WORD), jnp.uint32(0))
+        low = jax.lax.bitcast_convert_type(jnp.asarray(ids), jnp.uint32)
+    elif ids.dtype == np.uint32:
+        low, high = jnp.asarray(ids), jnp.zeros_like(ids)
+    elif wide:
+        low = (ids & _LOW_WORD).astype(jnp.uint32)
+        high = ((ids >> _WORD_BITS) & _LOW_WORD).astype(jnp.uint32)
+    else:
+        raise TypeError(
+            f"{call}: {argument} must hold integers of 32 or 64 bits, got {ids.dtype}. Cast small "
+            "integers to int32; hash anything else to 64 bits."
+        )
+    return Keys(jnp.stack([low, high], axis=-1))
+
+
+def _pair(number: Keys | int) -> tuple[Any, Any]:
+    if isinstance(number, Keys):
+        return number.low, number.high
+    if not 0 <= number < 2**64:
+        raise ValueError(f"expected an unsigned 64-bit integer, got {number}")
+    return np.uint32(number & _LOW_WORD), np.uint32(number >> _WORD_BITS)
+
+
+def less(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
+    """Whether a < b, as unsigned 64-bit numbers, elementwise.
+
+    Example:
+      >>> import numpy as np
+      >>> less(Keys.from_numpy(np.array([3, 2**40])), 2**33).tolist()
+      [True, False]
+    """
+    (low_a, high_a), (low_b, high_b) = _pair(a), _pair(b)
+    return jnp.asarray((high_a < high_b) | ((high_a == high_b) & (low_a < low_b)))
+
+
+def less_equal(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
+    """Whether a <= b, as unsigned 64-bit numbers, elementwise."""
+    return ~less(b, a)
+
+
+def equal(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
+    """Whether a == b, elementwise."""
+    (low_a, high_a), (low_b, high_b) = _pair(a), _pair(b)
+    return jnp.asarray((low_a == low_b) & (high_a == high_b))

@@ -1,0 +1,282 @@
+"""Keys to slots: the index of a table, and what can be done to it.
+
+Every function threads the clock leaf: each native call takes it and returns it, so that XLA orders
+the calls and never has to copy a leaf that a later call updates in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt8, UInt32
+
+from jax_hkv import _ffi
+from jax_hkv._keys import Keys
+
+LANES = 128
+MAX_SLOTS = 2**31 - 1
+NO_SLOT = -1
+
+
+class Policy(enum.IntEnum):
+    """How entries are scored; the entry of lowest score in a full bucket is evicted."""
+
+    LRU = 0
+    LFU = 1
+    EPOCH_LRU = 2
+    EPOCH_LFU = 3
+    CUSTOM = 4
+
+
+class Status(enum.IntEnum):
+    """What became of a position of a batch."""
+
+    MISSING = 0
+    FOUND = 1
+    INSERTED = 2
+    EVICTED = 3
+    REFUSED = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Digests, keys and scores of `B` buckets of 128 lanes.
+
+    Attributes:
+      digests: ``uint8[B, 128]``; 0 marks an empty lane.
+      keys: ``uint32[B, 128, 2]``.
+      scores: ``uint32[B, 128, 2]``.
+      occupancy: ``int32[B]``, entries of each bucket.
+      clock: ``uint32[2]``, the logical time, and the leaf that orders operations.
+      epoch: ``uint32[1]``.
+      policy: static.
+      choices: static, candidate buckets of a key.
+      name: static, for error messages.
+    """
+
+    digests: UInt8[Array, "B 128"]
+    keys: UInt32[Array, "B 128 2"]
+    scores: UInt32[Array, "B 128 2"]
+    occupancy: Int32[Array, " B"]
+    clock: UInt32[Array, "2"]
+    epoch: UInt32[Array, "1"]
+    policy: Policy = dataclasses.field(metadata={"static": True})
+    choices: int = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def slots(self) -> int:
+        """Slots in all."""
+        return self.digests.shape[-2] * LANES
+
+
+class Groups(NamedTuple):
+    """The distinct keys of a batch of n positions, and who they are (docs/semantics.md, section 6).
+
+    Attributes:
+      keys: ``uint32[n, 2]``, distinct keys in order of first occurrence, zero behind `count`.
+      inverse: ``int32[n]``, the number of each position's key, -1 where masked.
+      order: ``int32[n]``, the valid positions grouped by key.
+      offsets: ``int32[n + 1]``, where each group begins in `order`.
+      count: ``int32[1]``, distinct keys.
+    """
+
+    keys: UInt32[Array, "n 2"]
+    inverse: Int32[Array, " n"]
+    order: Int32[Array, " n"]
+    offsets: Int32[Array, " n+1"]
+    count: Int32[Array, "1"]
+
+    @property
+    def first(self) -> Int32[Array, " n"]:
+        """The position of each distinct key's first occurrence; meaningless behind `count`."""
+        return _take(self.order, self.offsets[:-1])
+
+    @property
+    def last(self) -> Int32[Array, " n"]:
+        """The position of each distinct key's last occurrence; meaningless behind `count`."""
+        return _take(self.order, self.offsets[1:] - 1)
+
+
+class Upserted(NamedTuple):
+    """What an upsert did, by position and by distinct key."""
+
+    slots: Int32[Array, " n"]
+    status: Int32[Array, " n"]
+    unique_slots: Int32[Array, " n"]
+    unique_status: Int32[Array, " n"]
+    evicted_keys: UInt32[Array, "e 2"]
+    evicted_scores: UInt32[Array, "e 2"]
+    evicted_slots: Int32[Array, " e"]
+
+
+def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
+    return array.at[positions].get(mode="clip") if array.shape[0] else array
+
+
+def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
+    """An empty index."""
+    return Index(
+        digests=jnp.zeros((buckets, LANES), jnp.uint8),
+        keys=jnp.zeros((buckets, LANES, 2), jnp.uint32),
+        scores=jnp.zeros((buckets, LANES, 2), jnp.uint32),
+        occupancy=jnp.zeros((buckets,), jnp.int32),
+        clock=jnp.zeros((2,), jnp.uint32),
+        epoch=jnp.zeros((1,), jnp.uint32),
+        policy=policy,
+        choices=choices,
+        name=name,
+    )
+
+
+def tick(index: Index) -> Index:
+    """One unit of logical time later."""
+    low = index.clock[:1] + jnp.uint32(1)
+    high = index.clock[1:] + (low == 0).astype(jnp.uint32)
+    return dataclasses.replace(index, clock=jnp.concatenate([low, high]))
+
+
+def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
+    """The distinct valid keys of a batch."""
+    return Groups(*_ffi.call("unique", keys.words, valid))
+
+
+def all_of(groups: Groups) -> Bool[Array, " n"]:
+    """Which entries of `groups.keys` are keys."""
+    return jnp.arange(groups.keys.shape[0]) < groups.count
+
+
+def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int32[Array, " n"]]:
+    """The slot of every key, -1 where it is absent or masked."""
+    clock, slots = _ffi.call(
+        "find_slots",
+        index.clock,
+        index.digests,
+        index.keys,
+        keys.words,
+        valid,
+        table=index.name,
+        choices=index.choices,
+    )
+    return dataclasses.replace(index, clock=clock), slots
+
+
+def verify(
+    index: Index, keys: Keys, slots: Int32[Array, " n"]
+) -> tuple[Index, Int32[Array, " n"]]:
+    """The slots that still hold their keys; the others become -1."""
+    clock, verified = _ffi.call(
+        "verify_slots", index.clock, index.digests, index.keys, keys.words, slots, table=index.name
+    )
+    return dataclasses.replace(index, clock=clock), verified
+
+
+def upsert(
+    index: Index,
+    groups: Groups,
+    scores: Keys | None,
+    *,
+    admit: bool,
+    write_scores: bool = True,
+    pinned: Int32[Array, " p"] | None = None,
+    report_evicted: bool = False,
+) -> tuple[Index, Upserted]:
+    """Refreshes the keys that are present and, with `admit`, inserts the others.
+
+    Args:
+      index: to change.
+      groups: of the batch.
+      scores: of the positions, or None.
+      admit: whether absent keys are inserted.
+      write_scores: whether hits are scored.
+      pinned: slots that must not be evicted, besides those of the batch.
+      report_evicted: whether evicted entries are wanted.
+    """
+    positions = groups.keys.shape[0]
+    results = _ffi.call(
+        "upsert",
+        index.clock,
+        index.epoch,
+        index.digests,
+        index.keys,
+        index.scores,
+        index.occupancy,
+        *(groups.keys, groups.count, groups.inverse, groups.order, groups.offsets),
+        jnp.zeros((0, 2), jnp.uint32) if scores is None else scores.words,
+        jnp.zeros((0,), jnp.int32) if pinned is None else pinned,
+        table=index.name,
+        policy=int(index.policy),
+        choices=index.choices,
+        admit=int(admit),
+        write_scores=int(write_scores),
+        e=positions if report_evicted else 0,
+    )
+    return _with_leaves(index, *results[:5]), Upserted(*results[5:])
+
+
+def erase(index: Index, slots: Int32[Array, " m"]) -> Index:
+    """Empties distinct slots that hold entries; -1 is passed over."""
+    return _with_leaves(
+        index,
+        *_ffi.call(
+            "erase_slots",
+            index.clock,
+            index.digests,
+            index.keys,
+            index.scores,
+            index.occupancy,
+            slots,
+            table=index.name,
+        ),
+    )
+
+
+def clear(index: Index) -> Index:
+    """Empties every slot."""
+    return _with_leaves(
+        index,
+        *_ffi.call(
+            "clear",
+            index.clock,
+            index.digests,
+            index.keys,
+            index.scores,
+            index.occupancy,
+            table=index.name,
+        ),
+    )
+
+
+def read(
+    index: Index, offset: Int32[Array, ""], count: int
+) -> tuple[Index, Keys, Keys, Bool[Array, " count"]]:
+    """Keys, scores and occupancy of `count` slots from `offset` on."""
+    clock, keys, scores, occupied = _ffi.call(
+        "read_slots",
+        index.clock,
+        index.digests,
+        index.keys,
+        index.scores,
+        offset.reshape(1),
+        table=index.name,
+        count=count,
+    )
+    return dataclasses.replace(index, clock=clock), Keys(keys), Keys(scores), occupied
+
+
+def _with_leaves(
+    index: Index,
+    clock: jax.Array,
+    digests: jax.Array,
+    keys: jax.Array,
+    scores: jax.Array,
+    occupancy: jax.Array,
+) -> Index:
+    return dataclasses.replace(
+        index, clock=clock, digests=digests, keys=keys, scores=scores, occupancy=occupancy
+    )

@@ -1,0 +1,104 @@
+"""First values of rows: functions of (seed, key) alone, the same bits on every backend.
+
+The distributions are those of ``jax.nn.initializers``; the numbers are not, since they come from a
+counter-based generator that needs no state (docs/semantics.md, section 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+_CONSTANT, _UNIFORM, _NORMAL, _TRUNCATED_NORMAL = range(4)
+
+# The standard deviation of a standard normal variate truncated to (-2, 2).
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+Distribution = Literal["truncated_normal", "normal", "uniform"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Initializer:
+    """A distribution for the elements of new rows.
+
+    Attributes:
+      kind: which distribution.
+      a: the constant, the lower bound, or the mean.
+      b: the upper bound, or the standard deviation.
+      scale: of variance scaling, which divides by the table's dim; None for the others.
+    """
+
+    kind: int
+    a: float = 0.0
+    b: float = 0.0
+    scale: float | None = None
+
+    def for_dim(self, dim: int) -> Initializer:
+        """The same with its parameters settled for rows of `dim` elements."""
+        if self.scale is None:
+            return self
+        stddev = math.sqrt(self.scale / dim)
+        if self.kind == _UNIFORM:
+            bound = math.sqrt(3.0) * stddev
+            return Initializer(_UNIFORM, -bound, bound)
+        if self.kind == _TRUNCATED_NORMAL:
+            stddev /= _TRUNCATED_STDDEV
+        return Initializer(self.kind, 0.0, stddev)
+
+
+def constant(value: float) -> Initializer:
+    """Every element is `value`."""
+    return Initializer(_CONSTANT, float(value))
+
+
+def zeros() -> Initializer:
+    """Every element is 0."""
+    return constant(0.0)
+
+
+def ones() -> Initializer:
+    """Every element is 1."""
+    return constant(1.0)
+
+
+def uniform(low: float = -0.01, high: float = 0.01) -> Initializer:
+    """Uniform in [low, high)."""
+    if not low <= high:
+        raise ValueError(f"uniform: low must not exceed high, got low={low}, high={high}")
+    return Initializer(_UNIFORM, float(low), float(high))
+
+
+def normal(mean: float = 0.0, stddev: float = 0.01) -> Initializer:
+    """Normal with the given mean and standard deviation."""
+    return Initializer(_NORMAL, float(mean), _checked_stddev("normal", stddev))
+
+
+def truncated_normal(mean: float = 0.0, stddev: float = 0.01) -> Initializer:
+    """Normal, cut off at two standard deviations (`stddev` is that before the cut)."""
+    return Initializer(_TRUNCATED_NORMAL, float(mean), _checked_stddev("truncated_normal", stddev))
+
+
+def variance_scaling(
+    scale: float = 1.0, distribution: Distribution = "truncated_normal"
+) -> Initializer:
+    """Variance scale / dim, whatever the table's dim; ``nn.Embed`` has scale 1 and "normal".
+
+    Args:
+      scale: positive.
+      distribution: "truncated_normal", "normal" or "uniform".
+    """
+    kinds = {"truncated_normal": _TRUNCATED_NORMAL, "normal": _NORMAL, "uniform": _UNIFORM}
+    if distribution not in kinds:
+        raise ValueError(
+            f"variance_scaling: distribution must be one of {sorted(kinds)}, got {distribution!r}"
+        )
+    if not scale > 0:
+        raise ValueError(f"variance_scaling: scale must be positive, got {scale}")
+    return Initializer(kinds[distribution], scale=float(scale))
+
+
+def _checked_stddev(call: str, stddev: float) -> float:
+    if not stddev >= 0:
+        raise ValueError(f"{call}: stddev must not be negative, got {stddev}")
+    return float(stddev)

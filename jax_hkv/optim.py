@@ -1,0 +1,212 @@
+"""Any optax transformation on the rows that a batch touched.
+
+The functions here ask nothing of optax but the form of its transformations: a pair of functions
+``init(params)`` and ``update(updates, state, params)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_hkv import _checks, index as _index, rows as _rows
+from jax_hkv._keys import Keys
+from jax_hkv.table import (
+    InsertResult,
+    OptimizerRows,
+    Table,
+    gather_optimizer,
+    scatter_optimizer,
+)
+
+_ROW, _SHARED = "row", "shared"
+
+
+class Transformation(Protocol):
+    """What is needed of an ``optax.GradientTransformation``."""
+
+    init: Any
+    update: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+    """How a state is made up of row leaves and shared leaves, in the order of its flattening."""
+
+    tree: Any
+    kinds: tuple[str, ...]
+
+    def join(self, row: tuple[jax.Array, ...], shared: tuple[jax.Array, ...]) -> Any:
+        rows, others = iter(row), iter(leaf[0] for leaf in shared)
+        leaves = [next(rows) if kind == _ROW else next(others) for kind in self.kinds]
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def split(self, state: Any) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        leaves = list(zip(self.kinds, jax.tree.leaves(state), strict=True))
+        return (
+            tuple(leaf for kind, leaf in leaves if kind == _ROW),
+            tuple(leaf[None] for kind, leaf in leaves if kind == _SHARED),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseOptimizer:
+    """An optax transformation that updates the rows of a batch only. Made by :func:`sparse`."""
+
+    transformation: Transformation
+
+    def init(self, table: Table) -> Table:
+        """The table with this optimizer's rows, fresh for every slot.
+
+        Args:
+          table: whose rows will be optimized; optimizer rows that it has are replaced.
+
+        Raises:
+          ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, or
+            if a row's first state depends on the row.
+        """
+        structure = self._structure(table)
+        with jax.ensure_compile_time_eval():
+            state = self.transformation.init(jnp.zeros((1, table.dim), table.dtype))
+            other = self.transformation.init(jnp.ones((1, table.dim), table.dtype))
+        fresh, shared = structure.split(state)
+        for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
+            if not np.array_equal(np.asarray(leaf), np.asarray(leaf_of_ones), equal_nan=True):
+                raise ValueError(
+                    "optim.sparse: this transformation starts from the parameters (a copy of them, "
+                    "say), but rows come and go, and a new row's state must not depend on the row"
+                )
+        rows = tuple(
+            jnp.broadcast_to(leaf, (table.capacity, *leaf.shape[1:])) for leaf in fresh
+        )
+        optimizer = OptimizerRows(
+            # A leaf of its own for each: donation refuses one buffer twice.
+            rows=tuple(jnp.array(leaf, copy=True) for leaf in rows),
+            fresh=tuple(jnp.array(leaf, copy=True) for leaf in fresh),
+            shared=tuple(jnp.array(leaf, copy=True) for leaf in shared),
+            skipped=jnp.zeros((1,), jnp.uint32),
+            structure=structure,
+        )
+        return dataclasses.replace(table, optimizer=optimizer)
+
+    def _structure(self, table: Table) -> _Structure:
+        """Which leaves of the state follow the number of rows, seen at two different numbers."""
+        two, three = (
+            jax.eval_shape(
+                self.transformation.init, jax.ShapeDtypeStruct((count, table.dim), table.dtype)
+            )
+            for count in (2, 3)
+        )
+        leaves = jax.tree.leaves_with_path(two)
+        kinds = [
+            _kind(path, leaf, other)
+            for (path, leaf), other in zip(leaves, jax.tree.leaves(three), strict=True)
+        ]
+        return _Structure(jax.tree.structure(two), tuple(kinds))
+
+    def update(
+        self,
+        table: Table,
+        result: InsertResult,
+        row_gradients: Float[Array, "*batch dim"],
+        **extra: Any,
+    ) -> Table:
+        """The table after one step of the optimizer on the rows of a batch.
+
+        The gradients of equal keys are summed. A row whose slot holds another key by now (the result
+        is stale) is skipped, and ``table.optimizer.skipped`` counts it; refused and masked positions
+        are left out. Leaves that rows share (step counts) advance once a call.
+
+        Args:
+          table: after the :func:`jax_hkv.find_or_insert` that gave the result.
+          result: of that call.
+          row_gradients: like ``result.values``.
+          **extra: passed on to the transformation's update.
+
+        Raises:
+          ValueError: if the table has no optimizer rows of this transformation.
+        """
+        if table.optimizer is None or table.optimizer.structure != self._structure(table):
+            raise ValueError(
+                "optim.sparse.update: the table has no optimizer rows of this transformation. Call "
+                "table = opt.init(table) once, before the first update"
+            )
+        shape = (*result.keys.shape, table.dim)
+        gradients = _checks.as_rows(
+            "optim.sparse.update", "row_gradients", row_gradients, shape, row_gradients.dtype
+        )
+        return _update(self.transformation, table, result, gradients.reshape(-1, table.dim), extra)
+
+
+def sparse(transformation: Transformation) -> SparseOptimizer:
+    """Makes an optax transformation update the rows that a batch touched, and no others.
+
+    The transformation must treat rows alike and apart: its state is one leaf of row shape, or one
+    value, for each row (moments, accumulators), or scalars (step counts). Norms over all rows (global
+    clipping) belong before it.
+
+    Args:
+      transformation: any ``optax.GradientTransformation``.
+
+    Example:
+      >>> import optax
+      >>> import jax_hkv as hkv
+      >>> opt = sparse(optax.adagrad(0.1))
+      >>> table = opt.init(hkv.create(128, dim=2))
+      >>> table, result = hkv.find_or_insert(table, np.array([1, 2], np.int32))
+      >>> table = opt.update(table, result, jnp.ones_like(result.values))
+    """
+    return SparseOptimizer(transformation)
+
+
+def _kind(path: Any, two: Any, three: Any) -> str:
+    if two.shape[:1] == (2,) and three.shape == (3, *two.shape[1:]):
+        return _ROW
+    if two.shape == three.shape == ():
+        return _SHARED
+    raise ValueError(
+        f"optim.sparse: the optimizer's state{jax.tree_util.keystr(path)} has shape "
+        f"{list(two.shape)} for rows of shape [2, dim]: neither a leaf with one entry a row nor a "
+        "scalar, so it mixes rows. Use a transformation that treats each row by itself"
+    )
+
+
+def _update(
+    transformation: Transformation,
+    table: Table,
+    result: InsertResult,
+    gradients: jax.Array,
+    extra: dict[str, Any],
+) -> Table:
+    assert table.optimizer is not None
+    structure = table.optimizer.structure
+    index, slots = _index.verify(table.index, Keys(result.groups.keys), result.unique_slots)
+    stale = (result.unique_slots >= 0) & (slots < 0) & _index.all_of(result.groups)
+    table = dataclasses.replace(table, index=index)
+    clock, params = _rows.gather(table.index.clock, table.values, slots, name=table.name)
+    table = dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock))
+    table, state_rows = gather_optimizer(table, slots)
+
+    sums = _rows.combine(result.groups, gradients).astype(table.dtype)
+    state = structure.join(state_rows, table.optimizer.shared)
+    updates, state = transformation.update(sums, state, params, **extra)
+    new_rows, shared = structure.split(state)
+    new_params = (params + updates).astype(table.dtype)
+
+    sources = _rows.positions(slots.shape[0])
+    clock, values = _rows.scatter(
+        table.index.clock, table.values, slots, sources, new_params, name=table.name
+    )
+    table = dataclasses.replace(
+        table, index=dataclasses.replace(table.index, clock=clock), values=values
+    )
+    table = scatter_optimizer(table, slots, sources, new_rows)
+    assert table.optimizer is not None
+    skipped = table.optimizer.skipped + jnp.sum(stale, dtype=jnp.uint32)
+    optimizer = dataclasses.replace(table.optimizer, shared=shared, skipped=skipped)
+    return dataclasses.replace(table, optimizer=optimizer)

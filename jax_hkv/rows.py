@@ -1,0 +1,115 @@
+"""Slots to rows: arrays whose leading axis is the slot, read and written natively.
+
+Each function takes the clock leaf and returns it, for the order of operations (see index.py).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
+
+from jax_hkv import _ffi
+from jax_hkv._keys import Keys
+from jax_hkv.index import Groups
+from jax_hkv.initializers import Initializer
+
+Clock = UInt32[Array, "2"]
+
+
+def _attributes(initializer: Initializer, seed: int) -> dict[str, float]:
+    return {
+        "init_kind": initializer.kind,
+        "init_a": initializer.a,
+        "init_b": initializer.b,
+        "seed": seed - 2**64 if seed >= 2**63 else seed,
+    }
+
+
+def gather(
+    clock: Clock,
+    values: Num[Array, "S ..."],
+    slots: Int32[Array, " n"],
+    *,
+    fill: float = 0.0,
+    initial: tuple[Initializer, int, Keys, Bool[Array, " n"]] | None = None,
+    name: str,
+) -> tuple[Clock, Num[Array, "n ..."]]:
+    """Rows by slot; where the slot is -1, the fill value or (where the mask says so) a first row.
+
+    Args:
+      clock: of the table.
+      values: rows by slot.
+      slots: of the rows wanted.
+      fill: for positions without a slot; numbers that are not floating-point get zero.
+      initial: initializer, seed, keys, and which positions without a slot take their key's first row.
+      name: of the table.
+    """
+    initializer, seed, keys, mask = initial or (Initializer(0), 0, None, None)
+    clock, rows = _ffi.call(
+        "gather_rows",
+        clock,
+        values,
+        slots,
+        jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
+        jnp.zeros((0,), jnp.bool_) if mask is None else mask,
+        table=name,
+        fill=float(fill),
+        **_attributes(initializer, seed),
+    )
+    return clock, rows
+
+
+def scatter(
+    clock: Clock,
+    values: Num[Array, "S ..."],
+    slots: Int32[Array, " m"],
+    sources: Int32[Array, " m"],
+    rows: Num[Array, "k ..."],
+    *,
+    name: str,
+) -> tuple[Clock, Num[Array, "S ..."]]:
+    """``values[slots[i]] = rows[sources[i]]`` for distinct slots, -1 passed over."""
+    clock, values = _ffi.call("scatter_rows", clock, values, slots, sources, rows, table=name)
+    return clock, values
+
+
+def initialize(
+    clock: Clock,
+    values: Float[Array, "S ..."],
+    slots: Int32[Array, " m"],
+    keys: Keys,
+    initializer: Initializer,
+    seed: int,
+    *,
+    name: str,
+) -> tuple[Clock, Float[Array, "S ..."]]:
+    """``values[slots[i]]`` becomes the first row of ``keys[i]``."""
+    clock, values = _ffi.call(
+        "init_rows", clock, values, slots, keys.words, table=name, **_attributes(initializer, seed)
+    )
+    return clock, values
+
+
+def add(
+    clock: Clock,
+    values: Float[Array, "S ..."],
+    slots: Int32[Array, " m"],
+    deltas: Float32[Array, "m ..."],
+    *,
+    name: str,
+) -> tuple[Clock, Float[Array, "S ..."]]:
+    """``values[slots[i]] += deltas[i]``, rounded once."""
+    clock, values = _ffi.call("add_rows", clock, values, slots, deltas, table=name)
+    return clock, values
+
+
+def combine(groups: Groups, rows: Float[Array, "n ..."]) -> Float32[Array, "n ..."]:
+    """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
+    (sums,) = _ffi.call("combine_rows", groups.count, groups.order, groups.offsets, rows)
+    return sums
+
+
+def positions(count: int) -> Int32[Array, " count"]:
+    """0 to count - 1: sources of rows that are already in order."""
+    return jax.lax.iota(jnp.int32, count)

@@ -1,0 +1,91 @@
+"""What users can assert of their own programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_hkv.table import Table
+
+_HLO_TYPES = {
+    "uint8": "u8",
+    "uint32": "u32",
+    "int32": "s32",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+}
+
+
+def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """Copies of table-sized arrays in a compiled function.
+
+    Args:
+      fn: traceable; it is compiled with every Table among its arguments donated.
+      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      The lines of the optimised HLO that copy an array of a table leaf's type and size.
+    """
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: isinstance(leaf, Table))
+    is_table = [isinstance(leaf, Table) for leaf in leaves]
+    tables = [leaf for leaf, table in zip(leaves, is_table, strict=True) if table]
+    others = [leaf for leaf, table in zip(leaves, is_table, strict=True) if not table]
+    if not tables:
+        raise ValueError("table_copies: no argument holds a jax_hkv Table, so nothing is checked")
+
+    def donating(tables: list[Table], others: list[Any]) -> Any:
+        left, right = iter(tables), iter(others)
+        joined = [next(left) if table else next(right) for table in is_table]
+        return fn(*jax.tree.unflatten(tree, joined))
+
+    compiled = jax.jit(donating, donate_argnums=0).lower(tables, others).compile()
+    return copies_in(compiled.as_text() or "", tables)
+
+
+def copies_in(hlo: str, tables: Any) -> list[str]:
+    """The lines of an optimised HLO text that copy an array of a table leaf's type and size."""
+    sizes = {
+        (_HLO_TYPES[np.dtype(leaf.dtype).name], int(np.prod(leaf.shape)))
+        for leaf in jax.tree.leaves(tables)
+        if np.dtype(leaf.dtype).name in _HLO_TYPES and leaf.ndim > 1 and leaf.shape[0] > 1
+    }
+    copy = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:copy|copy-start)\(")
+    found = []
+    for line in hlo.splitlines():
+        match = copy.search(line)
+        if match is None:
+            continue
+        size = int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64))
+        if (match[1], size) in sizes:
+            found.append(line.strip())
+    return found
+
+
+def assert_no_table_copies(fn: Callable[..., Any], *args: Any) -> None:
+    """Asserts that a function, compiled with its tables donated, copies no table-sized array.
+
+    Args:
+      fn: traceable.
+      *args: its arguments; every Table among them is donated.
+
+    Raises:
+      AssertionError: naming the copies.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(1024, dim=8)
+      >>> assert_no_table_copies(hkv.find_or_insert, table, np.arange(10, dtype=np.int32))
+    """
+    copies = table_copies(fn, *args)
+    if copies:
+        raise AssertionError(
+            f"{len(copies)} copies of table-sized arrays in the compiled program; a table is copied "
+            "where a value of it is used after a later operation has changed it. Thread one table "
+            "through all operations, reads included:\n" + "\n".join(copies)
+        )
