@@ -7,6 +7,7 @@ The functions here ask nothing of optax but the form of its transformations: a p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +22,9 @@ from jax_hkv.table import (
     OptimizerRows,
     Table,
     gather_optimizer,
+    gather_values,
     scatter_optimizer,
+    scatter_values,
 )
 
 _ROW, _SHARED = "row", "shared"
@@ -112,8 +115,8 @@ class SparseOptimizer:
     def update(
         self,
         table: Table,
-        result: InsertResult,
-        row_gradients: Float[Array, "*batch dim"],
+        result: InsertResult | Sequence[InsertResult],
+        row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
         **extra: Any,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
@@ -124,8 +127,8 @@ class SparseOptimizer:
 
         Args:
           table: after the :func:`jax_hkv.find_or_insert` that gave the result.
-          result: of that call.
-          row_gradients: like ``result.values``.
+          result: of that call; or the results of several lookups, which make one step together.
+          row_gradients: like ``result.values``; or as many of them as there are results.
           **extra: passed on to the transformation's update.
 
         Raises:
@@ -136,11 +139,19 @@ class SparseOptimizer:
                 "optim.sparse.update: the table has no optimizer rows of this transformation. Call "
                 "table = opt.init(table) once, before the first update"
             )
-        shape = (*result.keys.shape, table.dim)
-        gradients = _checks.as_rows(
-            "optim.sparse.update", "row_gradients", row_gradients, shape, row_gradients.dtype
-        )
-        return _update(self.transformation, table, result, gradients.reshape(-1, table.dim), extra)
+        if isinstance(result, InsertResult):
+            gradients = _flat_gradients(table, result, row_gradients)
+            groups = result.groups
+            index, slots = _index.verify(table.index, Keys(groups.keys), result.unique_slots)
+            stale = (result.unique_slots >= 0) & (slots < 0) & _index.all_of(groups)
+        else:
+            pairs = list(zip(result, row_gradients, strict=True))
+            gradients = jnp.concatenate([_flat_gradients(table, *pair) for pair in pairs])
+            groups = _joined(result)
+            index, slots = _index.find(table.index, Keys(groups.keys), _index.all_of(groups))
+            stale = (slots < 0) & _index.all_of(groups)
+        table = dataclasses.replace(table, index=index)
+        return _update(self.transformation, table, groups, slots, stale, gradients, extra)
 
 
 def sparse(transformation: Transformation) -> SparseOptimizer:
@@ -176,35 +187,42 @@ def _kind(path: Any, two: Any, three: Any) -> str:
     )
 
 
+def _flat_gradients(table: Table, result: InsertResult, gradients: Any) -> jax.Array:
+    shape = (*result.keys.shape, table.dim)
+    array = jnp.asarray(gradients)
+    rows = _checks.as_rows("optim.sparse.update", "row_gradients", array, shape, array.dtype)
+    return rows.reshape(-1, table.dim)
+
+
+def _joined(results: Sequence[InsertResult]) -> _index.Groups:
+    """The distinct keys of several lookups, without their refused and masked positions."""
+    words = jnp.concatenate([result.keys.words.reshape(-1, 2) for result in results])
+    slots = jnp.concatenate([result.slots.reshape(-1) for result in results])
+    return _index.unique(Keys(words), slots >= 0)
+
+
 def _update(
     transformation: Transformation,
     table: Table,
-    result: InsertResult,
+    groups: _index.Groups,
+    slots: jax.Array,
+    stale: jax.Array,
     gradients: jax.Array,
     extra: dict[str, Any],
 ) -> Table:
+    """Reads the rows of distinct keys, lets the transformation work on them, writes them back."""
     assert table.optimizer is not None
     structure = table.optimizer.structure
-    index, slots = _index.verify(table.index, Keys(result.groups.keys), result.unique_slots)
-    stale = (result.unique_slots >= 0) & (slots < 0) & _index.all_of(result.groups)
-    table = dataclasses.replace(table, index=index)
-    clock, params = _rows.gather(table.index.clock, table.values, slots, name=table.name)
-    table = dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock))
+    table, params = gather_values(table, slots)
     table, state_rows = gather_optimizer(table, slots)
-
-    sums = _rows.combine(result.groups, gradients).astype(table.dtype)
+    sums = _rows.combine(groups, gradients).astype(table.dtype)
     state = structure.join(state_rows, table.optimizer.shared)
     updates, state = transformation.update(sums, state, params, **extra)
     new_rows, shared = structure.split(state)
-    new_params = (params + updates).astype(table.dtype)
 
     sources = _rows.positions(slots.shape[0])
-    clock, values = _rows.scatter(
-        table.index.clock, table.values, slots, sources, new_params, name=table.name
-    )
-    table = dataclasses.replace(
-        table, index=dataclasses.replace(table.index, clock=clock), values=values
-    )
+    new_params = (params + updates).astype(table.dtype)
+    table = scatter_values(table, slots, sources, new_params)
     table = scatter_optimizer(table, slots, sources, new_rows)
     assert table.optimizer is not None
     skipped = table.optimizer.skipped + jnp.sum(stale, dtype=jnp.uint32)

@@ -302,16 +302,20 @@ def _with_clock(table: Table, clock: jax.Array) -> Table:
     return dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock))
 
 
-def _gather(
+def gather_values(
     table: Table, slots: jax.Array, *, fill: float = 0.0, initial: Any = None
 ) -> tuple[Table, jax.Array]:
+    """Rows by slot; see :func:`jax_hkv.rows.gather` for positions without one."""
     clock, values = _rows.gather(
         table.index.clock, table.values, slots, fill=fill, initial=initial, name=table.name
     )
     return _with_clock(table, clock), values
 
 
-def _scatter(table: Table, slots: jax.Array, sources: jax.Array, values: jax.Array) -> Table:
+def scatter_values(
+    table: Table, slots: jax.Array, sources: jax.Array, values: jax.Array
+) -> Table:
+    """Writes rows: ``values[slots[i]] = rows[sources[i]]`` for distinct slots, -1 passed over."""
     clock, values = _rows.scatter(
         table.index.clock, table.values, slots, sources, values, name=table.name
     )
@@ -353,7 +357,7 @@ def _entries(
     table: Table, keys: jax.Array, scores: jax.Array, slots: jax.Array
 ) -> tuple[Table, Entries]:
     """What stands in slots, before anything overwrites it."""
-    table, values = _gather(table, slots)
+    table, values = gather_values(table, slots)
     table, optimizer = gather_optimizer(table, slots)
     count = jnp.sum(slots >= 0, dtype=jnp.int32)
     return table, Entries(Keys(keys), Keys(scores), values, optimizer, count)
@@ -461,7 +465,7 @@ def _found_rows(
     table: Table, keys: Keys, valid: jax.Array, slots: jax.Array, fill: float | None
 ) -> tuple[Table, jax.Array]:
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    table, values = _gather(table, slots, fill=fill or 0.0, initial=initial)
+    table, values = gather_values(table, slots, fill=fill or 0.0, initial=initial)
     return table, checkpoint_name(values, ROWS_NAME)
 
 
@@ -508,7 +512,7 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
     """The rows that keys start with, whether they are present or not."""
     given, flat, mask = _batch("initial_rows", table, keys, None)
     initial = (table.initializer, table.seed, flat, mask)
-    _, values = _gather(table, jnp.full(mask.shape, NO_SLOT, jnp.int32), initial=initial)
+    _, values = gather_values(table, jnp.full(mask.shape, NO_SLOT, jnp.int32), initial=initial)
     return values.reshape(*given.shape, table.dim)
 
 
@@ -586,9 +590,9 @@ def _find_or_insert(
         )
         table = dataclasses.replace(_with_clock(table, clock), values=values)
     else:
-        table = _scatter(table, new_slots, groups.first, offered)
+        table = scatter_values(table, new_slots, groups.first, offered)
     initial = (table.initializer, table.seed, keys, valid)
-    table, values = _gather(table, upserted.slots, initial=initial)
+    table, values = gather_values(table, upserted.slots, initial=initial)
     return table, InsertResult(
         values=checkpoint_name(values, ROWS_NAME),
         keys=keys,
@@ -654,7 +658,7 @@ def _insert_or_assign(
 ) -> Any:
     groups = _index.unique(keys, valid)
     table, upserted, entries = _upsert(table, groups, scores, evicted)
-    table = _scatter(table, upserted.unique_slots, groups.last, values)
+    table = scatter_values(table, upserted.unique_slots, groups.last, values)
     return table, _write_result(groups, upserted, entries)
 
 
@@ -711,7 +715,7 @@ def _accum_or_assign(
     groups = _index.unique(keys, effective)
     table, upserted, _ = _upsert(table, groups, scores, False, pinned=slots)
     new = _is_new(upserted.unique_status)
-    table = _scatter(
+    table = scatter_values(
         table, jnp.where(new, upserted.unique_slots, NO_SLOT), groups.last, values
     )
     clock, summed = _rows.add(
@@ -763,7 +767,7 @@ def _assign(
     )
     table = dataclasses.replace(table, index=index)
     if values is not None:
-        table = _scatter(table, upserted.unique_slots, groups.last, values)
+        table = scatter_values(table, upserted.unique_slots, groups.last, values)
     return table, _write_result(groups, upserted)
 
 
@@ -929,7 +933,7 @@ def _matching(
     index, keys, scores, occupied = _index.read(table.index, offset, count)
     table = dataclasses.replace(table, index=index)
     slots = jnp.where(occupied, offset + _rows.positions(count), NO_SLOT)
-    table, values = _gather(table, slots)
+    table, values = gather_values(table, slots)
     matches = jnp.asarray(predicate(keys, scores, values))
     if matches.shape != (count,) or matches.dtype != jnp.bool_:
         raise TypeError(
