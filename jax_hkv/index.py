@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
-from jax_hkv import _ffi
+from jax_hkv import _ffi, rows
 from jax_hkv._keys import Keys
 
 LANES = 128
@@ -122,9 +122,9 @@ def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
     """An empty index."""
     return Index(
-        digests=jnp.zeros((buckets, LANES), jnp.uint8),
-        keys=jnp.zeros((buckets, LANES, 2), jnp.uint32),
-        scores=jnp.zeros((buckets, LANES, 2), jnp.uint32),
+        digests=rows.new(jnp.zeros((1, LANES), jnp.uint8), buckets),
+        keys=rows.new(jnp.zeros((1, LANES, 2), jnp.uint32), buckets),
+        scores=rows.new(jnp.zeros((1, LANES, 2), jnp.uint32), buckets),
         occupancy=jnp.zeros((buckets,), jnp.int32),
         clock=jnp.zeros((2,), jnp.uint32),
         epoch=jnp.zeros((1,), jnp.uint32),
@@ -144,6 +144,12 @@ def tick(index: Index) -> Index:
 def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
     """The distinct valid keys of a batch."""
     return Groups(*_ffi.call("unique", keys.words, valid))
+
+
+def combine(groups: Groups, values: Float[Array, "n ..."]) -> Float32[Array, "n ..."]:
+    """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
+    (sums,) = _ffi.call("combine_rows", groups.count, groups.order, groups.offsets, values)
+    return sums
 
 
 def all_of(groups: Groups) -> Bool[Array, " n"]:

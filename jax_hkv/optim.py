@@ -84,12 +84,9 @@ class SparseOptimizer:
                     "optim.sparse: this transformation starts from the parameters (a copy of them, "
                     "say), but rows come and go, and a new row's state must not depend on the row"
                 )
-        rows = tuple(
-            jnp.broadcast_to(leaf, (table.capacity, *leaf.shape[1:])) for leaf in fresh
-        )
         optimizer = OptimizerRows(
-            # A leaf of its own for each: donation refuses one buffer twice.
-            rows=tuple(jnp.array(leaf, copy=True) for leaf in rows),
+            rows=tuple(_rows.new(leaf, table.capacity) for leaf in fresh),
+            # A buffer of its own for each leaf: donation refuses one twice.
             fresh=tuple(jnp.array(leaf, copy=True) for leaf in fresh),
             shared=tuple(jnp.array(leaf, copy=True) for leaf in shared),
             skipped=jnp.zeros((1,), jnp.uint32),
@@ -215,7 +212,7 @@ def _update(
     structure = table.optimizer.structure
     table, params = gather_values(table, slots)
     table, state_rows = gather_optimizer(table, slots)
-    sums = _rows.combine(groups, gradients).astype(table.dtype)
+    sums = _index.combine(groups, gradients).astype(table.dtype)
     state = structure.join(state_rows, table.optimizer.shared)
     updates, state = transformation.update(sums, state, params, **extra)
     new_rows, shared = structure.split(state)

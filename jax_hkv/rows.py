@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
 
 from jax_hkv import _ffi
 from jax_hkv._keys import Keys
-from jax_hkv.index import Groups
 from jax_hkv.initializers import Initializer
 
 Clock = UInt32[Array, "2"]
@@ -24,6 +23,12 @@ def _attributes(initializer: Initializer, seed: int) -> dict[str, float]:
         "init_b": initializer.b,
         "seed": seed - 2**64 if seed >= 2**63 else seed,
     }
+
+
+def new(row: Num[Array, "1 ..."], slots: int) -> Num[Array, "S ..."]:
+    """A new array of `slots` rows, all equal to the given one."""
+    (values,) = _ffi.call("fill_rows", row, S=slots)
+    return values
 
 
 def gather(
@@ -102,12 +107,6 @@ def add(
     """``values[slots[i]] += deltas[i]``, rounded once."""
     clock, values = _ffi.call("add_rows", clock, values, slots, deltas, table=name)
     return clock, values
-
-
-def combine(groups: Groups, rows: Float[Array, "n ..."]) -> Float32[Array, "n ..."]:
-    """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
-    (sums,) = _ffi.call("combine_rows", groups.count, groups.order, groups.offsets, rows)
-    return sums
 
 
 def positions(count: int) -> Int32[Array, " count"]:

@@ -266,7 +266,7 @@ def create(
     buckets = -(-capacity // LANES)
     return Table(
         index=_index.create(buckets, Policy(policy), choices, name),
-        values=jnp.zeros((buckets * LANES, dim), dtype),
+        values=_rows.new(jnp.zeros((1, dim), dtype), buckets * LANES),
         optimizer=None,
         initializer=initializer.for_dim(dim),
         seed=seed,
@@ -722,7 +722,7 @@ def _accum_or_assign(
         table.index.clock,
         table.values,
         jnp.where(new, NO_SLOT, upserted.unique_slots),
-        _rows.combine(groups, values),
+        _index.combine(groups, values),
         name=table.name,
     )
     table = dataclasses.replace(_with_clock(table, clock), values=summed)

@@ -6,6 +6,10 @@
 #include <bit>
 #include <string>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "backends/workers.h"
 #include "ops/unique.h"
 
@@ -20,7 +24,7 @@ class Partition {
 
   explicit Partition(int64_t n)
       : n_(n),
-        chunks_((n + kChunk - 1) / kChunk),
+        chunks_(std::max<int64_t>(1, (n + kChunk - 1) / kChunk)),  // one, so that there are beginnings
         parts_(std::min<int64_t>(
             kMostParts, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n / kPartItems + 1))))) {}
 
@@ -70,7 +74,6 @@ class Partition {
 
   // The last chunk's cursors stand at the parts' ends: the beginnings are those, shifted by one.
   void restore(int32_t* table) const {
-    if (chunks_ == 0) return;
     const int32_t* ends = table + (chunks_ - 1) * parts_;
     for (int64_t part = parts_ - 1; part > 0; --part) table[part] = ends[part - 1];
     table[0] = 0;
@@ -89,6 +92,21 @@ class CpuExecutor {
   explicit CpuExecutor(Pool& pool) : workers_(pool) {}
 
   std::string failure() const { return {}; }
+
+  // Large results are fresh memory, and tables are read at random: large pages halve the time of
+  // both (measured on 10^7 rows of 64 floats, where the system's default is small ones).
+  static void prepare_result(void* data, int64_t bytes) {
+#if defined(__linux__)
+    constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+    const auto begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+    const auto end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
+    // Advice only: where the kernel does not take it, nothing changes.
+    if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)data;
+    (void)bytes;
+#endif
+  }
 
   void zero(void* data, int64_t bytes) const {
     constexpr int64_t kBlock = int64_t{1} << 22;  // bytes of one task
@@ -169,23 +187,17 @@ class CpuExecutor {
           if (!valid[i]) return -1;
           return shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
         },
-        [=](int64_t i, int64_t at) { scratch.positions[at] = static_cast<int32_t>(i); });
-    zero(scratch.counts, n * static_cast<int64_t>(sizeof(int32_t)));
+        [=](int64_t i, int64_t at) {
+          scratch.positions[at] = static_cast<int32_t>(i);
+          scratch.keys[at] = keys[i].value();
+        });
     workers_.run(partition.parts(), [&](int64_t part) {
-      find_firsts(keys, scratch, partition.begin_of(part), partition.begin_of(part + 1));
+      find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1));
     });
-    number_firsts(n, keys, partition.total(), scratch, out);
+    number_firsts(n, keys, valid, partition.total(), scratch, out);
     workers_.run(partition.parts(), [&](int64_t part) {
-      for (int64_t at = partition.begin_of(part); at < partition.begin_of(part + 1); ++at) {
-        const int32_t position = scratch.positions[at];
-        const int32_t first = scratch.firsts[position];
-        out.inverse[position] = scratch.numbers[first];
-        out.order[scratch.cursors[first]++] = position;
-      }
+      list_occurrences(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
     });
-    for (int64_t i = 0; i < n; ++i) {
-      if (!valid[i]) out.inverse[i] = -1;
-    }
     std::fill(out.order + partition.total(), out.order + n, -1);
   }
 
@@ -197,23 +209,26 @@ class CpuExecutor {
     uint64_t* pairs;  // (target, item)
   };
 
+  // Items are positions ordered by part; a part's arrays are small enough to stay near.
   struct UniqueScratch {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           positions(arena.take<int32_t>(n)),
+          keys(arena.take<Key>(n)),
           cells(arena.take<int32_t>(kCells * n)),
           firsts(arena.take<int32_t>(n)),
+          cursors(arena.take<int32_t>(n)),
           counts(arena.take<int32_t>(n)),
-          numbers(arena.take<int32_t>(n)),
-          cursors(arena.take<int32_t>(n)) {}
-    static constexpr int64_t kCells = 4;  // cells of hash table for each position, before rounding down
+          numbers(arena.take<int32_t>(n)) {}
+    static constexpr int64_t kCells = 4;  // cells of hash table for each item, before rounding down
     int32_t* table;
-    int32_t* positions;  // by part
-    int32_t* cells;      // the parts' hash tables: positions of first occurrences, or -1
-    int32_t* firsts;     // of a position: the first occurrence of its key
-    int32_t* counts;     // of a first occurrence: how many there are; else 0
-    int32_t* numbers;    // of a first occurrence: its key's number
-    int32_t* cursors;    // of a first occurrence: where its next occurrence goes in `order`
+    int32_t* positions;  // of items
+    Key* keys;           // of items
+    int32_t* cells;      // the parts' hash tables: items of first occurrences, or -1
+    int32_t* firsts;     // of items: the item of the key's first occurrence
+    int32_t* cursors;    // of items that are first: occurrences, later where the next one goes
+    int32_t* counts;     // of positions: occurrences of the key if this is its first, else 0
+    int32_t* numbers;    // of positions that are first: the key's number
   };
 
   template <class Step>
@@ -237,28 +252,42 @@ class CpuExecutor {
     }
   }
 
-  // An open-addressing table over the positions of one part, in order of position.
-  static void find_firsts(const Words* keys, const UniqueScratch& scratch, int64_t begin, int64_t end) {
+  // An open-addressing table over the items of one part, in order of position.
+  static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end) {
     if (begin == end) return;
     const auto cells = static_cast<int64_t>(
         std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
     int32_t* table = scratch.cells + UniqueScratch::kCells * begin;
     std::fill(table, table + cells, -1);
-    for (int64_t at = begin; at < end; ++at) {
-      const int32_t position = scratch.positions[at];
-      const Key key = keys[position].value();
+    std::fill(scratch.cursors + begin, scratch.cursors + end, 0);
+    for (int64_t item = begin; item < end; ++item) {
+      const Key key = scratch.keys[item];
       auto cell = static_cast<int64_t>(hash_of(key) & static_cast<uint64_t>(cells - 1));
-      while (table[cell] >= 0 && keys[table[cell]].value() != key) cell = (cell + 1) & (cells - 1);
-      if (table[cell] < 0) table[cell] = position;
-      scratch.firsts[position] = table[cell];
-      ++scratch.counts[table[cell]];
+      while (table[cell] >= 0 && scratch.keys[table[cell]] != key) cell = (cell + 1) & (cells - 1);
+      if (table[cell] < 0) table[cell] = static_cast<int32_t>(item);
+      scratch.firsts[item] = table[cell];
+      ++scratch.cursors[table[cell]];
+    }
+    for (int64_t item = begin; item < end; ++item) {
+      scratch.counts[scratch.positions[item]] = scratch.cursors[item];
+    }
+  }
+
+  static void list_occurrences(const UniqueScratch& scratch, int64_t begin, int64_t end,
+                               const UniqueKeys& out) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int32_t first = scratch.firsts[item];
+      const int32_t number = scratch.numbers[scratch.positions[first]];
+      if (first == item) scratch.cursors[item] = out.offsets[number];
+      out.inverse[scratch.positions[item]] = number;
+      out.order[scratch.cursors[first]++] = scratch.positions[item];
     }
   }
 
   // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows what
   // came before each.
-  void number_firsts(int64_t n, const Words* keys, int64_t valid_positions, const UniqueScratch& scratch,
-                     const UniqueKeys& out) const {
+  void number_firsts(int64_t n, const Words* keys, const bool* valid, int64_t valid_positions,
+                     const UniqueScratch& scratch, const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
     int32_t* before = scratch.cells;  // (keys, occurrences) of each chunk; the hash tables are done with
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
@@ -266,6 +295,10 @@ class CpuExecutor {
       int32_t distinct = 0;
       int32_t occurrences = 0;
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
+        if (!valid[i]) {
+          scratch.counts[i] = 0;
+          out.inverse[i] = -1;
+        }
         distinct += scratch.counts[i] > 0 ? 1 : 0;
         occurrences += scratch.counts[i];
       }
@@ -288,7 +321,6 @@ class CpuExecutor {
         out.unique_keys[number] = keys[i];
         out.offsets[number] = offset;
         scratch.numbers[i] = number++;
-        scratch.cursors[i] = offset;
         offset += scratch.counts[i];
       }
     });

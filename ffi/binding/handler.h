@@ -30,6 +30,7 @@ inline RowType row_type(ffi::DataType type) {
   }
 }
 
+template <class Executor>
 class CallBinder {
  public:
   CallBinder(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
@@ -59,13 +60,13 @@ class CallBinder {
   }
   template <class T>
   void out(const char* name, T& array, const char* shape) {
-    bind(name, next_result(name), array, shape);
+    bind(name, prepared(next_result(name)), array, shape);
   }
   void in_float32(const char* name, RowsView& rows, const char* shape) {
     bind_float32(name, next_operand(name), rows, shape);
   }
   void out_float32(const char* name, RowsView& rows, const char* shape) {
-    bind_float32(name, next_result(name), rows, shape);
+    bind_float32(name, prepared(next_result(name)), rows, shape);
   }
 
   // The workspace stands behind the results.
@@ -81,6 +82,13 @@ class CallBinder {
     auto buffer = results_.get<ffi::AnyBuffer>(result_++);
     if (!buffer.has_value()) throw std::invalid_argument(std::string("result ") + name + " is missing");
     return **buffer;
+  }
+
+  static ffi::AnyBuffer prepared(ffi::AnyBuffer result) {
+    if constexpr (requires { Executor::prepare_result(nullptr, int64_t{0}); }) {
+      Executor::prepare_result(result.untyped_data(), static_cast<int64_t>(result.size_bytes()));
+    }
+    return result;
   }
 
   template <class T>
@@ -151,7 +159,7 @@ ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands,
   };
   try {
     Operation operation;
-    CallBinder binder(operands, results, attributes);
+    CallBinder<Executor> binder(operands, results, attributes);
     operation.describe(binder);
     const ffi::AnyBuffer workspace = binder.workspace();
     Arena arena(workspace.untyped_data());

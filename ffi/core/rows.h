@@ -158,12 +158,15 @@ struct Initializer {
 // chunks of 32 chunk sums, and so on.
 class TreeSum {
  public:
+  // Levels are template arguments, so that the sums stay in registers on the device.
+  template <int kLevel = 0>
   HKV_HOST_DEVICE void add(float term) {
-    for (int level = 0; level < kLevels; ++level) {
-      sums_[level] = counts_[level] == 0 ? term : sums_[level] + term;
-      if (++counts_[level] < kChunk || level == kLevels - 1) return;
-      term = sums_[level];
-      counts_[level] = 0;
+    sums_[kLevel] = counts_[kLevel] == 0 ? term : sums_[kLevel] + term;
+    ++counts_[kLevel];
+    if constexpr (kLevel + 1 < kLevels) {
+      if (counts_[kLevel] < kChunk) return;
+      counts_[kLevel] = 0;
+      add<kLevel + 1>(sums_[kLevel]);
     }
   }
 

@@ -24,6 +24,6 @@ struct OperationList {
 
 using AllOperations =
     OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows,
-                  ScatterRows, InitRows, AddRows, CombineRows>;
+                  FillRows, ScatterRows, InitRows, AddRows, CombineRows>;
 
 }  // namespace hkv

@@ -48,6 +48,40 @@ struct ScatterRows {
   }
 };
 
+// A new array of rows, all of them equal: the rows of an empty table, or fresh optimizer rows.
+struct FillRows {
+  static constexpr const char* kName = "fill_rows";
+  static constexpr bool kPerPosition = false;
+
+  int64_t slots = 0;
+  RowsView row;
+  RowsView values;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("S", slots);
+    binder.in("row", row, "1 ...");
+    binder.out("values", values, "S ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 4096;
+    RowsView row;
+    RowsView values;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      group.copy(values.row(i), row.data, values.row_bytes);
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    executor.each(values.count, Step{row, values});
+  }
+};
+
 // values[slots[i]] = the first row of keys[i]
 struct InitRows {
   static constexpr const char* kName = "init_rows";
