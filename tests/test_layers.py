@@ -1,0 +1,206 @@
+"""The Flax layers: training inserts, evaluation and init do not, and both learn."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+import jax_hkv.linen
+import jax_hkv.nnx
+
+FEATURES = 8
+SPARSE = hkv.optim.sparse(optax.adam(0.05))
+DENSE = optax.adam(1e-2)
+
+
+class LinenModel(nn.Module):
+    """Two lookups of one table anywhere inside a model."""
+
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        embed = hkv.linen.Embed(1024, FEATURES, optimizer=SPARSE, dtype=self.dtype)
+        x = embed(ids, train=train) + 0.5 * embed(ids[:, ::-1], train=train)
+        return nn.Dense(1)(x.mean(axis=1))[:, 0]
+
+
+class NnxModel(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs):
+        self.embed = hkv.nnx.Embed(1024, FEATURES, optimizer=SPARSE)
+        self.dense = nnx.Linear(FEATURES, 1, rngs=rngs)
+
+    def __call__(self, ids, train=False):
+        x = self.embed(ids, train=train) + 0.5 * self.embed(ids[:, ::-1], train=train)
+        return self.dense(x.mean(axis=1))[:, 0]
+
+
+def batches(rng, count=60, size=64):
+    """The label is what most of the three ids say."""
+    secret = rng.random(200) < 0.5
+    for _ in range(count):
+        ids = rng.integers(0, 200, (size, 3))
+        yield (ids + 1).astype(np.int32) * -7, (secret[ids].sum(axis=1) > 1).astype(np.float32)
+
+
+def loss_of(logits, labels):
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+
+def linen_step(model):
+    @jax.jit
+    def step(params, tables, state, ids, labels):
+        variables = {"params": params, "tables": tables}
+        zeros = hkv.linen.perturbations(model, variables, ids, train=True)
+
+        def loss_fn(params, perturbations):
+            variables = {"params": params, "tables": tables, "perturbations": perturbations}
+            logits, updated = model.apply(variables, ids, train=True, mutable=hkv.linen.MUTABLE)
+            return loss_of(logits, labels), updated
+
+        (loss, updated), (gradients, rows) = jax.value_and_grad(
+            loss_fn, argnums=(0, 1), has_aux=True
+        )(params, zeros)
+        tables = hkv.linen.update_tables(SPARSE, updated, rows)
+        updates, state = DENSE.update(gradients, state, params)
+        return optax.apply_updates(params, updates), tables, state, loss
+
+    return step
+
+
+def test_a_linen_model_learns_and_evaluation_never_inserts(rng):
+    """Training inserts; init and evaluation cannot."""
+    model = LinenModel()
+    variables = model.init(jax.random.key(0), np.zeros((2, 3), np.int32), train=True)
+    params, tables = variables["params"], variables["tables"]
+    assert int(hkv.size(tables["Embed_0"]["table"])) == 0
+    step = linen_step(model)
+    state = DENSE.init(params)
+    losses = []
+    for ids, labels in batches(rng):
+        params, tables, state, loss = step(params, tables, state, ids, labels)
+        losses.append(float(loss))
+    assert losses[0] > 0.6 and losses[-1] < 0.4
+    assert step._cache_size() == 1
+    table = tables["Embed_0"]["table"]
+    assert int(hkv.size(table)) == 200
+    evaluate = jax.jit(lambda ids: model.apply({"params": params, "tables": tables}, ids))
+    unseen = evaluate(np.full((4, 3), 10**6, np.int32))
+    assert np.isfinite(np.asarray(unseen)).all() and int(hkv.size(table)) == 200
+
+
+def test_the_linen_step_copies_no_table(rng):
+    """30: through the layers too."""
+    model = LinenModel()
+    ids, labels = next(batches(rng))
+    variables = model.init(jax.random.key(0), ids)
+    state = DENSE.init(variables["params"])
+    hkv.testing.assert_no_table_copies(
+        linen_step(model), variables["params"], variables["tables"], state, ids, labels
+    )
+
+
+def test_row_gradients_through_the_perturbation_are_those_of_the_rows(rng):
+    """The gradient that the table gets is the loss's gradient by the looked-up rows."""
+    model = LinenModel()
+    ids, labels = next(batches(rng))
+    variables = model.init(jax.random.key(0), ids)
+    zeros = hkv.linen.perturbations(model, variables, ids, train=True)
+
+    def loss_fn(perturbations):
+        logits, _ = model.apply(
+            {**variables, "perturbations": perturbations}, ids, train=True,
+            mutable=hkv.linen.MUTABLE,
+        )  # fmt: skip
+        return loss_of(logits, labels)
+
+    rows = hkv.initial_rows(variables["tables"]["Embed_0"]["table"], ids)
+    dense = variables["params"]["Dense_0"]
+
+    def plain(first, second):
+        x = (first + 0.5 * second).mean(axis=1)
+        return loss_of((x @ dense["kernel"] + dense["bias"])[:, 0], labels)
+
+    gradients = jax.grad(loss_fn)(zeros)["Embed_0"]
+    expected = jax.grad(plain, argnums=(0, 1))(rows, rows[:, ::-1])
+    np.testing.assert_allclose(gradients["rows_0"], expected[0], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(gradients["rows_1"], expected[1], rtol=1e-6, atol=1e-8)
+
+
+def test_linen_init_can_be_evaluated_abstractly():
+    """eval_shape of init allocates nothing, and the shapes are those of init."""
+    ids = np.zeros((2, 3), np.int32)
+    shapes = jax.eval_shape(LinenModel().init, jax.random.key(0), ids)
+    variables = LinenModel().init(jax.random.key(0), ids)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), variables
+    )
+    assert set(shapes) == {"params", "tables"} and "Embed_0" not in shapes["params"]
+
+
+def test_training_without_mutable_tables_says_how_to_call():
+    """31: the remedy is in the message."""
+    ids = np.zeros((2, 3), np.int32)
+    variables = LinenModel().init(jax.random.key(0), ids)
+    with pytest.raises(ValueError, match=r"mutable=\['tables', 'lookups'\]"):
+        LinenModel().apply(variables, ids, train=True)
+
+
+def test_the_output_type_can_differ_from_the_rows():
+    """bfloat16 compute with float32 rows."""
+    ids = np.zeros((2, 3), np.int32)
+    model = hkv.linen.Embed(128, FEATURES, dtype=jnp.bfloat16)
+    rows, variables = model.init_with_output(jax.random.key(0), ids)
+    assert rows.dtype == jnp.bfloat16
+    assert variables["tables"]["table"].dtype == np.float32
+
+
+def test_an_nnx_model_learns_and_evaluation_never_inserts(rng):
+    """The nnx twin, under nnx.jit, without a retrace."""
+    model = NnxModel(nnx.Rngs(0))
+    dense = nnx.Optimizer(model, DENSE, wrt=nnx.Param)
+    traces = []
+
+    def loss_fn(model, ids, labels):
+        return loss_of(model(ids, train=True), labels)
+
+    @nnx.jit
+    def step(model, dense, ids, labels):
+        traces.append(1)
+        loss, gradients, rows = hkv.nnx.value_and_grad(loss_fn)(model, ids, labels)
+        dense.update(model, gradients)
+        hkv.nnx.update_tables(SPARSE, model, rows)
+        return loss
+
+    losses = [float(step(model, dense, ids, labels)) for ids, labels in batches(rng)]
+    assert losses[0] > 0.6 and losses[-1] < 0.4
+    assert len(traces) == 1
+    table = model.embed.table.get_value()
+    assert int(hkv.size(table)) == 200
+    evaluated = nnx.jit(lambda model, ids: model(ids))(model, np.full((4, 3), 10**6, np.int32))
+    assert np.isfinite(np.asarray(evaluated)).all()
+    assert int(hkv.size(model.embed.table.get_value())) == 200
+
+
+def test_nnx_tables_are_no_parameters_and_survive_split_and_merge():
+    """Filters for nnx.Param never see a table."""
+    model = NnxModel(nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    assert set(params) == {"dense"}
+    merged = nnx.merge(graph, params, rest)
+    assert merged.embed.table.get_value().capacity == 1024
+
+
+def test_linen_and_nnx_give_the_same_rows():
+    """Rows are functions of seed and key alone."""
+    ids = np.arange(6, dtype=np.int32)
+    linen_rows, _ = hkv.linen.Embed(128, FEATURES, seed=5).init_with_output(jax.random.key(0), ids)
+    np.testing.assert_array_equal(linen_rows, hkv.nnx.Embed(128, FEATURES, seed=5)(ids))

@@ -1,0 +1,185 @@
+"""The sparse update: optax on touched rows only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_hkv as hkv
+
+DIM = 6
+VOCABULARY = 64
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adam": lambda: optax.adam(0.01),
+    "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
+    "rmsprop": lambda: optax.rmsprop(0.01),
+    "chain": lambda: optax.chain(optax.clip(0.5), optax.scale_by_adam(), optax.scale(-0.01)),
+    "schedule": lambda: optax.adam(optax.exponential_decay(0.1, 3, 0.5)),
+}
+
+
+def row_of_each_key(table, leaf):
+    """Rows of a leaf by key; every key of the vocabulary is present."""
+    _, result = hkv.find(table, hkv.Keys.from_numpy(np.arange(VOCABULARY)))
+    assert bool(result.found.all())
+    return np.asarray(leaf)[np.asarray(result.slots)]
+
+
+def dense_step(transformation, params, state, touched, gradients):
+    """optax on all rows, kept only where touched; shared leaves advance."""
+    updates, new_state = transformation.update(gradients, state, params)
+    mask = touched[:, None]
+
+    def keep(new, old):
+        return jnp.where(mask, new, old) if new.ndim == 2 else new
+
+    return keep(params + updates, params), jax.tree.map(keep, new_state, state)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_an_update_is_optax_on_the_touched_rows_with_equal_keys_gradients_summed(rng, name):
+    """Section 4 of the issue: duplicates summed, untouched rows and their state unchanged."""
+    transformation = TRANSFORMATIONS[name]()
+    opt = hkv.optim.sparse(transformation)
+    table = opt.init(hkv.create(256, DIM, seed=3))
+    everything = hkv.Keys.from_numpy(np.arange(VOCABULARY))
+    table, first = hkv.find_or_insert(table, everything)
+    params = first.values
+    state = transformation.init(params)
+
+    @jax.jit
+    def step(table, keys, valid, gradients):
+        table, result = hkv.find_or_insert(table, keys, valid=valid)
+        return opt.update(table, result, gradients)
+
+    for _ in range(12):
+        ids = rng.integers(0, VOCABULARY, 30)
+        valid = rng.random(30) < 0.8
+        gradients = rng.standard_normal((30, DIM)).astype(np.float32)
+        table = step(table, hkv.Keys.from_numpy(ids), valid, gradients)
+        summed = np.zeros((VOCABULARY, DIM), np.float32)
+        np.add.at(summed, ids[valid], gradients[valid])
+        touched = np.isin(np.arange(VOCABULARY), ids[valid])
+        params, state = dense_step(transformation, params, state, touched, summed)
+
+    np.testing.assert_allclose(row_of_each_key(table, table.values), params, rtol=2e-6, atol=1e-6)
+    rows, shared = table.optimizer.structure.split(state)
+    for got, expected in zip(table.optimizer.rows, rows, strict=True):
+        np.testing.assert_allclose(row_of_each_key(table, got), expected, rtol=2e-6, atol=1e-6)
+    for got, expected in zip(table.optimizer.shared, shared, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_new_rows_start_fresh_and_evicted_rows_take_their_state_along(rng):
+    """Nobody inherits a victim's moments."""
+    opt = hkv.optim.sparse(optax.adagrad(0.1, initial_accumulator_value=0.25))
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(128)))
+    table = opt.update(table, result, rng.standard_normal((128, DIM)).astype(np.float32))
+    (before,) = (np.asarray(leaf) for leaf in table.optimizer.rows)
+    rows = np.asarray(table.values)
+
+    table, new = hkv.find_or_insert(
+        table, hkv.Keys.from_numpy(np.arange(1000, 1040)), return_evicted=True
+    )
+    slots = np.asarray(new.slots)
+    (after,) = (np.asarray(leaf) for leaf in table.optimizer.rows)
+    assert (after[slots] == 0.25).all()
+    untouched = np.setdiff1d(np.arange(128), slots)
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+    assert int(new.evicted.count) == 40
+    np.testing.assert_array_equal(new.evicted.optimizer[0], before[slots])
+    np.testing.assert_array_equal(new.evicted.values, rows[slots])
+
+
+def test_several_lookups_make_one_step_together(rng):
+    """A layer called twice, or several features on one table: gradients of equal keys are summed."""
+    opt = hkv.optim.sparse(optax.adam(0.05))
+    ids = rng.integers(0, 20, (2, 15))
+    gradients = rng.standard_normal((2, 15, DIM)).astype(np.float32)
+    table = opt.init(hkv.create(256, DIM))
+    _, expected = table, None
+    table, one = hkv.find_or_insert(table, hkv.Keys.from_numpy(ids[0]))
+    table, other = hkv.find_or_insert(table, hkv.Keys.from_numpy(ids[1]))
+    joined = opt.update(table, [one, other], list(gradients))
+
+    table, both = hkv.find_or_insert(table, hkv.Keys.from_numpy(ids))
+    expected = opt.update(table, both, gradients)
+    np.testing.assert_array_equal(joined.values, expected.values)
+    np.testing.assert_array_equal(joined.optimizer.shared[0], expected.optimizer.shared[0])
+    assert int(joined.optimizer.shared[0][0]) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_rows_are_updated_in_their_own_type(dtype):
+    """Rows keep the table's type."""
+    opt = hkv.optim.sparse(optax.sgd(0.5))
+    table = opt.init(hkv.create(128, DIM, dtype=dtype, init=hkv.initializers.ones()))
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([7, 7])))
+    table = opt.update(table, result, jnp.full((2, DIM), 0.25, dtype))
+    _, found = hkv.find(table, hkv.Keys.from_numpy(np.array([7])))
+    assert found.values.dtype == dtype
+    np.testing.assert_array_equal(found.values.astype(jnp.float32), np.full((1, DIM), 0.75))
+
+
+def test_extra_arguments_reach_the_transformation():
+    """optax transformations may take more than gradients and parameters."""
+
+    def update(updates, state, params=None, *, factor):
+        return jax.tree.map(lambda g: factor * g, updates), state
+
+    transformation = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    opt = hkv.optim.sparse(transformation)
+    table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([1])))
+    table = opt.update(table, result, jnp.ones((1, DIM)), factor=3.0)
+    np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
+
+
+def test_a_transformation_that_mixes_rows_is_refused_with_the_leaf():
+    """Factored moments belong to columns as well."""
+    with pytest.raises(ValueError, match=r"state.*shape.*mixes rows"):
+        hkv.optim.sparse(optax.adafactor(0.1, min_dim_size_to_factor=1)).init(hkv.create(128, 4))
+
+
+def test_a_transformation_that_starts_from_the_row_is_refused():
+    """A new row's state must not depend on the row."""
+    copying = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    with pytest.raises(ValueError, match="starts from the parameters"):
+        hkv.optim.sparse(copying).init(hkv.create(128, DIM))
+
+
+def test_gradients_of_another_shape_are_refused():
+    """31: the argument, what was expected, what came."""
+    opt = hkv.optim.sparse(optax.sgd(0.1))
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(3)))
+    with pytest.raises(ValueError, match=r"row_gradients must have shape \[3, 6\].*got \[2, 6\]"):
+        opt.update(table, result, jnp.ones((2, DIM)))
+
+
+def test_refused_and_masked_positions_are_not_updated(rng):
+    """A refused key has no row; its gradient goes nowhere, and is not counted as stale."""
+    opt = hkv.optim.sparse(optax.sgd(0.1))
+    table = opt.init(hkv.create(128, DIM, policy=hkv.Policy.CUSTOM))
+    full = hkv.Keys.from_numpy(np.arange(128))
+    table, _ = hkv.find_or_insert(table, full, scores=np.full(128, 9, np.uint32))
+    keys = hkv.Keys.from_numpy(np.array([5, 500, 6]))
+    table, result = hkv.find_or_insert(
+        table, keys, scores=np.ones(3, np.uint32), valid=np.array([True, True, False])
+    )
+    assert [hkv.Status(s) for s in result.status.tolist()] == [
+        hkv.Status.FOUND,
+        hkv.Status.REFUSED,
+        hkv.Status.MISSING,
+    ]
+    updated = opt.update(table, result, np.ones((3, DIM), np.float32))
+    changed = np.flatnonzero((np.asarray(updated.values) != np.asarray(table.values)).any(axis=1))
+    np.testing.assert_array_equal(changed, np.asarray(result.slots)[:1])
+    assert int(updated.optimizer.skipped[0]) == 0
