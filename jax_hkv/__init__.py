@@ -3,8 +3,20 @@
 from jax_hkv import initializers, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.index import Policy, Status
-from jax_hkv.table import (
+from jax_hkv.operations import (
     ROWS_NAME,
+    accum_or_assign,
+    assign,
+    clear,
+    contains,
+    erase,
+    find,
+    find_or_insert,
+    initial_rows,
+    insert_and_evict,
+    insert_or_assign,
+)
+from jax_hkv.table import (
     Counts,
     Entries,
     EraseResult,
@@ -12,21 +24,13 @@ from jax_hkv.table import (
     InsertResult,
     Table,
     WriteResult,
-    accum_or_assign,
-    advance_epoch,
-    assign,
-    clear,
-    contains,
     create,
-    erase,
+)
+from jax_hkv.whole_table import (
+    advance_epoch,
     erase_if,
     export_batch,
     export_batch_if,
-    find,
-    find_or_insert,
-    initial_rows,
-    insert_and_evict,
-    insert_or_assign,
     load_factor,
     size,
     size_if,

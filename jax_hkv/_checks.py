@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jax_hkv._compat import is_traced
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv.index import Policy
 
@@ -27,9 +28,7 @@ def check_integer(call: str, argument: str, value: Any, low: int, high: int) -> 
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
 
 
-def as_mask(
-    call: str, argument: str, mask: Any, shape: tuple[int, ...]
-) -> Bool[Array, "*shape"]:
+def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
     """A mask of the given shape; None is all True."""
     if mask is None:
         return jnp.ones(shape, jnp.bool_)
@@ -65,8 +64,7 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
     if scores is None and policy is Policy.CUSTOM:
         raise ValueError(
             f"{call}: scores are needed under Policy.CUSTOM, which makes none of its own: pass "
-            "scores=, uint32 or a pair as Keys"
-            + (", to assign" if "touch" in call else "")
+            "scores=, uint32 or a pair as Keys" + (", to assign" if "touch" in call else "")
         )
     if scores is not None and policy not in (*_COUNTING, Policy.CUSTOM):
         raise ValueError(
@@ -75,9 +73,7 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
         )
 
 
-def as_scores(
-    call: str, policy: Policy, scores: Any, shape: tuple[int, ...]
-) -> Keys | None:
+def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
     """Scores as flat pairs."""
     check_scores(call, policy, scores)
     if scores is None:
@@ -95,15 +91,6 @@ def _unsigned(call: str, scores: Any) -> Any:
     dtype = getattr(scores, "dtype", None)
     if dtype is None or np.dtype(dtype).kind != "i":
         return scores
-    if isinstance(scores, np.ndarray) or not _is_traced(scores):
-        if (np.asarray(scores) < 0).any():
-            raise ValueError(
-                f"{call}: scores are unsigned, got {int(np.asarray(scores).min())}"
-            )
+    if not is_traced(scores) and (np.asarray(scores) < 0).any():
+        raise ValueError(f"{call}: scores are unsigned, got {int(np.asarray(scores).min())}")
     return scores.astype(np.dtype(f"uint{8 * np.dtype(dtype).itemsize}"))
-
-
-def _is_traced(array: Any) -> bool:
-    import jax
-
-    return isinstance(array, jax.core.Tracer)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["ad", "batching", "match_varying", "mlir", "result_aval"]
+__all__ = ["ad", "batching", "is_traced", "match_varying", "mlir", "result_aval"]
+
+
+def is_traced(array: Any) -> bool:
+    """Whether an array stands for a value that is not known yet."""
+    return isinstance(array, Tracer)
 
 
 def match_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -28,6 +34,6 @@ def _varying(operand: Any) -> frozenset:
 
 
 def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An abstract array of another shape and type on the mesh, and with the varying axes, of `like`."""
+    """An abstract array on the mesh of `like`, varying over the same axes."""
     sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*(None for _ in shape)))
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

@@ -33,12 +33,17 @@ def _load(name: str) -> ModuleType | None:
         return None
 
 
-_cpu = _load("_cpu")
-if _cpu is None:
-    raise ImportError(
-        "jax_hkv has no compiled module jax_hkv._cpu: this is the source folder, or the build did "
-        "not finish. Install the package (pip install .) and import the installed one."
-    )
+def _require(name: str) -> ModuleType:
+    module = _load(name)
+    if module is None:
+        raise ImportError(
+            f"jax_hkv has no compiled module jax_hkv.{name}: this is the source folder, or the "
+            "build did not finish. Install the package (pip install .) and import that."
+        )
+    return module
+
+
+_cpu = _require("_cpu")
 _cuda = _load("_cuda")
 _MODULES: Mapping[str, ModuleType | None] = {"cpu": _cpu, "cuda": _cuda}
 
@@ -212,7 +217,7 @@ def _no_derivative(signature: Signature, *_: Any, **__: Any) -> Any:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
@@ -237,9 +242,7 @@ def _register() -> dict[str, tuple[Signature, Primitive]]:
         for name, handler in (module.handlers() if module else {}).items():
             jax.ffi.register_ffi_target(_TARGET_PREFIX + name, handler, platform=platform)
     signatures = [Signature.of(entries) for entries in _cpu.signatures()]
-    return {
-        signature.name: (signature, _make_primitive(signature)) for signature in signatures
-    }
+    return {signature.name: (signature, _make_primitive(signature)) for signature in signatures}
 
 
 _OPERATIONS = _register()

@@ -49,7 +49,9 @@ class Keys:
                 f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}. Hash or cast "
                 "them to int64 or uint64 first."
             )
-        wide = np.ascontiguousarray(array.astype(np.int64 if array.dtype.kind == "i" else np.uint64))
+        wide = np.ascontiguousarray(
+            array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
+        )
         words = wide.astype("<u8", copy=False).view("<u4").reshape(*array.shape, 2)
         return cls(jnp.asarray(words.astype(np.uint32, copy=False)))
 
@@ -89,7 +91,7 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
     if isinstance(ids, Keys):
         _check_words(call, argument, ids.words)
         return ids
-    if isinstance(ids, (jax.Array, np.ndarray, jax.core.Tracer)):
+    if isinstance(ids, (jax.Array, np.ndarray)):
         return _from_array(call, argument, ids)
     raise TypeError(
         f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {type(ids).__name__}. "
@@ -108,10 +110,10 @@ def _check_words(call: str, argument: str, words: Any) -> None:
 def _from_array(call: str, argument: str, ids: Any) -> Keys:
     wide = ids.dtype in (np.dtype(np.int64), np.dtype(np.uint64))
     if wide and isinstance(ids, np.ndarray):
-        if not jax.config.jax_enable_x64:
+        if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
             raise TypeError(
-                f"{call}: {argument} is a NumPy {ids.dtype} array, and with x64 off JAX would cut it "
-                "to 32 bits. Use jax_hkv.Keys.from_numpy(ids)."
+                f"{call}: {argument} is a NumPy {ids.dtype} array, and with x64 off JAX would cut "
+                "it to 32 bits. Use jax_hkv.Keys.from_numpy(ids)."
             )
         return Keys.from_numpy(ids)
     if ids.dtype == np.int32:

@@ -63,8 +63,8 @@ class Index:
     keys: UInt32[Array, "B 128 2"]
     scores: UInt32[Array, "B 128 2"]
     occupancy: Int32[Array, " B"]
-    clock: UInt32[Array, "2"]
-    epoch: UInt32[Array, "1"]
+    clock: UInt32[Array, 2]
+    epoch: UInt32[Array, 1]
     policy: Policy = dataclasses.field(metadata={"static": True})
     choices: int = dataclasses.field(metadata={"static": True})
     name: str = dataclasses.field(metadata={"static": True})
@@ -90,7 +90,7 @@ class Groups(NamedTuple):
     inverse: Int32[Array, " n"]
     order: Int32[Array, " n"]
     offsets: Int32[Array, " n+1"]
-    count: Int32[Array, "1"]
+    count: Int32[Array, 1]
 
     @property
     def first(self) -> Int32[Array, " n"]:
@@ -172,9 +172,7 @@ def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int
     return dataclasses.replace(index, clock=clock), slots
 
 
-def verify(
-    index: Index, keys: Keys, slots: Int32[Array, " n"]
-) -> tuple[Index, Int32[Array, " n"]]:
+def verify(index: Index, keys: Keys, slots: Int32[Array, " n"]) -> tuple[Index, Int32[Array, " n"]]:
     """The slots that still hold their keys; the others become -1."""
     clock, verified = _ffi.call(
         "verify_slots", index.clock, index.digests, index.keys, keys.words, slots, table=index.name

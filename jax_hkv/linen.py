@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import initializers, table as _table
+from jax_hkv import initializers
+from jax_hkv import operations as _operations
 from jax_hkv.index import Policy
 from jax_hkv.optim import SparseOptimizer
-from jax_hkv.table import Table
+from jax_hkv.table import Table, create
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -78,21 +79,20 @@ class Embed(nn.Module):
         """
         variable = self.variable(TABLES, "table", self._create)
         if not train or self.is_initializing():
-            variable_table: Table = variable.value
-            _, found = _table.find(variable_table, ids, valid=valid, fill="initial")
+            _, found = _operations.find(variable.value, ids, valid=valid, fill="initial")
             return self._cast(found.values)
         if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
             raise ValueError(
                 f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
                 f"apply(..., mutable={list(MUTABLE)}), or pass train=False to evaluate"
             )
-        variable.value, result = _table.find_or_insert(variable.value, ids, valid=valid)
+        variable.value, result = _operations.find_or_insert(variable.value, ids, valid=valid)
         number = len(self.get_variable(LOOKUPS, "results", ()))
         self.sow(LOOKUPS, "results", result)
         return self._cast(self.perturb(f"rows_{number}", result.values, PERTURBATIONS))
 
     def _create(self) -> Table:
-        table = _table.create(
+        table = create(
             self.capacity,
             self.features,
             dtype=self.param_dtype,
@@ -108,7 +108,9 @@ class Embed(nn.Module):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
 
-def perturbations(module: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def perturbations(
+    module: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
     """Zeros in the shape of the rows that a call looks up; their gradient is that of the rows.
 
     Args:
@@ -137,9 +139,12 @@ def update_tables(
       row_gradients: of the perturbations.
       **extra: for the optimizer.
     """
-    tables = flatten_dict(updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table))
-    gradients = flatten_dict(row_gradients)
-    for (*path, _), results in flatten_dict(updated[LOOKUPS]).items():
+    tables: dict[Any, Any] = flatten_dict(
+        updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
+    )
+    gradients: dict[Any, Any] = flatten_dict(row_gradients)
+    lookups: dict[Any, Any] = flatten_dict(updated[LOOKUPS])
+    for (*path, _), results in lookups.items():
         rows = [gradients[(*path, f"rows_{number}")] for number in range(len(results))]
         result = results if len(results) > 1 else results[0]
         gradient = rows if len(rows) > 1 else rows[0]

@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_hkv import initializers, table as _table
+from jax_hkv import initializers
+from jax_hkv import operations as _operations
 from jax_hkv.index import Policy
 from jax_hkv.optim import SparseOptimizer
+from jax_hkv.table import create
 
 _LOOKUP = "lookup_{}"
 _ROWS = "rows_{}"
@@ -71,7 +73,7 @@ class Embed(nnx.Module):
         optimizer: SparseOptimizer | None = None,
         name: str = "embed",
     ):
-        table = _table.create(
+        table = create(
             capacity,
             features,
             dtype=param_dtype,
@@ -96,9 +98,9 @@ class Embed(nnx.Module):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
         """
         if not train:
-            _, found = _table.find(self.table.get_value(), ids, valid=valid, fill="initial")
+            _, found = _operations.find(self.table.get_value(), ids, valid=valid, fill="initial")
             return self._cast(found.values)
-        table, result = _table.find_or_insert(self.table.get_value(), ids, valid=valid)
+        table, result = _operations.find_or_insert(self.table.get_value(), ids, valid=valid)
         self.table.set_value(table)
         number = len(list(_numbered(self, _LOOKUP)))
         setattr(self, _LOOKUP.format(number), Lookup(result))
@@ -143,8 +145,9 @@ def value_and_grad(
       has_aux: as for ``nnx.value_and_grad``.
 
     Returns:
-      A function of the same arguments that returns the loss (with `has_aux`: loss and the rest), the
-      gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows for :func:`update_tables`.
+      A function of the same arguments that returns the loss (with `has_aux`: loss and the rest),
+      the gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows, for
+      :func:`update_tables`.
     """
     state = nnx.DiffState(0, nnx.Any(wrt, RowPerturbation))
     differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux)
@@ -192,7 +195,8 @@ def update_tables(
       **extra: for the optimizer.
     """
     gradients = {
-        "/".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(row_gradients)
+        "/".join(map(str, path)): leaf.get_value()
+        for path, leaf in nnx.to_flat_state(row_gradients)
     }
     for path, embed in _embeds(model):
         lookups = [lookup.get_value() for _, lookup in _numbered(embed, _LOOKUP)]

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_hkv import _checks, index as _index, rows as _rows
+from jax_hkv import _checks
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
 from jax_hkv._keys import Keys
 from jax_hkv.table import (
     InsertResult,
@@ -33,8 +35,13 @@ _ROW, _SHARED = "row", "shared"
 class Transformation(Protocol):
     """What is needed of an ``optax.GradientTransformation``."""
 
-    init: Any
-    update: Any
+    @property
+    def init(self) -> Any:
+        """From parameters to state."""
+
+    @property
+    def update(self) -> Any:
+        """From (updates, state, params) to (updates, state)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +125,9 @@ class SparseOptimizer:
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
 
-        The gradients of equal keys are summed. A row whose slot holds another key by now (the result
-        is stale) is skipped, and ``table.optimizer.skipped`` counts it; refused and masked positions
-        are left out. Leaves that rows share (step counts) advance once a call.
+        The gradients of equal keys are summed. A row whose slot holds another key by now (the
+        result is stale) is skipped, and ``table.optimizer.skipped`` counts it; refused and masked
+        positions are left out. Leaves that rows share (step counts) advance once a call.
 
         Args:
           table: after the :func:`jax_hkv.find_or_insert` that gave the result.
@@ -155,8 +162,8 @@ def sparse(transformation: Transformation) -> SparseOptimizer:
     """Makes an optax transformation update the rows that a batch touched, and no others.
 
     The transformation must treat rows alike and apart: its state is one leaf of row shape, or one
-    value, for each row (moments, accumulators), or scalars (step counts). Norms over all rows (global
-    clipping) belong before it.
+    value, for each row (moments, accumulators), or scalars (step counts). Norms over all rows
+    (global clipping) belong before it.
 
     Args:
       transformation: any ``optax.GradientTransformation``.
@@ -208,20 +215,21 @@ def _update(
     extra: dict[str, Any],
 ) -> Table:
     """Reads the rows of distinct keys, lets the transformation work on them, writes them back."""
-    assert table.optimizer is not None
-    structure = table.optimizer.structure
+    before = table.optimizer
+    assert before is not None
     table, params = gather_values(table, slots)
     table, state_rows = gather_optimizer(table, slots)
     sums = _index.combine(groups, gradients).astype(table.dtype)
-    state = structure.join(state_rows, table.optimizer.shared)
+    state = before.structure.join(state_rows, before.shared)
     updates, state = transformation.update(sums, state, params, **extra)
-    new_rows, shared = structure.split(state)
+    new_rows, shared = before.structure.split(state)
 
     sources = _rows.positions(slots.shape[0])
     new_params = (params + updates).astype(table.dtype)
     table = scatter_values(table, slots, sources, new_params)
     table = scatter_optimizer(table, slots, sources, new_rows)
-    assert table.optimizer is not None
-    skipped = table.optimizer.skipped + jnp.sum(stale, dtype=jnp.uint32)
-    optimizer = dataclasses.replace(table.optimizer, shared=shared, skipped=skipped)
+    optimizer = table.optimizer
+    assert optimizer is not None
+    skipped = optimizer.skipped + jnp.sum(stale, dtype=jnp.uint32)
+    optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
     return dataclasses.replace(table, optimizer=optimizer)

@@ -47,7 +47,7 @@ def gather(
       values: rows by slot.
       slots: of the rows wanted.
       fill: for positions without a slot; numbers that are not floating-point get zero.
-      initial: initializer, seed, keys, and which positions without a slot take their key's first row.
+      initial: initializer, seed, keys, and which positions without a slot take a first row.
       name: of the table.
     """
     initializer, seed, keys, mask = initial or (Initializer(0), 0, None, None)

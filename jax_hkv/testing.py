@@ -85,7 +85,7 @@ def assert_no_table_copies(fn: Callable[..., Any], *args: Any) -> None:
     copies = table_copies(fn, *args)
     if copies:
         raise AssertionError(
-            f"{len(copies)} copies of table-sized arrays in the compiled program; a table is copied "
-            "where a value of it is used after a later operation has changed it. Thread one table "
-            "through all operations, reads included:\n" + "\n".join(copies)
+            f"{len(copies)} copies of table-sized arrays in the compiled program; a table is "
+            "copied where a value of it is used after a later operation has changed it. Thread one "
+            "table through all operations, reads included:\n" + "\n".join(copies)
         )

@@ -99,7 +99,7 @@ def test_new_rows_start_fresh_and_evicted_rows_take_their_state_along(rng):
 
 
 def test_several_lookups_make_one_step_together(rng):
-    """A layer called twice, or several features on one table: gradients of equal keys are summed."""
+    """A layer called twice, or several features on one table: one sum for equal keys."""
     opt = hkv.optim.sparse(optax.adam(0.05))
     ids = rng.integers(0, 20, (2, 15))
     gradients = rng.standard_normal((2, 15, DIM)).astype(np.float32)

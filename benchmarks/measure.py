@@ -1,0 +1,78 @@
+"""What all benchmarks share: timing, and a record of what ran where."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+WARM_UPS = 3
+RUNS = 5
+
+
+def seconds(
+    run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None, runs: int = RUNS
+) -> list[float]:
+    """Wall time of every run after the warm-ups; what `prepare` makes is not counted."""
+    times = []
+    for number in range(WARM_UPS + runs):
+        prepared = jax.block_until_ready(prepare())
+        start = time.perf_counter()
+        jax.block_until_ready(run(prepared))
+        if number >= WARM_UPS:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def median(times: list[float]) -> float:
+    """Of the raw runs."""
+    return statistics.median(times)
+
+
+def _first_line(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _processor() -> str:
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def surroundings() -> dict[str, Any]:
+    """Device, versions and commit."""
+    packages = ("jax_hkv", "jax", "jaxlib", "numpy", "optax")
+    here = Path(__file__).parent
+    return {
+        "device": str(jax.devices()[0].device_kind),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "commit": _first_line("git", "-C", str(here), "rev-parse", "HEAD"),
+        "uncommitted": bool(_first_line("git", "-C", str(here), "status", "--porcelain", "../ffi")),
+    }
+
+
+def write(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes a record as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path

@@ -1,0 +1,170 @@
+"""What goes over a whole table: sizes, exports, conditional removal, the epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jax_hkv import _checks
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
+from jax_hkv._keys import Keys
+from jax_hkv.index import MAX_SLOTS, NO_SLOT
+from jax_hkv.table import Entries, Table, entries_at, gather_values, jitted
+
+# Slots read at a time by operations that go over the whole table: some megabytes of rows.
+_CHUNK_SLOTS = 16384
+
+Predicate = Callable[[Keys, Keys, jax.Array], jax.Array]
+
+
+def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""]]:
+    """Removes every entry for which a predicate holds.
+
+    Args:
+      table: to change.
+      predicate: traceable; given Keys, scores (as Keys) and rows ``[c, dim]`` of a chunk of slots,
+        it returns ``bool[c]``. Compare 64-bit numbers with :func:`less`, :func:`less_equal`,
+        :func:`equal`.
+
+    Returns:
+      The table, and how many entries were removed.
+    """
+    return _erase_if(table, predicate)
+
+
+@jitted("predicate")
+def _erase_if(table: Table, predicate: Predicate) -> Any:
+    table = dataclasses.replace(table, index=_index.tick(table.index))
+
+    def body(table: Table, offset: jax.Array, erased: jax.Array) -> tuple[Table, jax.Array]:
+        table, _, _, _, slots = _matching(table, predicate, offset, _chunk(table))
+        table = dataclasses.replace(table, index=_index.erase(table.index, slots))
+        return table, erased + jnp.sum(slots >= 0, dtype=jnp.int32)
+
+    return _over_chunks(table, body)
+
+
+def advance_epoch(table: Table, epoch: Any = None) -> Table:
+    """Sets the epoch of the EPOCH policies.
+
+    Args:
+      table: to change.
+      epoch: 0 to 2**32 - 1; None: the next one, which stops at 2**32 - 1.
+    """
+    old = table.index.epoch
+    if epoch is None:
+        new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
+    else:
+        if isinstance(epoch, int):
+            _checks.check_integer("advance_epoch", "epoch", epoch, 0, 2**32 - 1)
+            epoch = np.uint32(epoch)
+        new = jnp.broadcast_to(jnp.asarray(epoch).astype(jnp.uint32), old.shape)
+    return dataclasses.replace(table, index=dataclasses.replace(table.index, epoch=new))
+
+
+def size(table: Table) -> Int32[Array, ""]:
+    """Entries in the table. For use between steps, as all functions that return only a result."""
+    return jnp.sum(table.index.occupancy, dtype=jnp.int32)
+
+
+def load_factor(table: Table) -> Float[Array, ""]:
+    """Entries by slots, 0 to 1."""
+    return size(table).astype(jnp.float32) / table.capacity
+
+
+def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
+    """How many entries a predicate holds for (see :func:`erase_if`)."""
+    return _size_if(table, predicate)
+
+
+@jitted("predicate")
+def _size_if(table: Table, predicate: Predicate) -> jax.Array:
+    def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
+        table, _, _, _, slots = _matching(table, predicate, offset, _chunk(table))
+        return table, total + jnp.sum(slots >= 0, dtype=jnp.int32)
+
+    return _over_chunks(table, body)[1]
+
+
+def export_batch(table: Table, offset: Any, count: int) -> Entries:
+    """The entries of a range of slots, in slot order.
+
+    Args:
+      table: to read.
+      offset: first slot; may be traced. Past the end there is nothing.
+      count: slots, static: also the leading axis of the result.
+
+    Returns:
+      Entries, of which ``.count`` are meant; zero behind them.
+    """
+    return export_batch_if(table, _everything, offset, count)
+
+
+def _everything(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
+    del scores, values
+    return jnp.ones(keys.shape, jnp.bool_)
+
+
+def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int) -> Entries:
+    """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`)."""
+    _checks.check_integer("export_batch", "count", count, 0, MAX_SLOTS)
+    if isinstance(offset, (int, np.integer)):
+        _checks.check_integer("export_batch", "offset", int(offset), 0, 2**63)
+        offset = min(int(offset), table.capacity)
+    return _export(table, predicate, jnp.asarray(offset, jnp.int32), count=count)
+
+
+@jitted("predicate", "count")
+def _export(table: Table, predicate: Predicate, offset: jax.Array, count: int) -> Entries:
+    table, keys, scores, _, slots = _matching(table, predicate, offset, count)
+    (chosen,) = jnp.nonzero(slots >= 0, size=count, fill_value=count)
+
+    def compact(array: jax.Array, fill: int = 0) -> jax.Array:
+        return array.at[chosen].get(mode="fill", fill_value=fill)
+
+    _, entries = entries_at(
+        table, compact(keys.words), compact(scores.words), compact(slots, NO_SLOT)
+    )
+    return entries
+
+
+def _chunk(table: Table) -> int:
+    return min(_CHUNK_SLOTS, table.capacity)
+
+
+def _matching(
+    table: Table, predicate: Predicate, offset: jax.Array, count: int
+) -> tuple[Table, Keys, Keys, jax.Array, jax.Array]:
+    """A chunk of slots: keys, scores, rows, and the slots of the entries that match (else -1)."""
+    index, keys, scores, occupied = _index.read(table.index, offset, count)
+    table = dataclasses.replace(table, index=index)
+    slots = jnp.where(occupied, offset + _rows.positions(count), NO_SLOT)
+    table, values = gather_values(table, slots)
+    matches = jnp.asarray(predicate(keys, scores, values))
+    if matches.shape != (count,) or matches.dtype != jnp.bool_:
+        raise TypeError(
+            f"predicate must return bool[{count}], one for each key of the chunk, got "
+            f"{matches.dtype}{list(matches.shape)}"
+        )
+    return table, keys, scores, values, jnp.where(matches, slots, NO_SLOT)
+
+
+def _over_chunks(
+    table: Table, body: Callable[[Table, jax.Array, jax.Array], tuple[Table, jax.Array]]
+) -> tuple[Table, jax.Array]:
+    """Folds over all slots of a table, chunk by chunk, with a count."""
+    chunk = _chunk(table)
+
+    def step(number: jax.Array, carry: tuple[Table, jax.Array]) -> tuple[Table, jax.Array]:
+        return body(carry[0], number * chunk, carry[1])
+
+    # The count takes part of the clock's type, so that it varies over devices as the table does.
+    start = (table.index.clock[0] * 0).astype(jnp.int32)
+    return jax.lax.fori_loop(0, -(-table.capacity // chunk), step, (table, start))
