@@ -70,7 +70,7 @@ class CallBinder {
   }
 
   // The workspace stands behind the results.
-  ffi::AnyBuffer workspace() { return next_result("workspace"); }
+  ffi::AnyBuffer workspace() { return prepared(next_result("workspace")); }
 
  private:
   ffi::AnyBuffer next_operand(const char* name) {

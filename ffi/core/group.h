@@ -109,7 +109,7 @@ struct SerialGroup {
 };
 
 // A tile of kSize threads of a warp. Lane gives the rank and the two exchanges between members; on
-// the device it is cooperative groups, in tests/cpp it is host threads.
+// the device it is shuffles, in tests/cpp it is host threads.
 template <int kSize, class Lane>
 struct TileGroup {
   static_assert(kSize >= 4 && kSize <= 32 && (kSize & (kSize - 1)) == 0,

@@ -241,8 +241,8 @@ struct FillBucket {
     if (run.begin == run.end) return;
     const int64_t bucket = state.buckets[i];
     LaneMask empty = group.match(state.table.line(bucket), kEmpty);
-    group.sync();
     LaneMask pinned = state.pinned(bucket);
+    group.sync();  // before the first member writes what the others have just read
     int32_t filled = 0;
     for (int64_t item = run.begin; item < run.end && empty.any(); ++item) {
       const int64_t u = state.items[item];

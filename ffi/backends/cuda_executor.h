@@ -1,0 +1,178 @@
+// Runs operations on a CUDA stream: an index is a tile of a warp's threads, and what orders or counts
+// a batch is a scan or a stable radix sort. Nothing allocates, waits for the device or reads its
+// memory on the host, so that a call can be captured into a CUDA graph; and no result depends on the
+// order in which threads run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_scan.cuh>
+#include <limits>
+#include <string>
+#include <type_traits>
+
+#include "backends/sorting.h"
+
+namespace hkv {
+
+inline constexpr int kWarp = 32;
+inline constexpr int kBlockThreads = 256;  // eight warps: enough to fill an SM's 64 by eight blocks
+
+// The exchanges of one tile of kSize threads. The mask names the tile alone: neighbouring tiles of
+// the warp may be elsewhere.
+template <int kSize>
+struct DeviceLane {
+  static HKV_HOST_DEVICE int rank() {
+#ifdef __CUDA_ARCH__
+    return static_cast<int>(threadIdx.x % kSize);
+#else
+    return 0;
+#endif
+  }
+  static HKV_HOST_DEVICE void sync() {
+#ifdef __CUDA_ARCH__
+    __syncwarp(mask());
+#endif
+  }
+  static HKV_HOST_DEVICE uint64_t exchange(uint64_t value, int step) {
+#ifdef __CUDA_ARCH__
+    return __shfl_xor_sync(mask(), static_cast<unsigned long long>(value), step);
+#else
+    (void)step;
+    return value;
+#endif
+  }
+
+ private:
+#ifdef __CUDA_ARCH__
+  static __device__ __forceinline__ uint32_t mask() {
+    constexpr uint32_t kTile = ~uint32_t{0} >> (kWarp - kSize);
+    return kTile << (threadIdx.x % kWarp / kSize * kSize);
+  }
+#endif
+};
+
+template <int kSize>
+using DeviceGroup = std::conditional_t<kSize == 1, SerialGroup, TileGroup<kSize, DeviceLane<kSize>>>;
+
+// `limit`, unless null, is a second bound, known to the device only.
+template <class Step>
+__global__ void __launch_bounds__(kBlockThreads) run_step(int64_t count, const int32_t* limit, Step step) {
+  const int64_t index = (int64_t{blockIdx.x} * kBlockThreads + threadIdx.x) / Step::kGroup;
+  if (index >= count || (limit != nullptr && index >= *limit)) return;
+  step(DeviceGroup<Step::kGroup>{}, index);
+}
+
+class CudaExecutor {
+ public:
+  explicit CudaExecutor(cudaStream_t stream) : stream_(stream) {}
+
+  // What went wrong first; empty if nothing did.
+  const std::string& failure() const { return failure_; }
+
+  void zero(void* data, int64_t bytes) {
+    if (bytes == 0 || failed()) return;
+    check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream_), "cudaMemsetAsync");
+  }
+
+  template <class Step>
+  void each(int64_t count, const Step& step) {
+    launch(count, nullptr, step);
+  }
+  template <class Step>
+  void each_up_to(const int32_t* count, int64_t bound, const Step& step) {
+    launch(bound, count, step);
+  }
+
+  static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
+  void scan(int64_t n, const int32_t* terms, int32_t* sums, char* scratch) {
+    if (n == 0) return;
+    call_cub(n, scratch, [&](void* storage, size_t& bytes) {
+      return cub::DeviceScan::ExclusiveSum(storage, bytes, terms, sums, static_cast<int>(n), stream_);
+    });
+  }
+
+  // By the lowest `bits` bits of the keys, stable.
+  static int64_t sort_bytes(int64_t n) { return cub_bytes(n); }
+  template <class Key>
+  void sort(int64_t n, Flip<Key>& keys, Flip<int32_t>& items, int bits, char* scratch) {
+    cub::DoubleBuffer<Key> key_buffers(keys.current, keys.other);
+    cub::DoubleBuffer<int32_t> item_buffers(items.current, items.other);
+    call_cub(n, scratch, [&](void* storage, size_t& bytes) {
+      return cub::DeviceRadixSort::SortPairs(storage, bytes, key_buffers, item_buffers, static_cast<int>(n),
+                                             0, bits, stream_);
+    });
+    keys = {key_buffers.Current(), key_buffers.Alternate()};
+    items = {item_buffers.Current(), item_buffers.Alternate()};
+  }
+
+  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<CudaExecutor>(n); }
+  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
+             int32_t* count, char* scratch) {
+    grouping::run(*this, n, targets, limit, items, grouped_targets, count, scratch);
+  }
+
+  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<CudaExecutor>(n); }
+  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) {
+    distinct::run(*this, n, keys, valid, out, scratch);
+  }
+
+ private:
+  // CUB's own query asks the device, and a program may be traced where there is none. So this bounds
+  // what CUB (dispatch_radix_sort.cuh, dispatch_scan.cuh in CCCL 3.0) takes for n items:
+  //   a sort with two buffers: 256 counters of 4 bytes for each tile, of 1,024 items and more (one
+  //     tuned for less would spend more on its counters than on its items), and for each of at most 8
+  //     passes, once for every 2^27 items and more;
+  //   a scan: 8 bytes for each tile, of 128 items and more, and for 32 tiles of padding;
+  //   either: five arrays at multiples of 256 bytes.
+  // call_cub compares it with the query.
+  static int64_t cub_bytes(int64_t n) {
+    constexpr int64_t kCounters = 256 * 4;
+    constexpr int64_t kTile = 1024;
+    constexpr int64_t kPasses = 8;
+    constexpr int64_t kPortion = int64_t{1} << 27;
+    constexpr int64_t kAlignments = 8 * 256;
+    return kCounters * (n / kTile + 1 + kPasses * (n / kPortion + 1)) + kAlignments;
+  }
+
+  template <class Call>
+  void call_cub(int64_t n, char* storage, const Call& call) {
+    if (failed()) return;
+    if (n > std::numeric_limits<int32_t>::max()) {
+      return fail("the batch is too large: " + std::to_string(n) + " items to count with 32 bits");
+    }
+    size_t needed = 0;
+    check(call(nullptr, needed), "CUB's size query");
+    auto reserved = static_cast<size_t>(cub_bytes(n));
+    if (needed > reserved) {
+      return fail("CUB needs " + std::to_string(needed) + " bytes of temporary storage for " +
+                  std::to_string(n) + " items on this device, " + std::to_string(reserved) +
+                  " were reserved: report this as a bug of jax_hkv");
+    }
+    if (!failed()) check(call(storage, reserved), "CUB");
+  }
+
+  template <class Step>
+  void launch(int64_t count, const int32_t* limit, const Step& step) {
+    if (count == 0 || failed()) return;
+    static_assert(kBlockThreads % Step::kGroup == 0, "no tile straddles two blocks");
+    constexpr int64_t kTiles = kBlockThreads / Step::kGroup;
+    const int64_t blocks = (count + kTiles - 1) / kTiles;
+    run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, limit, step);
+    check(cudaGetLastError(), "a kernel launch");
+  }
+
+  void check(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) fail(std::string(what) + " failed: " + cudaGetErrorString(error));
+  }
+  void fail(const std::string& text) {
+    if (!failed()) failure_ = text;
+  }
+  bool failed() const { return !failure_.empty(); }  // and what follows would read what was not written
+
+  cudaStream_t stream_;
+  std::string failure_;
+};
+
+}  // namespace hkv

@@ -1,0 +1,172 @@
+// Tiles of a warp whose members are host threads, so that the sanitizers see what the device does: an
+// exchange meets and passes a value but orders no memory (as __shfl_xor_sync), `sync` orders memory
+// (as __syncwarp), and neighbouring tiles run independently.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backends/sorting.h"
+
+namespace hkv::testing {
+
+// The meeting point of a tile's members.
+class Meeting {
+ public:
+  explicit Meeting(int members) : members_(members) {}
+
+  // ThreadSanitizer must not learn an order of memory from an exchange, hence no_sanitize. (Clang's
+  // learns it all the same: it finds less, but reports nothing wrong.)
+  __attribute__((no_sanitize("thread"))) uint64_t exchange(int member, uint64_t value, int step) {
+    const uint32_t phase = __atomic_load_n(&phase_, __ATOMIC_RELAXED);
+    uint64_t* values = values_[phase & 1];  // the other half may still be read
+    __atomic_store_n(values + member, value, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == members_) {
+      __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&phase_, phase + 1, __ATOMIC_RELEASE);
+    }
+    while (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == phase) std::this_thread::yield();
+    return __atomic_load_n(values + (member ^ step), __ATOMIC_RELAXED);
+  }
+
+  void sync(int member) {
+    order_.fetch_add(1, std::memory_order_acq_rel);
+    exchange(member, 0, 0);
+    order_.fetch_add(1, std::memory_order_acq_rel);
+  }
+
+ private:
+  static constexpr int kMostMembers = 32;
+  const int members_;
+  int arrived_ = 0;
+  uint32_t phase_ = 0;
+  uint64_t values_[2][kMostMembers] = {};
+  std::atomic<int> order_{0};
+};
+
+struct HostLane {
+  Meeting* meeting;
+  int member;
+
+  int rank() const { return member; }
+  void sync() const { meeting->sync(member); }
+  uint64_t exchange(uint64_t value, int step) const { return meeting->exchange(member, value, step); }
+};
+
+// A fixed set of threads that all run one job at a time.
+class Team {
+ public:
+  explicit Team(int size) : gate_(size + 1) {
+    for (int member = 0; member < size; ++member) {
+      threads_.emplace_back([this, member] { serve(member); });
+    }
+  }
+  ~Team() {
+    job_ = nullptr;
+    gate_.arrive_and_wait();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int size() const { return static_cast<int>(threads_.size()); }
+
+  // job(member), on every thread.
+  void run(const std::function<void(int)>& job) {
+    job_ = &job;
+    gate_.arrive_and_wait();
+    gate_.arrive_and_wait();
+  }
+
+ private:
+  void serve(int member) {
+    for (;;) {
+      gate_.arrive_and_wait();
+      if (job_ == nullptr) return;
+      (*job_)(member);
+      gate_.arrive_and_wait();
+    }
+  }
+
+  std::barrier<> gate_;
+  const std::function<void(int)>* job_ = nullptr;
+  std::vector<std::thread> threads_;
+};
+
+// Runs operations as the CUDA executor does, with tiles of host threads; scans and sorts are the
+// standard library's.
+class HostTileExecutor {
+ public:
+  explicit HostTileExecutor(Team& team) : team_(team) {}
+
+  std::string failure() const { return {}; }
+  void zero(void* data, int64_t bytes) const {
+    std::fill_n(static_cast<char*>(data), static_cast<size_t>(bytes), char{0});
+  }
+
+  template <class Step>
+  void each(int64_t count, const Step& step) const {
+    constexpr int kSize = Step::kGroup;
+    const int tiles = team_.size() / kSize;
+    std::vector<std::unique_ptr<Meeting>> meetings;
+    for (int tile = 0; tile < tiles; ++tile) meetings.push_back(std::make_unique<Meeting>(kSize));
+    team_.run([&](int member) {
+      const int tile = member / kSize;
+      if (tile >= tiles) return;
+      for (int64_t i = tile; i < count; i += tiles) {
+        if constexpr (kSize == 1) {
+          step(SerialGroup{}, i);
+        } else {
+          step(TileGroup<kSize, HostLane>{{meetings[static_cast<size_t>(tile)].get(), member % kSize}}, i);
+        }
+      }
+    });
+  }
+  template <class Step>
+  void each_up_to(const int32_t* count, int64_t, const Step& step) const {
+    each(*count, step);
+  }
+
+  static int64_t scan_bytes(int64_t) { return 0; }
+  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
+    std::exclusive_scan(terms, terms + n, sums, 0);
+  }
+
+  static int64_t sort_bytes(int64_t) { return 0; }
+  template <class Key>
+  void sort(int64_t n, Flip<Key>& keys, Flip<int32_t>& items, int bits, char*) const {
+    const auto low_bits = [=](int32_t at) { return keys.current[at] << (8 * sizeof(Key) - bits); };
+    std::vector<int32_t> order(static_cast<size_t>(n));
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, {}, low_bits);
+    for (size_t at = 0; at < order.size(); ++at) {
+      keys.other[at] = keys.current[order[at]];
+      items.other[at] = items.current[order[at]];
+    }
+    keys.turn();
+    items.turn();
+  }
+
+  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<HostTileExecutor>(n); }
+  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
+             int32_t* count, char* scratch) const {
+    grouping::run(*this, n, targets, limit, items, grouped_targets, count, scratch);
+  }
+
+  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<HostTileExecutor>(n); }
+  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) const {
+    distinct::run(*this, n, keys, valid, out, scratch);
+  }
+
+ private:
+  Team& team_;
+};
+
+}  // namespace hkv::testing

@@ -1,0 +1,271 @@
+// Random batches through all operations, for every policy, number of choices and row type.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "machines.h"
+#include "random.h"
+
+namespace hkv::testing {
+
+struct Form {
+  Policy policy;
+  int64_t choices;
+  int64_t buckets;
+  RowType type;
+  int64_t width;
+  int64_t universe;  // keys that batches are drawn from
+
+  std::string text() const {
+    return "policy " + std::to_string(static_cast<int64_t>(policy)) + ", choices " + std::to_string(choices) +
+           ", buckets " + std::to_string(buckets) + ", row type " +
+           std::to_string(static_cast<int32_t>(type)) + ", width " + std::to_string(width);
+  }
+};
+
+// A table on several machines, and batches for it.
+class Scenario {
+ public:
+  Scenario(Together& machines, Checks& checks, const Form& form, uint64_t seed)
+      : machines_(machines), checks_(checks), form_(form), random_(seed) {
+    machines_.clear();
+    const int64_t slots = form_.buckets * kLanes;
+    machines_.set("clock", Buffer::of(std::vector<uint32_t>{0xfffffff0, 0}));  // its low word wraps soon
+    machines_.set("epoch", Buffer::of(std::vector<uint32_t>{3}));
+    machines_.set("digests", Buffer::of(form_.buckets, std::vector<Digest>(static_cast<size_t>(slots))));
+    machines_.set("keys", Buffer::of(form_.buckets, std::vector<Words>(static_cast<size_t>(slots))));
+    machines_.set("scores", Buffer::of(form_.buckets, std::vector<Words>(static_cast<size_t>(slots))));
+    machines_.set("occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(form_.buckets))));
+    machines_.set("values", Buffer::of_rows(slots, form_.type, form_.width));
+  }
+
+  void round(int64_t n) {
+    where_ = form_.text() + ", round " + std::to_string(round_++) + ", n " + std::to_string(n);
+    tick();
+    make_batch(n);
+    call<Unique>({}, {{"keys", "batch"}});
+    upsert(n);
+    lookups(n);
+    rows(n);
+    if (random_.chance(0.5)) erase();
+    if (random_.chance(0.05)) call<Clear>({});
+    check_state();
+  }
+
+ private:
+  template <class Operation>
+  void call(const Attributes& attributes, const Names& names = {}) {
+    machines_.call(Operation::kName, where_, attributes, names);
+  }
+
+  void tick() {
+    const auto clock = machines_["clock"].as<uint32_t>();
+    const Words next = Words::of(Words{clock[0], clock[1]}.value() + 1);
+    machines_.set("clock", Buffer::of(std::vector<uint32_t>{next.low, next.high}));
+    if (random_.chance(0.3)) {
+      machines_.set("epoch", Buffer::of(std::vector<uint32_t>{static_cast<uint32_t>(round_ + 3)}));
+    }
+  }
+
+  // Keys 0 and 2^64 - 1 among them; a few keys fill half of some batches.
+  Key random_key() {
+    if (random_.chance(0.02)) return random_.chance(0.5) ? 0 : ~Key{0};
+    return mix(static_cast<uint64_t>(random_.below(form_.universe)));
+  }
+
+  void make_batch(int64_t n) {
+    const bool is_skewed = random_.chance(0.4);
+    const double masked = random_.chance(0.1) ? 1.0 : random_.real() * 0.3;
+    const Key frequent = random_key();
+    std::vector<Words> keys;
+    std::vector<uint8_t> valid;
+    for (int64_t i = 0; i < n; ++i) {
+      keys.push_back(Words::of(is_skewed && random_.chance(0.5) ? frequent : random_key()));
+      valid.push_back(random_.chance(masked) ? 0 : 1);
+    }
+    machines_.set("batch", Buffer::of(keys));
+    machines_.set("valid", Buffer::of(valid));
+  }
+
+  Score random_score() {
+    if (random_.chance(0.1)) return random_.chance(0.5) ? 0 : ~Score{0};
+    return random_.chance(0.5) ? static_cast<Score>(random_.below(4)) : random_.word();
+  }
+
+  void make_scores(int64_t n) {
+    const bool is_counting = form_.policy == Policy::kLfu || form_.policy == Policy::kEpochLfu;
+    std::vector<Words> scores;
+    if (form_.policy == Policy::kCustom || (is_counting && random_.chance(0.5))) {
+      for (int64_t i = 0; i < n; ++i) scores.push_back(Words::of(random_score()));
+    }
+    machines_.set("batch_scores", Buffer::of(scores));
+  }
+
+  Slot random_slot() { return static_cast<Slot>(random_.below(form_.buckets * kLanes + 1)) - 1; }
+
+  void upsert(int64_t n) {
+    make_scores(n);
+    std::vector<Slot> pinned;
+    if (random_.chance(0.5)) {
+      for (int i = 0; i < 20; ++i) pinned.push_back(random_slot());
+    }
+    machines_.set("pinned", Buffer::of(pinned));
+    const bool admits = random_.chance(0.8);
+    const bool reports = admits && random_.chance(0.6);
+    call<Upsert>({{"policy", static_cast<double>(form_.policy)},
+                  {"choices", static_cast<double>(form_.choices)},
+                  {"admit", admits ? 1 : 0},
+                  {"write_scores", admits || random_.chance(0.5) ? 1 : 0},
+                  {"e", static_cast<double>(reports ? n : 0)}});
+  }
+
+  void lookups(int64_t n) {
+    const Attributes choices = {{"choices", static_cast<double>(form_.choices)}};
+    call<FindSlots>(choices, {{"slots", "found_slots"}});
+    std::vector<Slot> stale = machines_["found_slots"].as<Slot>();
+    for (Slot& slot : stale) {
+      if (random_.chance(0.3)) slot = random_slot();
+    }
+    machines_.set("stale_slots", Buffer::of(stale));
+    call<VerifySlots>({}, {{"slots", "stale_slots"}});
+    const int64_t slots = form_.buckets * kLanes;
+    machines_.set("offset", Buffer::of(std::vector<Slot>{static_cast<Slot>(random_.below(slots + 10))}));
+    call<ReadSlots>({{"count", static_cast<double>(random_.below(n + 20))}});
+  }
+
+  Attributes initializer() {
+    return {{"init_kind", static_cast<double>(random_.below(4))},
+            {"init_a", -0.25},
+            {"init_b", 0.5},
+            {"seed", static_cast<double>(random_.below(1 << 20))},
+            {"fill", 0.125}};
+  }
+
+  // Finite elements: the sign and payload of a NaN that a sum makes are the machine's own.
+  Buffer random_rows(int64_t count, RowType type) {
+    Buffer buffer = Buffer::of_rows(count, type, form_.width);
+    if (type == RowType::kOther) {
+      for (char& byte : buffer.bytes) byte = static_cast<char>(random_.word());
+      return buffer;
+    }
+    const int64_t bytes = form_.width * element_bytes(type);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t j = 0; j < form_.width; ++j) {
+        const double magnitude = random_.chance(0.1) ? 0x1p-140 : 1.0;  // subnormal sums
+        const auto value = static_cast<float>((random_.real() - 0.5) * magnitude);
+        store_element(type, buffer.bytes.data() + i * bytes, j, value);
+      }
+    }
+    return buffer;
+  }
+
+  // The distinct keys' slots, each once: without those that a later step does not write.
+  std::vector<Slot> written_slots(double kept) {
+    std::vector<Slot> slots = machines_["unique_slots"].as<Slot>();
+    for (Slot& slot : slots) {
+      if (!random_.chance(kept)) slot = kNoSlot;
+    }
+    return slots;
+  }
+
+  void rows(int64_t n) {
+    const Attributes init = initializer();
+    machines_.set("some_slots", Buffer::of(written_slots(0.5)));
+    if (form_.type != RowType::kOther) {
+      call<InitRows>(init, {{"slots", "some_slots"}, {"keys", "unique_keys"}});
+    }
+    const int64_t sources = n / 2 + 1;
+    std::vector<int32_t> chosen;
+    for (int64_t i = 0; i < n; ++i) chosen.push_back(static_cast<int32_t>(random_.below(sources + 2)) - 1);
+    machines_.set("some_slots", Buffer::of(written_slots(0.3)));
+    machines_.set("sources", Buffer::of(chosen));
+    machines_.set("rows", random_rows(sources, form_.type));
+    call<ScatterRows>({}, {{"slots", "some_slots"}});
+    machines_.set("row", random_rows(1, form_.type));
+    call<FillRows>({{"S", static_cast<double>(n)}}, {{"values", "filled"}});
+    if (form_.type != RowType::kOther) sums(n);
+    gather(n, init);
+  }
+
+  void sums(int64_t n) {
+    machines_.set("gradients", random_rows(n, form_.type));
+    call<CombineRows>({}, {{"rows", "gradients"}});
+    call<AddRows>({}, {{"slots", "unique_slots"}, {"deltas", "sums"}});
+  }
+
+  void gather(int64_t n, const Attributes& init) {
+    const bool has_initial = form_.type != RowType::kOther && random_.chance(0.5);
+    std::vector<uint8_t> initial;
+    for (int64_t i = 0; has_initial && i < n; ++i) initial.push_back(random_.chance(0.5) ? 1 : 0);
+    machines_.set("initial", Buffer::of(initial));
+    machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
+    call<GatherRows>(init, {{"slots", "found_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
+  }
+
+  void erase() {
+    const auto digests = machines_["digests"].as<Digest>();
+    std::vector<Slot> slots = written_slots(0.4);
+    std::erase_if(slots,
+                  [&](Slot slot) { return slot >= 0 && digests[static_cast<size_t>(slot)] == kEmpty; });
+    machines_.set("erased_slots", Buffer::of(slots));
+    call<EraseSlots>({}, {{"slots", "erased_slots"}});
+  }
+
+  // What holds of every table, whoever wrote it.
+  void check_state() {
+    const auto digests = machines_["digests"].as<Digest>();
+    const auto keys = machines_["keys"].as<Words>();
+    const auto occupancy = machines_["occupancy"].as<int32_t>();
+    std::vector<Key> present;
+    for (int64_t bucket = 0; bucket < form_.buckets; ++bucket) {
+      int32_t entries = 0;
+      for (int64_t slot = bucket * kLanes; slot < (bucket + 1) * kLanes; ++slot) {
+        const auto at = static_cast<size_t>(slot);
+        if (digests[at] == kEmpty) continue;
+        ++entries;
+        present.push_back(keys[at].value());
+        const uint64_t hash = hash_of(keys[at].value());
+        const bool is_at_home = bucket == first_bucket(hash, form_.buckets) ||
+                                (form_.choices == 2 && bucket == second_bucket(hash, form_.buckets));
+        checks_.expect(is_at_home && digests[at] == digest_of(hash), where_ + ": a key is out of place");
+      }
+      checks_.expect(entries == occupancy[static_cast<size_t>(bucket)], where_ + ": occupancy");
+    }
+    std::sort(present.begin(), present.end());
+    const bool is_distinct = std::adjacent_find(present.begin(), present.end()) == present.end();
+    checks_.expect(is_distinct, where_ + ": a key is in two slots");
+  }
+
+  Together& machines_;
+  Checks& checks_;
+  const Form form_;
+  Random random_;
+  int round_ = 0;
+  std::string where_;
+};
+
+// Every policy with one and two choices; row types and widths take turns.
+inline std::vector<Form> all_forms(int64_t buckets, int64_t universe) {
+  constexpr RowType kTypes[] = {RowType::kFloat32, RowType::kBfloat16, RowType::kFloat16, RowType::kOther};
+  constexpr int64_t kWidths[] = {8, 1, 5};  // copied by 16 or 4 bytes, by 2 or 4, by 1 or 4
+  std::vector<Form> forms;
+  for (Policy policy : {Policy::kLru, Policy::kLfu, Policy::kEpochLru, Policy::kEpochLfu, Policy::kCustom}) {
+    for (int64_t choices : {1, 2}) {
+      const size_t turn = forms.size();
+      forms.push_back({policy, choices, buckets, kTypes[turn % 4], kWidths[turn % 3], universe});
+    }
+  }
+  return forms;
+}
+
+inline void run_scenarios(Together& machines, Checks& checks, const std::vector<Form>& forms,
+                          const std::vector<int64_t>& batches, uint64_t seed) {
+  for (const Form& form : forms) {
+    Scenario scenario(machines, checks, form, seed++);
+    for (int64_t n : batches) scenario.round(n);
+  }
+}
+
+}  // namespace hkv::testing

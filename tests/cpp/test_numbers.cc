@@ -1,0 +1,198 @@
+// Numbers: conversions, sums, first values, scores, and the subnormal mode of the CPU's workers.
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "backends/workers.h"
+#include "checks.h"
+#include "core/rows.h"
+#include "core/scoring.h"
+#include "random.h"
+#include "thread_pool.h"
+
+namespace {
+
+using namespace hkv;
+using namespace hkv::testing;
+
+// A 16-bit floating-point format by its bit fields, in double precision, which holds all its values
+// and the midpoints between them.
+struct HalfFormat {
+  int mantissa_bits;
+  int bias;
+  uint16_t (*from_float)(float);
+  float (*to_float)(uint16_t);
+  const char* name;
+
+  int exponent_of(uint16_t bits) const { return (bits & 0x7fff) >> mantissa_bits; }
+  int mantissa_of(uint16_t bits) const { return bits & ((1 << mantissa_bits) - 1); }
+  int infinite_exponent() const { return (1 << (15 - mantissa_bits)) - 1; }
+  uint16_t infinity() const { return static_cast<uint16_t>(infinite_exponent() << mantissa_bits); }
+  bool is_nan(uint16_t bits) const { return (bits & 0x7fff) > infinity(); }
+  uint16_t quiet_nan(uint16_t sign) const {
+    return static_cast<uint16_t>(sign | infinity() | (1 << (mantissa_bits - 1)));
+  }
+
+  // Of a number that is not negative; infinity counts as the next power of two.
+  double value(uint16_t bits) const {
+    const int exponent = exponent_of(bits);
+    const double fraction = std::ldexp(mantissa_of(bits), -mantissa_bits);
+    if (exponent == 0) return std::ldexp(fraction, 1 - bias);
+    return std::ldexp(1.0 + fraction, exponent - bias);
+  }
+};
+
+void widening(Checks& checks, const HalfFormat& format) {
+  for (uint32_t code = 0; code < 0x10000; ++code) {
+    const auto bits = static_cast<uint16_t>(code);
+    const float wide = format.to_float(bits);
+    const std::string what = std::string(format.name) + " " + std::to_string(code);
+    checks.expect(std::signbit(wide) == (bits >> 15 != 0), what + ": sign");
+    if (format.is_nan(bits)) {
+      checks.expect(std::isnan(wide) && format.from_float(wide) == format.quiet_nan(bits & 0x8000), what);
+    } else if ((bits & 0x7fff) == format.infinity()) {
+      checks.expect(std::isinf(wide) && format.from_float(wide) == bits, what);
+    } else {
+      checks.expect(std::fabs(double{wide}) == format.value(bits & 0x7fff), what + ": widened");
+      checks.expect(format.from_float(wide) == bits, what + ": round trip");
+    }
+  }
+}
+
+// To nearest, ties to even, between every two neighbours: a number is nearer to the neighbour on its
+// side of the midpoint.
+void rounding(Checks& checks, const HalfFormat& format) {
+  constexpr float kUp = std::numeric_limits<float>::infinity();
+  for (uint16_t low = 0; low < format.infinity(); ++low) {
+    const auto high = static_cast<uint16_t>(low + 1);
+    const auto middle = static_cast<float>((format.value(low) + format.value(high)) / 2);
+    const uint16_t even = low % 2 == 0 ? low : high;
+    const std::string what = std::string(format.name) + " above " + std::to_string(low);
+    for (const uint16_t sign : {uint16_t{0}, uint16_t{0x8000}}) {
+      const float factor = sign ? -1.0f : 1.0f;
+      const auto rounds_to = [&](float x, uint16_t expected) {
+        checks.expect(format.from_float(factor * x) == (sign | expected), what);
+      };
+      rounds_to(middle, even);
+      rounds_to(std::nextafter(middle, 0.0f), low);
+      rounds_to(std::nextafter(middle, kUp), high);
+    }
+  }
+  checks.expect(format.from_float(kUp) == format.infinity(), std::string(format.name) + ": infinity");
+  checks.expect(format.from_float(std::numeric_limits<float>::max()) == format.infinity(),
+                "the greatest float");
+}
+
+// Section 8 of docs/semantics.md, by recursion.
+float tree_sum(const std::vector<float>& terms) {
+  if (terms.size() == 1) return terms[0];
+  constexpr size_t kChunk = 32;
+  std::vector<float> sums;
+  for (size_t begin = 0; begin < terms.size(); begin += kChunk) {
+    float sum = terms[begin];
+    for (size_t i = begin + 1; i < terms.size() && i < begin + kChunk; ++i) sum += terms[i];
+    sums.push_back(sum);
+  }
+  return tree_sum(sums);
+}
+
+void sums(Checks& checks) {
+  Random random(1);
+  std::vector<float> terms;
+  for (int i = 0; i < 70000; ++i) terms.push_back(static_cast<float>(random.real() - 0.5));
+  std::vector<size_t> sizes = {1023, 1024, 1025, 32767, 32768, 32769, 65536, 70000};
+  for (size_t size = 1; size < 200; ++size) sizes.push_back(size);
+  for (const size_t size : sizes) {
+    TreeSum sum;
+    for (size_t i = 0; i < size; ++i) sum.add(terms[i]);
+    const std::vector<float> first(terms.begin(), terms.begin() + static_cast<int64_t>(size));
+    const bool is_same = bit_cast<uint32_t>(sum.result()) == bit_cast<uint32_t>(tree_sum(first));
+    checks.expect(is_same, "the sum of " + std::to_string(size));
+  }
+}
+
+// The fixed sequences of operations are what they are named after, to float32's accuracy.
+void first_values(Checks& checks) {
+  for (int i = 1; i < 4096; ++i) {
+    const auto y = static_cast<float>(i) / 4096.0f;
+    const double error = std::fabs(fixed_log(y) - std::log(double{y}));
+    checks.expect(error <= 2e-7 * std::max(1.0, std::fabs(std::log(double{y}))),
+                  "log of " + std::to_string(y));
+    const float x = 2.0f * y - 1.0f;
+    checks.expect(std::fabs(std::erf(double{fixed_erfinv(x)}) - x) <= 4e-7, "erfinv of " + std::to_string(x));
+  }
+  const Initializer uniform{Initializer::Kind::kUniform, -0.5f, 0.5f, 7};
+  const Initializer truncated{Initializer::Kind::kTruncatedNormal, 0.0f, 1.0f, 7};
+  for (Key key = 0; key < 1000; ++key) {
+    const float u = uniform.element(uniform.base(key), 3);
+    checks.expect(u >= -0.5f && u < 0.5f, "uniform");
+    checks.expect(std::fabs(truncated.element(truncated.base(key), 3)) <= 2.0f, "truncated normal");
+  }
+}
+
+void places(Checks& checks) {
+  Random random(2);
+  for (int i = 0; i < 10000; ++i) {
+    const uint64_t hash = hash_of(random.word());
+    const int64_t buckets = 1 + random.below(i % 2 ? 4 : int64_t{1} << 24);
+    const int64_t first = first_bucket(hash, buckets);
+    const int64_t second = second_bucket(hash, buckets);
+    checks.expect(first >= 0 && first < buckets && second >= 0 && second < buckets, "a bucket exists");
+    checks.expect((first == second) == (buckets == 1), "two candidates differ");
+    checks.expect(digest_of(hash) != kEmpty, "no key has the digest of an empty lane");
+  }
+}
+
+void scores(Checks& checks) {
+  constexpr uint64_t kMost = ~uint64_t{0};
+  constexpr uint64_t kMost32 = 0xffffffff;
+  const auto scoring = [](Policy policy) { return Scoring{policy, (uint64_t{5} << 32) | 9, 2}; };
+  const uint64_t epoch = uint64_t{2} << 32;
+  checks.expect(scoring(Policy::kLru).of_hit(3, 0) == ((uint64_t{5} << 32) | 9), "LRU");
+  checks.expect(scoring(Policy::kLfu).of_new(4) == 4, "LFU, new");
+  checks.expect(scoring(Policy::kLfu).of_hit(kMost - 1, 4) == kMost, "LFU saturates");
+  checks.expect(scoring(Policy::kEpochLru).of_hit(3, 0) == (epoch | 9), "EpochLRU");
+  checks.expect(scoring(Policy::kEpochLfu).of_new(kMost) == (epoch | kMost32), "EpochLFU saturates");
+  checks.expect(scoring(Policy::kEpochLfu).of_hit((uint64_t{1} << 32) | 6, 1) == (epoch | 7),
+                "EpochLFU, hit");
+  checks.expect(scoring(Policy::kCustom).of_hit(8, 3) == 3, "Custom may fall");
+}
+
+// Tasks keep subnormal numbers, and the caller's mode is what it was.
+void subnormals(Checks& checks) {
+#if defined(__SSE2__)
+  constexpr uint32_t kFlush = 0x8040;
+  const uint32_t mode = _mm_getcsr();
+  _mm_setcsr(mode | kFlush);
+  for (const int threads : {1, 2}) {
+    ThreadPool pool(threads);
+    const Workers<ThreadPool> workers(pool);
+    volatile float tiny = 1e-38f;
+    std::vector<float> halves(4);
+    workers.run(4, [&](int64_t i) { halves[static_cast<size_t>(i)] = tiny * 0.25f; });
+    for (const float half : halves) checks.expect(bit_cast<uint32_t>(half) != 0, "a subnormal is kept");
+    checks.expect((_mm_getcsr() & kFlush) == kFlush, "the mode is restored");
+  }
+  _mm_setcsr(mode);
+#else
+  (void)checks;
+#endif
+}
+
+}  // namespace
+
+int main() {
+  Checks checks;
+  const HalfFormat formats[] = {{10, 15, to_float16, from_float16, "float16"},
+                                {7, 127, to_bfloat16, from_bfloat16, "bfloat16"}};
+  for (const HalfFormat& format : formats) {
+    widening(checks, format);
+    rounding(checks, format);
+  }
+  sums(checks);
+  first_values(checks);
+  places(checks);
+  scores(checks);
+  subnormals(checks);
+  return checks.finish();
+}

@@ -1,0 +1,98 @@
+// The operations on threads of the CPU backend and on tiles of host threads leave the same bytes.
+#include "scenarios.h"
+
+namespace {
+
+using namespace hkv;
+using namespace hkv::testing;
+
+constexpr uint64_t kSeed = 20240229;
+
+// Few keys: a tile's members meet some hundred times for each.
+void small_batches(Checks& checks) {
+  CpuMachine one("one thread", 1, 'a');
+  CpuMachine four("four threads", 4, 'b');
+  TileMachine tiles("tiles of host threads", 16, 'c');
+  Together machines(checks, {&one, &four, &tiles});
+  const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
+  run_scenarios(machines, checks, all_forms(1, 180), batches, kSeed);
+  run_scenarios(machines, checks, all_forms(2, 330), batches, kSeed + 1000);
+  machines.expect_all_called();
+}
+
+// Enough keys for every loop of the CPU backend to be cut into several tasks.
+void large_batches(Checks& checks) {
+  CpuMachine one("one thread", 1, 'a');
+  CpuMachine two("two threads", 2, 'b');
+  CpuMachine four("four threads", 4, 'c');
+  Together machines(checks, {&one, &two, &four});
+  run_scenarios(machines, checks, all_forms(60, 12000), {20000, 40000}, kSeed + 2000);
+}
+
+// For a tile of any size, a group's functions are those of a single thread.
+template <int kSize>
+void tile_functions(Checks& checks) {
+  Team team(kSize);
+  Random random(kSeed + kSize);
+  const std::string where = "a tile of " + std::to_string(kSize);
+  for (int trial = 0; trial < 20; ++trial) {
+    alignas(16) Digest line[kLanes];
+    Words scores[kLanes];
+    LaneMask excluded;
+    const double share = trial == 0 ? 1.0 : random.real();
+    for (int lane = 0; lane < kLanes; ++lane) {
+      line[lane] = static_cast<Digest>(random.below(3));
+      scores[lane] = Words::of(random.chance(0.5) ? ~uint64_t{0} : static_cast<uint64_t>(random.below(3)));
+      if (random.chance(share)) excluded.add(lane);
+    }
+    const auto code = static_cast<Digest>(random.below(3));
+    const auto term = [&](int64_t i) { return scores[i].value() / 4; };
+    const int64_t count = random.below(kLanes);
+    const LaneMask matches = SerialGroup::match(line, code);
+    const Candidate lowest = SerialGroup::lowest_score(scores, excluded);
+    const uint64_t sum = SerialGroup::saturating_sum(count, term);
+    bool same[kSize];
+    Meeting meeting(kSize);
+    team.run([&](int member) {
+      const TileGroup<kSize, HostLane> tile{{&meeting, member}};
+      const LaneMask found = tile.match(line, code);
+      const Candidate best = tile.lowest_score(scores, excluded);
+      same[member] = found.words[0] == matches.words[0] && found.words[1] == matches.words[1] &&
+                     best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
+                     tile.saturating_sum(count, term) == sum;
+    });
+    for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
+  }
+}
+
+template <int kSize>
+void tile_copies(Checks& checks) {
+  Team team(kSize);
+  for (const int64_t bytes : {0, 1, 2, 4, 10, 16, 20, 48, 256}) {
+    for (const int64_t shift : {0, 1, 2, 4, 8}) {
+      alignas(16) char from[300];
+      alignas(16) char to[300] = {};
+      for (int i = 0; i < 300; ++i) from[i] = static_cast<char>(i + 1);
+      Meeting meeting(kSize);
+      team.run([&](int member) {
+        TileGroup<kSize, HostLane>{{&meeting, member}}.copy(to + 16, from + shift, bytes);
+      });
+      const bool is_copied = memcmp(to + 16, from + shift, static_cast<size_t>(bytes)) == 0;
+      checks.expect(is_copied && to[15] == 0 && to[16 + bytes] == 0, "a copy by a tile");
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  Checks checks;
+  tile_functions<4>(checks);
+  tile_functions<8>(checks);
+  tile_functions<16>(checks);
+  tile_functions<32>(checks);
+  tile_copies<8>(checks);
+  small_batches(checks);
+  large_batches(checks);
+  return checks.finish();
+}

@@ -1,0 +1,255 @@
+"""Compiles programs for a described H200, without a GPU, and prints as JSON what it finds in them.
+
+Run by test_gpu_program.py in a process of its own: what XLA dumps is said before jax is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+# What XLA asks an NVIDIA H200 with driver 580 about itself. Without a driver version it assumes one
+# that cannot put custom calls into command buffers.
+H200 = """
+gpu_device_info {
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+CAPACITY, DIM, BATCH, STEPS = 40_000, 16, 1024, 4
+
+
+def configure(dump: str) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_gpu_graph_min_graph_size=1"
+
+
+def shapes(tree):
+    import jax
+
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def programs():
+    """Names, functions and the shapes of arguments.
+
+    The first argument is donated where the function returns a table and the name does not deny it.
+    """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jax_hkv as hkv
+
+    optimizer = hkv.optim.sparse(optax.adam(1e-3))
+    dense = optax.adam(1e-3)
+
+    def make(**options):
+        return shapes(jax.eval_shape(lambda: hkv.create(CAPACITY, DIM, **options)))
+
+    def with_optimizer():
+        table = jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM, choices=2)))
+        return shapes(table)
+
+    def train_step(state, keys, labels):
+        table, weights, moments = state
+        table, result = hkv.find_or_insert(table, keys)
+
+        def loss(rows, weights):
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(rows @ weights, labels))
+
+        value, (rows, gradients) = jax.value_and_grad(loss, (0, 1))(result.values, weights)
+        updates, moments = dense.update(gradients, moments)
+        table = optimizer.update(table, result, rows)
+        return (table, optax.apply_updates(weights, updates), moments), value
+
+    def scan_of_steps(state, keys, labels):
+        return jax.lax.scan(lambda state, batch: train_step(state, *batch), state, (keys, labels))
+
+    def batch(*leading):
+        return hkv.Keys(jax.ShapeDtypeStruct((*leading, BATCH, 2), jnp.uint32))
+
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    weights = floats(DIM)
+    state = (with_optimizer(), weights, shapes(jax.eval_shape(dense.init, weights)))
+    mask = jax.ShapeDtypeStruct((BATCH,), jnp.bool_)
+    values = floats(BATCH, DIM)
+    offset = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def is_old(keys, scores, values):
+        return hkv.less(scores, hkv.Keys(jnp.array([10, 0], jnp.uint32)))
+
+    yield "train_step", train_step, (state, batch(), floats(BATCH))
+    yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
+    yield "undonated_step", train_step, (state, batch(), floats(BATCH))
+    yield "advance_epoch", hkv.advance_epoch, (make(),)
+    yield "clear", hkv.clear, (make(),)
+    yield "size", hkv.size, (make(),)
+    yield "load_factor", hkv.load_factor, (make(),)
+    yield "size_if", lambda table: hkv.size_if(table, is_old), (make(),)
+    yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
+    yield "export_batch", lambda table, at: hkv.export_batch(table, at, 500), (make(), offset)
+    yield (
+        "export_batch_if",
+        lambda table, at: hkv.export_batch_if(table, is_old, at, 500),
+        (make(), offset),
+    )
+    for choices in (1, 2):
+        table = make(choices=choices)
+        for name, function, rest in (
+            ("find", hkv.find, ()),
+            ("find_touch", lambda *args: hkv.find(*args, touch=True), ()),
+            ("find_initial", lambda *args: hkv.find(*args, fill="initial"), ()),
+            ("contains", hkv.contains, ()),
+            ("initial_rows", hkv.initial_rows, ()),
+            ("find_or_insert", hkv.find_or_insert, ()),
+            ("insert_or_assign", hkv.insert_or_assign, (values,)),
+            ("insert_and_evict", hkv.insert_and_evict, (values,)),
+            ("accum_or_assign", hkv.accum_or_assign, (values, mask)),
+            ("assign", hkv.assign, (values,)),
+            ("erase", hkv.erase, ()),
+        ):
+            yield f"{name}_{choices}", function, (table, batch(), *rest)
+        scored = make(choices=choices, policy=hkv.Policy.CUSTOM)
+        yield (
+            f"scored_insert_{choices}",
+            lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores),
+            (scored, batch(), batch()),
+        )
+
+
+def sharded_programs(mesh):
+    """The train step on two devices: inside shard_map, and with pmap's leading axis of one."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    split, whole = PartitionSpec("device"), PartitionSpec()
+    _, step, arguments = next(programs())
+
+    def sharded(leaf, shape, spec):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def on_each(function, specs, out_specs):
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+        )
+
+    def leading_axis(*stacked):
+        results = step(*jax.tree.map(lambda leaf: leaf[0], stacked))
+        return jax.tree.map(lambda leaf: leaf[None], results)
+
+    specs = jax.tree.map(lambda leaf: split if leaf.shape else whole, arguments)
+    blocks = jax.tree.map(
+        lambda leaf, spec: (
+            sharded(leaf, (2 * leaf.shape[0], *leaf.shape[1:]), spec)
+            if leaf.shape
+            else sharded(leaf, (), spec)
+        ),
+        arguments,
+        specs,
+    )
+    stacked = jax.tree.map(lambda leaf: sharded(leaf, (2, *leaf.shape), split), arguments)
+    yield "shard_map_step", on_each(step, specs, (specs[0], whole)), blocks, arguments
+    yield "leading_axis_step", on_each(leading_axis, split, split), stacked, arguments
+
+
+def first_table(tree):
+    import jax
+
+    import jax_hkv as hkv
+
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
+    return next((leaf for leaf in leaves if isinstance(leaf, hkv.Table)), None)
+
+
+def report(dump: str, name: str, function, arguments, on_one_device) -> dict:
+    """What stands in a compiled program, whose arguments on one device have the last shapes."""
+    import jax
+
+    from jax_hkv import testing
+
+    def program(*operands):
+        return function(*operands)
+
+    program.__name__ = name
+    changes = first_table(jax.eval_shape(program, *arguments)) is not None
+    donated = (0,) if changes and not name.startswith("undonated_") else ()
+    lowered = jax.jit(program, donate_argnums=donated).lower(*arguments)
+    hlo = lowered.compile().as_text() or ""
+    (thunks,) = Path(dump).glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")
+    return {
+        "copies": testing.copies_in(hlo, first_table(on_one_device)),
+        "host": lines_with(HOST, hlo),
+        "uncounted_loops": [
+            line for line in lines_with(LOOP, hlo) if "known_trip_count" not in line
+        ],
+        "thunks": thunks.read_text().splitlines(),
+    }
+
+
+# Calls of Python, transfers to and from the host, and arrays in the host's memory.
+HOST = r"callback|is_host_transfer=true| (?:infeed|outfeed|send|recv)\(|S\(5\)"
+# A loop of unknown length: the host waits for its condition in every turn.
+LOOP = r" while\("
+
+
+def lines_with(pattern: str, hlo: str) -> list[str]:
+    return [line.strip() for line in hlo.splitlines() if re.search(pattern, line)]
+
+
+def main(dump: str) -> None:
+    configure(dump)
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def mesh(devices):
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="any", target_config=H200, topology=f"1x1x{devices}"
+        )
+        return topologies.make_mesh(described, (devices,), ("device",))
+
+    sharding = NamedSharding(mesh(1), PartitionSpec())
+    found = {}
+    for name, function, arguments in programs():
+        placed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+        )
+        found[name] = report(dump, name, function, placed, arguments)
+    for name, function, arguments, on_one_device in sharded_programs(mesh(2)):
+        found[name] = report(dump, name, function, arguments, on_one_device)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,131 @@
+"""What programs look like when XLA has compiled them for a GPU; none is needed for that."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_hkv as hkv
+
+PROGRAMS = Path(__file__).with_name("gpu_programs.py")
+BATCHES = [
+    f"{name}_{choices}"
+    for choices in (1, 2)
+    for name in (
+        "find",
+        "find_touch",
+        "find_initial",
+        "contains",
+        "initial_rows",
+        "find_or_insert",
+        "insert_or_assign",
+        "insert_and_evict",
+        "accum_or_assign",
+        "assign",
+        "erase",
+        "scored_insert",
+    )
+]
+WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
+STRAIGHT = ["train_step", "shard_map_step", "leading_axis_step", *WHOLE, *BATCHES]
+LOOPS = ["scan_of_steps", "erase_if", "size_if"]
+
+
+def find_module(name):
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What `gpu_programs.py` found, by program."""
+    if not any(find_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
+        pytest.skip("no CUDA plugin of jax: pip install jax[cuda13]")
+    if find_module("jax_hkv._cuda") is None:
+        pytest.skip("jax_hkv was built without its CUDA module")
+    environment = {name: os.environ[name] for name in os.environ if name != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, str(PROGRAMS), str(tmp_path_factory.mktemp("dump"))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def kinds_of(thunks):
+    """(depth, kind) of each thunk in a dump."""
+    found = [(line, re.search(r"\bk[A-Z]\w+", line)) for line in thunks]
+    return [(len(line) - len(line.lstrip()), kind[0]) for line, kind in found if kind]
+
+
+def command_buffers(thunks):
+    """The number of outermost command buffers, and the kinds of thunks beside them."""
+    buffers, beside, inside = 0, [], None
+    for depth, kind in kinds_of(thunks):
+        if inside is not None and depth > inside:
+            continue
+        inside = depth if kind == "kCommandBuffer" else None
+        if inside is None:
+            beside.append(kind)
+        else:
+            buffers += 1
+    return buffers, beside
+
+
+def body_of(thunks):
+    """The thunks of the only loop's body."""
+    (start,) = [i for i, line in enumerate(thunks) if line.strip() == "body:"]
+    depth = len(thunks[start]) - len(thunks[start].lstrip())
+    body = []
+    for line in thunks[start + 1 :]:
+        if line.strip() and len(line) - len(line.lstrip()) <= depth:
+            break
+        body.append(line)
+    return body
+
+
+@pytest.mark.parametrize("name", [*STRAIGHT, *LOOPS])
+def test_a_compiled_program_copies_no_table_and_never_meets_the_host(compiled, name):
+    assert compiled[name]["copies"] == []
+    assert compiled[name]["host"] == []
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_a_step_is_one_command_buffer(compiled, name):
+    assert command_buffers(compiled[name]["thunks"]) == (1, []), compiled[name]["thunks"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_body_of_a_loop_is_one_command_buffer(compiled, name):
+    assert compiled[name]["uncounted_loops"] == []
+    assert command_buffers(body_of(compiled[name]["thunks"])) == (1, []), compiled[name]["thunks"]
+
+
+def test_the_copies_of_a_table_that_is_not_donated_are_seen(compiled):
+    assert compiled["undonated_step"]["copies"]
+
+
+def test_every_public_operation_is_compiled(compiled):
+    operations = [
+        name
+        for name in hkv.__all__
+        if inspect.isfunction(function := getattr(hkv, name))
+        and "table" in inspect.signature(function).parameters
+    ]
+    missing = [name for name in operations if not any(known.startswith(name) for known in compiled)]
+    assert operations and missing == []
+    assert sorted(compiled) == sorted([*STRAIGHT, *LOOPS, "undonated_step"])

@@ -1,0 +1,93 @@
+"""The C++ tests of tests/cpp: warp code on host threads, watched by sanitizers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "cpp"
+SOURCES = Path(__file__).parent.parent / "ffi"
+FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread"]
+INCLUDES = [f"-I{SOURCES}", f"-I{HERE}"]
+SANITIZERS = ["thread", "address,undefined"]
+
+
+def find_compiler():
+    configured = (sysconfig.get_config_var("CXX") or "").split()
+    for name in ["g++", "clang++", *configured[:1]]:
+        if shutil.which(name):
+            return name
+    pytest.skip("no C++ compiler: none of g++, clang++ and Python's own was found")
+
+
+def run(command):
+    """Runs a command; tile members that wait for each other for ever end with the time limit."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def tail(result):
+    return (result.stdout + result.stderr)[-4000:]
+
+
+@pytest.fixture(params=SANITIZERS)
+def sanitizer(request, tmp_path):
+    """A sanitizer of this compiler that can start here."""
+    source, program = tmp_path / "empty.cc", tmp_path / "empty"
+    source.write_text("int main() { return 0; }\n")
+    flag = f"-fsanitize={request.param}"
+    for command in ([find_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
+        result = run(command)
+        if result.returncode != 0:
+            pytest.skip(f"no {request.param} sanitizer here: {tail(result).strip()[:300]}")
+    return flag
+
+
+def assert_all_passed(result):
+    assert result.returncode == 0, tail(result)
+    closing = result.stdout.splitlines()[-1]
+    assert closing.endswith(" passed, 0 failed") and not closing.startswith("0 "), tail(result)
+
+
+@pytest.mark.parametrize("name", ["test_numbers", "test_operations"])
+def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
+    program = str(tmp_path / name)
+    built = run(
+        [find_compiler(), *FLAGS, sanitizer, *INCLUDES, str(HERE / f"{name}.cc"), "-o", program]
+    )
+    assert built.returncode == 0, tail(built)
+    assert_all_passed(run([program]))
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    listed = run(["nvidia-smi", "-L"]).stdout if shutil.which("nvidia-smi") else ""
+    return listed.startswith("GPU")
+
+
+@pytest.fixture(scope="module")
+def device_driver(gpu, tmp_path_factory):
+    """The program that runs all operations on a GPU and on the host."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc: the CUDA kernels cannot be compiled")
+    program = str(tmp_path_factory.mktemp("cuda") / "device_driver")
+    flags = ["-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--Werror=all-warnings"]
+    flags += ["-arch=native" if gpu else "-arch=sm_90"]
+    flags += ["-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
+    built = run([nvcc, *flags, *INCLUDES, str(HERE / "device_driver.cu"), "-o", program])
+    assert built.returncode == 0, tail(built)
+    return program
+
+
+def test_the_kernels_compile_without_a_warning(device_driver):
+    assert Path(device_driver).exists()
+
+
+def test_the_device_agrees_with_the_host_bit_for_bit(gpu, device_driver):
+    if not gpu:
+        pytest.skip("no GPU: the driver is compiled, but cannot run")
+    assert_all_passed(run([device_driver]))
