@@ -1,0 +1,130 @@
+"""Trains a DLRM on a click log through one embedding table that evicts as it goes.
+
+    python examples/train_dlrm.py                      # a log that is made up on the spot
+    python examples/train_dlrm.py --data day_0.gz      # a log in the Criteo TSV format
+
+The last line of standard output is a JSON object with the figures; the curves go to `--out`. To
+judge the table, run the same with `--embedding dense` and with `--embedding frozen`.
+"""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from clicks import ClickLog
+from criteo import CriteoFile, UserError
+from dlrm import INITIAL_STDDEV
+from learners import Learner, dense_learner, table_learner
+from metrics import auc, logloss
+from options import DEFAULT_ROWS, OPTIMIZERS, parse
+from training import evaluate, train
+
+import jax_hkv as hkv
+
+POLICY_EPOCHS = 10  # how often a policy with epochs starts a new one in a pass over the log
+VOCABULARY_ROWS = 65_536  # at a time, when the distinct keys of a log are collected
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the example and returns its exit code: 2 for a mistake of the user's."""
+    args = parse(arguments)
+    try:
+        figures = run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(figures, allow_nan=False))
+    return 0
+
+
+def run(args: Namespace) -> dict[str, object]:
+    """Trains on the log's first part, evaluates on its last, and returns the figures.
+
+    Raises:
+        UserError: if the data, the folder for the results or an option cannot be used.
+    """
+    _make_folder(args)
+    log = _open_log(args)
+    rows = min(log.rows, args.rows or log.rows)
+    split = rows - max(1, round(rows * args.eval_fraction))
+    if split < 1:
+        raise UserError(f"{rows} row is too little to train on some and evaluate on others")
+    best_auc = log.best_auc(split, rows) if isinstance(log, ClickLog) else None
+    if best_auc is not None:
+        print(f"a built-in log of {rows:,} rows, where the best possible AUC is {best_auc:.4f}")
+    try:
+        learner = _make_learner(args, log, rows)
+    except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise UserError(f"--capacity {args.capacity} --dim {args.dim}: {error}") from error
+    start = time.perf_counter()
+    state, progress = train(args, learner, log, split)
+    seconds = time.perf_counter() - start
+    progress.save(args.out / "curves.png")
+    seen = evaluate(args, learner, state, log.batches(split, rows, args.batch))
+    return {
+        "auc": auc(seen.labels, seen.logits),
+        "best_auc": best_auc,
+        "logloss": logloss(seen.labels, seen.logits),
+        "hit_rate": progress.counts["hits"] / progress.counts["unique"],
+        "size": progress.size,
+        "capacity": learner.capacity,
+        "evicted": progress.counts["evicted"],
+        "refused": progress.counts["refused"],
+        "examples": progress.examples,
+        "eval_examples": len(seen.labels),
+        "bad_rows": progress.skipped // args.epochs + seen.skipped,
+        "examples_per_second": round(progress.examples / seconds, 1),
+        "seed": args.seed,
+    }
+
+
+def _make_folder(args: Namespace) -> None:
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder {args.out}: {error.strerror}") from error
+
+
+def _open_log(args: Namespace) -> ClickLog | CriteoFile:
+    if args.data is None:
+        return ClickLog(args.seed, args.rows or DEFAULT_ROWS)
+    return CriteoFile.scan(args.data, args.skip_bad_rows)
+
+
+def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Learner:
+    make_optimizer, suitable_rate = OPTIMIZERS[args.optimizer]
+    optimizer = make_optimizer(args.lr or suitable_rate)
+    if args.embedding == "dense":
+        return dense_learner(_vocabulary(log, rows), args.dim, optimizer, seed=args.seed)
+    table = hkv.create(
+        args.capacity,
+        args.dim,
+        policy=hkv.Policy[args.policy.upper()],
+        choices=args.choices,
+        init=hkv.initializers.normal(stddev=INITIAL_STDDEV),
+        seed=args.seed,
+    )
+    print(table)
+    return table_learner(
+        table,
+        optimizer,
+        seed=args.seed,
+        epoch_steps=max(1, rows // args.batch // POLICY_EPOCHS),
+        is_frozen=args.embedding == "frozen",
+    )
+
+
+def _vocabulary(log: ClickLog | CriteoFile, rows: int) -> np.ndarray:
+    """Returns every key of a log's first rows, sorted: what a dense embedding must know before."""
+    vocabulary = np.empty(0, np.uint64)
+    for batch in log.batches(0, rows, VOCABULARY_ROWS):
+        vocabulary = np.union1d(vocabulary, batch.keys)
+    return vocabulary
+
+
+if __name__ == "__main__":
+    sys.exit(main())
