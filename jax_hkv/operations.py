@@ -7,6 +7,7 @@ underscore does the work, compiled.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
@@ -148,7 +149,7 @@ def find(
       [[1.0, 1.0], [-1.0, -1.0]]
     """
     given, flat, mask = _batch("find", table, keys, valid)
-    if isinstance(fill, str) and fill != "initial":
+    if fill != "initial" and not isinstance(fill, numbers.Real):
         raise ValueError(f'find: fill must be a number or "initial", got {fill!r}')
     number = None if isinstance(fill, str) else float(fill)
     if touch:
