@@ -148,7 +148,9 @@ def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
 
 def combine(groups: Groups, values: Float[Array, "n ..."]) -> Float32[Array, "n ..."]:
     """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
-    (sums,) = _ffi.call("combine_rows", groups.count, groups.order, groups.offsets, values)
+    (sums,) = _ffi.call(
+        "combine_rows", groups.count, groups.inverse, groups.order, groups.offsets, values
+    )
     return sums
 
 

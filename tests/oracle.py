@@ -209,12 +209,17 @@ def tree_sum(rows: Array) -> Array:
     return rows[0]
 
 
+def same_nan(sums: Array) -> Array:
+    """Sums with the one NaN that they have (8)."""
+    return np.where(np.isnan(sums), np.uint32(0x7FC00000), sums.view(np.uint32)).view(np.float32)
+
+
 def combine(rows: Array, distinct: Distinct) -> Array:
     """The sum of each distinct key's rows: float32[count, dim]."""
     sums = rows[distinct.first].astype(np.float32)
     for group in np.flatnonzero(distinct.occurrences > 1):
         start, end = distinct.offsets[group : group + 2]
-        sums[group] = tree_sum(rows[distinct.order[start:end]].astype(np.float32))
+        sums[group] = same_nan(tree_sum(rows[distinct.order[start:end]].astype(np.float32)))
     return sums
 
 
@@ -548,7 +553,7 @@ class Oracle:
         placement = self._insert(distinct, merged, pins=slot_before[read & (slot_before >= 0)])
         hit, new, slots = placement.status == FOUND, placement.is_new, placement.slots
         sums = combine(values, distinct)[hit] + self.values[slots[hit]].astype(f32)
-        self.values[slots[hit]] = round_to(sums, self.dtype)
+        self.values[slots[hit]] = round_to(same_nan(sums), self.dtype)
         self.values[slots[new]] = values[distinct.last[new]]
 
         outcome = outcome_of(distinct, placement)

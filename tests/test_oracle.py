@@ -342,11 +342,11 @@ def test_entries_are_conserved_and_findable(policy, choices, buckets, rng):
 
 
 def first_eviction(buckets, choices):
-    """The load factor after the first batch of 1 % that evicts."""
+    """The load factor after the first batch of 0.2 % that evicts."""
     rng = np.random.default_rng(17)
     table = Oracle(buckets * LANES, 1, policy="LFU", choices=choices)
     while True:
-        keys = rng.integers(0, U64_MAX, table.capacity // 100, np.uint64)
+        keys = rng.integers(0, U64_MAX, table.capacity // 500, np.uint64)
         if table.insert_or_assign(keys, np.zeros((len(keys), 1), np.float32)).counts.evicted:
             return table.size / table.capacity
 

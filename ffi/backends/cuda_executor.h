@@ -103,8 +103,9 @@ class CudaExecutor {
       return cub::DeviceRadixSort::SortPairs(storage, bytes, key_buffers, item_buffers, static_cast<int>(n),
                                              0, bits, stream_);
     });
-    keys = {key_buffers.Current(), key_buffers.Alternate()};
-    items = {item_buffers.Current(), item_buffers.Alternate()};
+    if (key_buffers.Current() == keys.current) return;
+    keys.turn();
+    items.turn();
   }
 
   static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<CudaExecutor>(n); }

@@ -114,7 +114,12 @@ class TraceBinder {
   void set_size(Array<T>& array) {
     array.rows = shapes_.at(next_++).at(0);
   }
-  void set_size(RowsView& rows) { rows.count = shapes_.at(next_++).at(0); }
+  void set_size(RowsView& rows) {
+    const std::vector<int64_t>& shape = shapes_.at(next_++);
+    rows.count = shape.at(0);
+    rows.width = 1;
+    for (size_t axis = 1; axis < shape.size(); ++axis) rows.width *= shape[axis];
+  }
 
   const std::vector<std::vector<int64_t>>& shapes_;
   const std::map<std::string, int64_t>& attributes_;

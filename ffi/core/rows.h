@@ -1,4 +1,4 @@
-// Rows: their element types, their first values, their sums (docs/semantics.md, sections 5 and 8).
+// Rows: their element types and their first values (docs/semantics.md, section 5).
 #pragma once
 
 #include "core/types.h"
@@ -154,38 +154,9 @@ struct Initializer {
   }
 };
 
-// The sum of many terms by a tree that depends on their number alone: chunks of 32 in order, then
-// chunks of 32 chunk sums, and so on.
-class TreeSum {
- public:
-  // Levels are template arguments, so that the sums stay in registers on the device.
-  template <int kLevel = 0>
-  HKV_HOST_DEVICE void add(float term) {
-    sums_[kLevel] = counts_[kLevel] == 0 ? term : sums_[kLevel] + term;
-    ++counts_[kLevel];
-    if constexpr (kLevel + 1 < kLevels) {
-      if (counts_[kLevel] < kChunk) return;
-      counts_[kLevel] = 0;
-      add<kLevel + 1>(sums_[kLevel]);
-    }
-  }
-
-  HKV_HOST_DEVICE float result() {
-    for (int level = 0; level + 1 < kLevels; ++level) {
-      if (counts_[level] == 0) continue;
-      const float carried = sums_[level];
-      sums_[level + 1] = counts_[level + 1] == 0 ? carried : sums_[level + 1] + carried;
-      ++counts_[level + 1];
-      counts_[level] = 0;
-    }
-    return sums_[kLevels - 1];
-  }
-
- private:
-  static constexpr int kChunk = 32;
-  static constexpr int kLevels = 7;  // 32^7 exceeds the 2^31 positions that a batch can have
-  float sums_[kLevels] = {};
-  int counts_[kLevels] = {};
-};
+// The one NaN that sums have: machines differ in the sign and the payload of theirs.
+HKV_HOST_DEVICE float same_nan(float value) {
+  return value == value ? value : bit_cast<float>(uint32_t{0x7fc00000});
+}
 
 }  // namespace hkv

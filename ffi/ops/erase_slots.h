@@ -23,14 +23,13 @@ struct EraseSlots {
   }
 
   struct Step {
-    static constexpr int kGroup = 4;
+    static constexpr int kGroup = 1;
     TableView table;
     const Slot* slots;
 
-    template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
-      if (group.rank() != 0 || slot < 0 || slot >= table.buckets * kLanes) return;
+      if (slot < 0 || slot >= table.buckets * kLanes) return;
       erase_entry(table, slot);
       atomic_add(table.occupancy + slot / kLanes, -1);
     }

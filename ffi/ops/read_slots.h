@@ -30,16 +30,14 @@ struct ReadSlots {
   }
 
   struct Step {
-    static constexpr int kGroup = 4;
+    static constexpr int kGroup = 1;
     TableView table;
     const Slot* offset;
     Words* keys;
     Words* scores;
     bool* occupied;
 
-    template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      if (group.rank() != 0) return;
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const int64_t slot = *offset + i;
       const bool exists = slot >= 0 && slot < table.buckets * kLanes && table.digests[slot] != kEmpty;
       keys[i] = exists ? table.keys[slot] : Words::of(0);

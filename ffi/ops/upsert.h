@@ -80,13 +80,12 @@ struct UpsertState {
 
 // Slots that the caller pins besides the batch's own.
 struct PinSlots {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   UpsertState state;
   const Slot* slots;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    if (group.rank() == 0 && slots[i] >= 0) state.pin(slots[i]);
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    if (slots[i] >= 0 && slots[i] < state.table.buckets * kLanes) state.pin(slots[i]);
   }
 };
 
@@ -142,12 +141,10 @@ struct ProbeKey {
 
 // Round 1: the bucket that a new key names.
 struct ChooseByLoad {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   UpsertState state;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     state.targets[u] = state.named[u] = state.is_pending(u) ? bucket(u) : -1;
   }
 
@@ -169,12 +166,10 @@ struct ChooseByLoad {
 
 // Round 2: the candidate that the key did not name in round 1.
 struct ChooseOther {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   UpsertState state;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     if (!state.is_pending(u)) {
       state.targets[u] = -1;
       return;
@@ -333,14 +328,12 @@ struct EvictFromBucket {
 
 // From distinct keys back to positions.
 struct ReportPosition {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   UpsertState state;
   Slot* slots;
   int32_t* status;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int32_t u = state.inverse[i];
     slots[i] = u < 0 ? kNoSlot : state.unique_slots[u];
     const auto merged = u < 0 ? Status::kMissing : static_cast<Status>(state.unique_status[u]);
@@ -351,20 +344,18 @@ struct ReportPosition {
 };
 
 struct FlagEvicted {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   const int32_t* unique_status;
   int32_t* flags;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     flags[u] = unique_status[u] == static_cast<int32_t>(Status::kEvicted) ? 1 : 0;
   }
 };
 
 // Evicted entries, compact, in order of the keys that took their places.
 struct ReportEvicted {
-  static constexpr int kGroup = 4;
+  static constexpr int kGroup = 1;
   UpsertState state;
   const int32_t* flags;
   const int32_t* places;
@@ -373,9 +364,7 @@ struct ReportEvicted {
   Words* scores;
   Slot* slots;
 
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     if (flags[u]) {
       keys[places[u]] = state.evicted_keys[u];
       scores[places[u]] = Words::of(state.evicted_scores[u]);

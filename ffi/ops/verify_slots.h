@@ -25,7 +25,7 @@ struct VerifySlots {
   }
 
   struct Step {
-    static constexpr int kGroup = 4;
+    static constexpr int kGroup = 1;
     TableView table;
     const Words* batch;
     const Slot* slots;
@@ -37,9 +37,7 @@ struct VerifySlots {
       prefetch(table.keys + slots[i]);
     }
 
-    template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      if (group.rank() != 0) return;
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
       const bool holds = in_table(slot) && table.digests[slot] != kEmpty &&
                          table.keys[slot].value() == batch[i].value();

@@ -157,7 +157,7 @@ struct AddRows {
       const char* delta = deltas.row(i);
       for (int64_t j = group.rank(); j < values.width; j += group.size()) {
         const float sum = load_element(values.type, row, j) + load_element(deltas.type, delta, j);
-        store_element(values.type, row, j, sum);
+        store_element(values.type, row, j, same_nan(sum));
       }
     }
   };

@@ -3,10 +3,9 @@
 #include <limits>
 #include <vector>
 
-#include "backends/workers.h"
+#include "backends/cpu_executor.h"
 #include "checks.h"
-#include "core/rows.h"
-#include "core/scoring.h"
+#include "ops/combine_rows.h"
 #include "random.h"
 #include "thread_pool.h"
 
@@ -96,18 +95,51 @@ float tree_sum(const std::vector<float>& terms) {
   return tree_sum(sums);
 }
 
+// The sums of keys whose occurrences are consecutive positions; position i has term i, repeated.
+std::vector<float> combine(const std::vector<float>& terms, const std::vector<int32_t>& ends) {
+  const auto n = static_cast<int64_t>(ends.back());
+  std::vector<float> rows, sums(static_cast<size_t>(n));
+  std::vector<int32_t> inverse, order, offsets(ends);
+  for (int32_t key = 0; key + 1 < static_cast<int32_t>(ends.size()); ++key) {
+    for (int32_t i = ends[key]; i < ends[key + 1]; ++i) {
+      rows.push_back(terms[i % terms.size()]);
+      order.push_back(i);
+      inverse.push_back(key);
+    }
+  }
+  offsets.resize(static_cast<size_t>(n) + 1, ends.back());
+  auto count = static_cast<int32_t>(ends.size()) - 1;
+  const auto view = [n](std::vector<float>& data) {
+    return RowsView{reinterpret_cast<char*>(data.data()), RowType::kFloat32, n, 1, sizeof(float)};
+  };
+  CombineRows operation{
+      {&count, 1}, {inverse.data(), n}, {order.data(), n}, {offsets.data(), n + 1}, view(rows), view(sums), {}};
+  ThreadPool pool(2);
+  CpuExecutor<ThreadPool> executor(pool);
+  Arena sizes;
+  operation.reserve<CpuExecutor<ThreadPool>>(sizes);
+  std::vector<char> workspace(sizes.used());
+  Arena arena(workspace.data());
+  operation.reserve<CpuExecutor<ThreadPool>>(arena);
+  operation.run(executor);
+  return sums;
+}
+
 void sums(Checks& checks) {
   Random random(1);
   std::vector<float> terms;
   for (int i = 0; i < 70000; ++i) terms.push_back(static_cast<float>(random.real() - 0.5));
   std::vector<size_t> sizes = {1023, 1024, 1025, 32767, 32768, 32769, 65536, 70000};
   for (size_t size = 1; size < 200; ++size) sizes.push_back(size);
-  for (const size_t size : sizes) {
-    TreeSum sum;
-    for (size_t i = 0; i < size; ++i) sum.add(terms[i]);
-    const std::vector<float> first(terms.begin(), terms.begin() + static_cast<int64_t>(size));
-    const bool is_same = bit_cast<uint32_t>(sum.result()) == bit_cast<uint32_t>(tree_sum(first));
-    checks.expect(is_same, "the sum of " + std::to_string(size));
+  // Keys of these sizes stand in one batch, one behind the other.
+  std::vector<int32_t> offsets = {0};
+  for (const size_t size : sizes) offsets.push_back(offsets.back() + static_cast<int32_t>(size));
+  const std::vector<float> combined = combine(terms, offsets);
+  for (size_t key = 0; key < sizes.size(); ++key) {
+    std::vector<float> own;
+    for (int32_t i = offsets[key]; i < offsets[key + 1]; ++i) own.push_back(terms[i % terms.size()]);
+    const bool is_same = bit_cast<uint32_t>(combined[key]) == bit_cast<uint32_t>(tree_sum(own));
+    checks.expect(is_same, "the sum of " + std::to_string(sizes[key]));
   }
 }
 
