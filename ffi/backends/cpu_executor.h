@@ -99,7 +99,8 @@ class CpuExecutor {
 #if defined(__linux__)
     constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
     const auto begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
-    const auto end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
+    const auto end =
+        (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
     // Advice only: where the kernel does not take it, nothing changes.
     if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
@@ -121,9 +122,8 @@ class CpuExecutor {
   void each(int64_t count, const Step& step) const {
     constexpr int64_t grain = grain_of<Step>();
     const int64_t chunks = (count + grain - 1) / grain;
-    workers_.run(chunks, [&](int64_t chunk) {
-      run_steps(step, chunk * grain, std::min(count, (chunk + 1) * grain));
-    });
+    workers_.run(
+        chunks, [&](int64_t chunk) { run_steps(step, chunk * grain, std::min(count, (chunk + 1) * grain)); });
   }
 
   template <class Step>
@@ -154,8 +154,7 @@ class CpuExecutor {
     Partition partition(n);
     const int64_t parts = partition.parts();
     partition.run(
-        workers_, scratch.table,
-        [=](int64_t i) { return targets[i] < 0 ? -1 : targets[i] * parts / limit; },
+        workers_, scratch.table, [=](int64_t i) { return targets[i] < 0 ? -1 : targets[i] * parts / limit; },
         [=](int64_t i, int64_t at) {
           scratch.pairs[at] = (static_cast<uint64_t>(targets[i]) << 32) | static_cast<uint64_t>(i);
         });
@@ -255,8 +254,8 @@ class CpuExecutor {
   // An open-addressing table over the items of one part, in order of position.
   static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end) {
     if (begin == end) return;
-    const auto cells = static_cast<int64_t>(
-        std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
+    const auto cells =
+        static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
     int32_t* table = scratch.cells + UniqueScratch::kCells * begin;
     std::fill(table, table + cells, -1);
     std::fill(scratch.cursors + begin, scratch.cursors + end, 0);

@@ -51,7 +51,8 @@ class CallBinder {
     const ffi::AnyBuffer result = next_result(name);
     bind(name, operand, array, shape);
     if (operand.untyped_data() != result.untyped_data()) {
-      throw std::logic_error(std::string(name) + " is not updated in place: XLA gave the result a buffer of its own");
+      throw std::logic_error(std::string(name) +
+                             " is not updated in place: XLA gave the result a buffer of its own");
     }
   }
   template <class T>
@@ -150,8 +151,8 @@ class CallBinder {
 // Runs an operation on the machine that `make_executor` stands for. Executor::status() says whether
 // the machine accepted the work.
 template <class Operation, class Executor>
-ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands,
-                   const ffi::RemainingRets& results, const ffi::Dictionary& attributes) {
+ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                   const ffi::Dictionary& attributes) {
   const auto table = attributes.get<std::string_view>("table");
   const auto where = [&] {
     return std::string("jax_hkv ") + Operation::kName + " on " +

@@ -46,8 +46,7 @@ void define_module(nb::module_& extension) {
   });
   extension.def("signatures", [] {
     nb::list signatures;
-    AllOperations::visit(
-        [&]<class Operation>() { signatures.append(as_dict(signature_of<Operation>())); });
+    AllOperations::visit([&]<class Operation>() { signatures.append(as_dict(signature_of<Operation>())); });
     return signatures;
   });
   extension.def(

@@ -49,8 +49,8 @@ struct Candidate {
 };
 
 template <class G>
-concept Group = requires(const G group, const Digest* line, const Words* scores, LaneMask mask,
-                         void* to, const void* from, int64_t size) {
+concept Group = requires(const G group, const Digest* line, const Words* scores, LaneMask mask, void* to,
+                         const void* from, int64_t size) {
   { group.rank() };                                     // this member
   { group.size() };                                     // members
   { group.match(line, Digest{0}) };                     // the lanes whose digest is the given one
@@ -144,16 +144,16 @@ struct TileGroup {
     for (int step = kSize / 2; step > 0; step /= 2) {
       Candidate other;
       other.score = lane.exchange(best.score, step);
-      other.lane = static_cast<int>(static_cast<int64_t>(
-          lane.exchange(static_cast<uint64_t>(static_cast<int64_t>(best.lane)), step)));
+      other.lane = static_cast<int>(
+          static_cast<int64_t>(lane.exchange(static_cast<uint64_t>(static_cast<int64_t>(best.lane)), step)));
       if (other.goes_before(best)) best = other;
     }
     return best;
   }
 
   HKV_HOST_DEVICE void copy(void* to, const void* from, int64_t bytes) const {
-    const auto alignment = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
-                           static_cast<uintptr_t>(bytes);
+    const auto alignment =
+        reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes);
     if (alignment % sizeof(Vector) == 0) {
       copy_as<Vector>(to, from, bytes);
     } else if (alignment % 4 == 0) {

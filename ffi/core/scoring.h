@@ -13,9 +13,7 @@ struct Scoring {
   HKV_HOST_DEVICE bool counts() const { return policy == Policy::kLfu || policy == Policy::kEpochLfu; }
 
   // Whether a newcomer of a lower score than the lowest unpinned entry's is turned away.
-  HKV_HOST_DEVICE bool can_refuse() const {
-    return policy == Policy::kEpochLfu || policy == Policy::kCustom;
-  }
+  HKV_HOST_DEVICE bool can_refuse() const { return policy == Policy::kEpochLfu || policy == Policy::kCustom; }
 
   // `given` is the merged count of LFU and EpochLFU, and the score itself of Custom.
   HKV_HOST_DEVICE Score of_new(uint64_t given) const {
@@ -40,9 +38,7 @@ struct Scoring {
  private:
   static constexpr uint64_t kLow = 0xffffffff;
 
-  HKV_HOST_DEVICE Score in_epoch(uint64_t low) const {
-    return (static_cast<uint64_t>(epoch) << 32) | low;
-  }
+  HKV_HOST_DEVICE Score in_epoch(uint64_t low) const { return (static_cast<uint64_t>(epoch) << 32) | low; }
 };
 
 }  // namespace hkv

@@ -19,8 +19,6 @@ struct TableView {
   }
 };
 
-HKV_HOST_DEVICE Slot slot_of(int64_t bucket, int lane) {
-  return static_cast<Slot>(bucket * kLanes + lane);
-}
+HKV_HOST_DEVICE Slot slot_of(int64_t bucket, int lane) { return static_cast<Slot>(bucket * kLanes + lane); }
 
 }  // namespace hkv

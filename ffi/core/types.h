@@ -55,8 +55,8 @@ HKV_HOST_DEVICE int64_t first_bucket(uint64_t hash, int64_t buckets) {
 HKV_HOST_DEVICE int64_t second_bucket(uint64_t hash, int64_t buckets) {
   const int64_t first = first_bucket(hash, buckets);
   if (buckets == 1) return first;
-  const auto other = static_cast<int64_t>(
-      multiply_high(mix(hash + kGolden), static_cast<uint64_t>(buckets - 1)));
+  const auto other =
+      static_cast<int64_t>(multiply_high(mix(hash + kGolden), static_cast<uint64_t>(buckets - 1)));
   return other + (other >= first ? 1 : 0);
 }
 

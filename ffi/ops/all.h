@@ -22,8 +22,7 @@ struct OperationList {
   }
 };
 
-using AllOperations =
-    OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows,
-                  FillRows, ScatterRows, InitRows, AddRows, CombineRows>;
+using AllOperations = OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots,
+                                    GatherRows, FillRows, ScatterRows, InitRows, AddRows, CombineRows>;
 
 }  // namespace hkv

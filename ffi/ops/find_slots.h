@@ -34,9 +34,7 @@ struct FindSlots {
     Slot* slots;
 
     void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
-    void prefetch_near(int64_t i) const {
-      prefetch_keys(SerialGroup{}, table, batch[i].value(), false);
-    }
+    void prefetch_near(int64_t i) const { prefetch_keys(SerialGroup{}, table, batch[i].value(), false); }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

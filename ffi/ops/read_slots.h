@@ -48,8 +48,7 @@ struct ReadSlots {
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(count,
-                  Step{index.view(1), offset.data, keys.data, scores.data, occupied.data});
+    executor.each(count, Step{index.view(1), offset.data, keys.data, scores.data, occupied.data});
   }
 };
 

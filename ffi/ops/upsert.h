@@ -46,9 +46,7 @@ struct UpsertState {
 
   HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
 
-  HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const {
-    return {{pins[2 * bucket], pins[2 * bucket + 1]}};
-  }
+  HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
 
   // Several workers may pin lanes of one bucket.
   HKV_HOST_DEVICE void pin(Slot slot) const {
@@ -73,8 +71,8 @@ struct UpsertState {
     if (scores == nullptr) return static_cast<uint64_t>(end - begin);
     const int32_t* occurrences = order + begin;
     const Words* terms = scores;
-    return group.saturating_sum(
-        end - begin, [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
+    return group.saturating_sum(end - begin,
+                                [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
   }
 };
 
@@ -111,8 +109,7 @@ struct ProbeKey {
     } else if (group.rank() == 0) {
       state.unique_slots[u] = kNoSlot;
       const bool pending = exists && state.admit;
-      state.unique_status[u] =
-          pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+      state.unique_status[u] = pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
       if (pending && state.table.choices == 2) announce(u);
     }
   }
@@ -177,8 +174,7 @@ struct ChooseOther {
     const uint64_t hash = hash_of(state.unique_keys[u].value());
     const int64_t first = state.table.candidate(hash, 0);
     const bool named_first = state.named[u] == first;
-    state.targets[u] =
-        static_cast<int32_t>(named_first ? state.table.candidate(hash, 1) : first);
+    state.targets[u] = static_cast<int32_t>(named_first ? state.table.candidate(hash, 1) : first);
   }
 };
 
@@ -271,8 +267,8 @@ struct EvictFromBucket {
   void prefetch_far(int64_t i) const {
     if (i >= *state.grouped) return;
     constexpr int kLine = 64;
-    const auto* scores = reinterpret_cast<const char*>(state.table.scores +
-                                                       int64_t{kLanes} * state.buckets[i]);
+    const auto* scores =
+        reinterpret_cast<const char*>(state.table.scores + int64_t{kLanes} * state.buckets[i]);
     for (int byte = 0; byte < kLanes * static_cast<int>(sizeof(Words)); byte += kLine) {
       prefetch(scores + byte);
     }
@@ -510,8 +506,7 @@ struct Upsert {
 
   template <class Executor>
   void group(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.group(n, state.targets, state.table.buckets, state.items, state.buckets, state.grouped,
-                   scratch);
+    executor.group(n, state.targets, state.table.buckets, state.items, state.buckets, state.grouped, scratch);
   }
 
   template <class Executor>

@@ -39,15 +39,13 @@ struct VerifySlots {
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
-      const bool holds = in_table(slot) && table.digests[slot] != kEmpty &&
-                         table.keys[slot].value() == batch[i].value();
+      const bool holds =
+          in_table(slot) && table.digests[slot] != kEmpty && table.keys[slot].value() == batch[i].value();
       verified[i] = holds ? slot : kNoSlot;
     }
 
    private:
-    HKV_HOST_DEVICE bool in_table(Slot slot) const {
-      return slot >= 0 && slot < table.buckets * kLanes;
-    }
+    HKV_HOST_DEVICE bool in_table(Slot slot) const { return slot >= 0 && slot < table.buckets * kLanes; }
   };
 
   template <class Executor>

@@ -113,7 +113,8 @@ std::vector<float> combine(const std::vector<float>& terms, const std::vector<in
     return RowsView{reinterpret_cast<char*>(data.data()), RowType::kFloat32, n, 1, sizeof(float)};
   };
   CombineRows operation{
-      {&count, 1}, {inverse.data(), n}, {order.data(), n}, {offsets.data(), n + 1}, view(rows), view(sums), {}};
+      {&count, 1}, {inverse.data(), n}, {order.data(), n}, {offsets.data(), n + 1}, view(rows), view(sums),
+      {}};
   ThreadPool pool(2);
   CpuExecutor<ThreadPool> executor(pool);
   Arena sizes;
