@@ -19,7 +19,19 @@ from oracle import EVICTED, FOUND, INSERTED, LANES, MISSING, POLICIES
 
 import jax_hkv as hkv
 
-SIZES = [0, 1, 31, 33, 127, 128, 129, 5000]
+SIZES = [
+    (0, "LFU", 2),
+    (1, "LRU", 1),
+    (31, "LFU", 2),
+    (33, "EPOCH_LRU", 2),
+    (127, "EPOCH_LFU", 1),
+    (128, "CUSTOM", 2),
+    (129, "LRU", 2),
+    (5000, "CUSTOM", 1),
+    (5000, "EPOCH_LFU", 2),
+    pytest.param(10**6, "LFU", 1, marks=pytest.mark.slow),
+    pytest.param(10**6, "CUSTOM", 2, marks=pytest.mark.slow),
+]
 SUBNORMAL = np.float32(1e-40)
 
 
@@ -55,8 +67,7 @@ def test_many_occurrences_of_a_new_key_take_one_slot(policy, choices, is_full, t
     assert both.find(keys[:1]).values[0, 0] == 1023
 
 
-@pytest.mark.parametrize(("policy", "choices"), [("LRU", 1), ("EPOCH_LFU", 2), ("CUSTOM", 2)])
-@pytest.mark.parametrize("count", [*SIZES, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "policy", "choices"), SIZES)
 def test_every_operation_takes_batches_of_any_length(count, policy, choices, twin, rng):
     """27: wholly valid, masked in part, and wholly masked, which ticks the clock and no more."""
     both = twin(max(600, count), 2, policy=policy, choices=choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import oracle
+import oracle_rows
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def filled_bucket(policy, scores=None):
 
 
 def test_hashes_are_the_published_splitmix64_sequence():
-    seeds = np.arange(3, dtype=np.uint64) * oracle.GOLDEN
+    seeds = np.arange(3, dtype=np.uint64) * oracle_rows.GOLDEN
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert oracle.hash_keys(seeds).tolist() == published
 
@@ -151,42 +152,44 @@ def test_rounding_to_half_types_goes_to_the_nearest_and_to_even(dtype, rng):
         upwards = (above < below) | ((above == below) & (samples % 2 == 1))
         expected = finite[samples + upwards]
         for sign in (1, -1):
-            rounded = oracle.round_to((sign * exact).astype(np.float32)[:, None], np.dtype(dtype))
+            rounded = oracle_rows.round_to(
+                (sign * exact).astype(np.float32)[:, None], np.dtype(dtype)
+            )
             assert (rounded.astype(np.float64)[:, 0] == sign * expected).all()
 
 
 @pytest.mark.parametrize(("dtype", "quiet"), [(ml_dtypes.bfloat16, 0x7FC0), (np.float16, 0x7E00)])
 def test_a_nan_rounds_to_the_quiet_nan_of_its_sign(dtype, quiet):
     payloads = np.array([[0x7F800001], [0xFF812345], [0x7FC00000], [0xFFFFFFFF]], np.uint32)
-    halves = oracle.round_to(payloads.view(np.float32), np.dtype(dtype)).view(np.uint16)
+    halves = oracle_rows.round_to(payloads.view(np.float32), np.dtype(dtype)).view(np.uint16)
     assert halves[:, 0].tolist() == [quiet, quiet | 0x8000, quiet, quiet | 0x8000]
 
 
 def test_infinity_and_overflow_round_to_infinity():
     large = np.array([[3.4e38], [-3.4e38], [np.inf]], np.float32)
     for dtype in (ml_dtypes.bfloat16, np.float16):
-        rounded = oracle.round_to(large, np.dtype(dtype)).astype(np.float32)
+        rounded = oracle_rows.round_to(large, np.dtype(dtype)).astype(np.float32)
         assert rounded[:, 0].tolist() == [np.inf, -np.inf, np.inf]
 
 
 def test_the_logarithm_is_close_to_the_logarithm():
     y = np.concatenate([np.linspace(2**-23, 1, 2**20), 2.0 ** -np.arange(24)]).astype(np.float32)
     exact = np.log(y.astype(np.float64))
-    assert (np.abs(oracle.log(y) - exact) <= 2e-7 * np.abs(exact) + 1e-7).all()
+    assert (np.abs(oracle_rows.log(y) - exact) <= 2e-7 * np.abs(exact) + 1e-7).all()
 
 
 def test_erfinv_is_close_to_the_inverse_error_function():
     every = np.arange(0, 2**24, 61, dtype=np.int64)
     x = ((2 * every + 1 - 2**24) * 2.0**-24).astype(np.float32)
     exact = special.erfinv(x.astype(np.float64))
-    assert (np.abs(oracle.erfinv(x) - exact) <= 2e-6 * np.abs(exact)).all()
+    assert (np.abs(oracle_rows.erfinv(x) - exact) <= 2e-6 * np.abs(exact)).all()
     extreme = np.array([1 - 2.0**-24, 2.0**-24 - 1], np.float32)
-    assert np.isfinite(oracle.erfinv(extreme)).all()
+    assert np.isfinite(oracle_rows.erfinv(extreme)).all()
 
 
 def draw(kind, a, b, seed=0, dtype=np.float32):
     keys = np.arange(NORMAL_DRAWS // 8, dtype=np.uint64)
-    return oracle.initial_rows(keys, 8, dtype, Init(kind, a, b), seed)
+    return oracle_rows.initial_rows(keys, 8, dtype, Init(kind, a, b), seed)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +222,11 @@ def test_first_rows_are_uncorrelated_between_keys_elements_and_seeds():
 
 def test_a_first_row_follows_from_seed_and_key_alone():
     init = Init("normal", 0, 1)
-    wide = oracle.initial_rows(words(5, 6), 8, np.float32, init, 3)
-    assert np.array_equal(oracle.initial_rows(words(6), 4, np.float32, init, 3), wide[1:, :4])
+    wide = oracle_rows.initial_rows(words(5, 6), 8, np.float32, init, 3)
+    assert np.array_equal(oracle_rows.initial_rows(words(6), 4, np.float32, init, 3), wide[1:, :4])
     base = mix_by_integers(6 ^ hash_by_integers(3))
     bits = mix_by_integers((base + 2 * 0x9E3779B97F4A7C15) % 2**64) >> 40
-    assert oracle.random_bits(words(6), 2, 3)[0, 1] == bits
+    assert oracle_rows.random_bits(words(6), 2, 3)[0, 1] == bits
     exact = special.erfinv((2 * bits + 1) / 2**24 - 1) * 2**0.5
     assert wide[1, 1] == pytest.approx(exact, rel=1e-5)
 
