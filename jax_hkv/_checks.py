@@ -16,9 +16,11 @@ from jax_hkv.index import Policy
 _COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
 
 
-def check_integer(call: str, argument: str, value: Any, low: int, high: int) -> None:
-    """Raises unless `value` is an integer from `low` to `high`."""
+def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int; raises unless it is an integer from `low` to `high`."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(
@@ -26,6 +28,7 @@ def check_integer(call: str, argument: str, value: Any, low: int, high: int) -> 
         ) from None
     if not low <= number <= high:
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
+    return number
 
 
 def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:

@@ -21,7 +21,6 @@ from jax_hkv import _build
 from jax_hkv._compat import ad, batching, match_varying, mlir, result_aval
 
 _TARGET_PREFIX = "jax_hkv."
-_build.check_jaxlib()
 
 
 def _load(name: str) -> ModuleType | None:
@@ -45,6 +44,8 @@ def _require(name: str) -> ModuleType:
 
 _cpu = _require("_cpu")
 _cuda = _load("_cuda")
+for _module in (_cpu, _cuda):
+    _build.check_jaxlib(_module)
 _MODULES: Mapping[str, ModuleType | None] = {"cpu": _cpu, "cuda": _cuda}
 
 
@@ -101,14 +102,14 @@ class _Axes:
         self.sizes: dict[str, int] = {
             name: int(params[name]) for name in signature.attributes if name in params
         }
-        self.row: tuple[int, ...] = ()
+        self.row: tuple[int, ...] | None = None
         self.row_dtype: Any = None
         for argument, operand in zip(signature.operands, operands, strict=True):
             self._read(argument, operand)
 
     def _read(self, argument: Argument, operand: Any) -> None:
         tokens = argument.shape.split()
-        if "..." in tokens:
+        if "..." in tokens and self.row is None:
             self.row = tuple(operand.shape[tokens.index("...") :])
         if argument.dtype == "row" and self.row_dtype is None:
             self.row_dtype = operand.dtype
@@ -116,15 +117,26 @@ class _Axes:
             if token.isidentifier():
                 self.sizes.setdefault(token, size)
 
+    def check(self, signature: Signature, operands: Sequence[Any]) -> None:
+        """Raises where an operand does not fit the signature."""
+        for argument, operand in zip(signature.operands, operands, strict=True):
+            shape, dtype = self.shape(argument), self.dtype(argument)
+            absent = "?" in argument.shape and operand.shape[0] == 0
+            if operand.dtype != dtype or (tuple(operand.shape) != shape and not absent):
+                raise TypeError(
+                    f"jax_hkv {signature.name}: {argument.name} must be {dtype}{list(shape)} "
+                    f"({argument.shape}), got {operand.dtype}{list(operand.shape)}"
+                )
+
     def shape(self, argument: Argument) -> tuple[int, ...]:
         sizes: list[int] = []
         for token in argument.shape.split():
             if token == "...":
-                sizes.extend(self.row)
+                sizes.extend(self.row or ())
             elif token.isdigit():
                 sizes.append(int(token))
             else:
-                name, _, added = token.partition("+")
+                name, _, added = token.removesuffix("?").partition("+")
                 sizes.append(self.sizes[name] + int(added or 0))
         return tuple(sizes)
 
@@ -134,6 +146,7 @@ class _Axes:
 
 def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
     axes = _Axes(signature, operands, params)
+    axes.check(signature, operands)
     operand_of = {result: operand for operand, result in signature.aliases.items()}
     return [
         operands[operand_of[i]]
@@ -194,7 +207,7 @@ def _batch(
             x = jax.numpy.broadcast_to(x, (size, *x.shape))
         else:
             x = jax.numpy.moveaxis(x, dim, 0)
-        return x.reshape(-1, *x.shape[2:])
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     arguments = [
         flat(x, dim) if positions else x
@@ -202,7 +215,7 @@ def _batch(
     ]
     results = primitive.bind(*arguments, **params)
     outputs = [
-        x if result.in_place else x.reshape(size, -1, *x.shape[1:])
+        x if result.in_place else x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:])
         for x, result in zip(results, signature.results, strict=True)
     ]
     return outputs, [not_mapped if result.in_place else 0 for result in signature.results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,10 +81,15 @@ class Keys:
         return Keys(self.words.reshape(*shape, 2))
 
     def __getitem__(self, index: Any) -> Keys:
-        return Keys(self.words[index])
+        return Keys(jnp.stack([self.low[index], self.high[index]], axis=-1))
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("Keys of shape () have no length")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Keys]:
+        return (self[position] for position in range(len(self)))
 
 
 def as_keys(call: str, argument: str, ids: Any) -> Keys:

@@ -95,12 +95,12 @@ class Groups(NamedTuple):
     @property
     def first(self) -> Int32[Array, " n"]:
         """The position of each distinct key's first occurrence; meaningless behind `count`."""
-        return _take(self.order, self.offsets[:-1])
+        return take(self.order, self.offsets[:-1])
 
     @property
     def last(self) -> Int32[Array, " n"]:
         """The position of each distinct key's last occurrence; meaningless behind `count`."""
-        return _take(self.order, self.offsets[1:] - 1)
+        return take(self.order, self.offsets[1:] - 1)
 
 
 class Upserted(NamedTuple):
@@ -115,8 +115,14 @@ class Upserted(NamedTuple):
     evicted_slots: Int32[Array, " e"]
 
 
-def _take(array: jax.Array, positions: jax.Array) -> jax.Array:
+def take(array: jax.Array, positions: jax.Array) -> jax.Array:
+    """Elements by position; positions that do not exist give an element without meaning."""
     return array.at[positions].get(mode="clip") if array.shape[0] else array
+
+
+def by_position(groups: Groups, of_keys: Int32[Array, " n"], masked: int) -> Int32[Array, " n"]:
+    """What distinct keys have, for each of their positions."""
+    return jnp.where(groups.inverse >= 0, take(of_keys, groups.inverse), masked)
 
 
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:

@@ -67,7 +67,7 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: Any, *, train: bool = False, valid: Any = None
+        self, ids: Any, *, train: bool = False, valid: Any = None, scores: Any = None
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -76,17 +76,22 @@ class Embed(nn.Module):
           train: whether unseen ids are inserted. Otherwise (and in ``init``) they get the row that
             they would start with, and the table is left alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
+          scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         variable = self.variable(TABLES, "table", self._create)
         if not train or self.is_initializing():
-            _, found = _operations.find(variable.value, ids, valid=valid, fill="initial")
+            table, found = _operations.find(variable.value, ids, valid=valid, fill="initial")
+            if self.is_mutable_collection(TABLES) and not self.is_initializing():
+                variable.value = table  # the same entries; what comes later is ordered behind
             return self._cast(found.values)
         if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
             raise ValueError(
                 f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
                 f"apply(..., mutable={list(MUTABLE)}), or pass train=False to evaluate"
             )
-        variable.value, result = _operations.find_or_insert(variable.value, ids, valid=valid)
+        variable.value, result = _operations.find_or_insert(
+            variable.value, ids, scores=scores, valid=valid
+        )
         number = len(self.get_variable(LOOKUPS, "results", ()))
         self.sow(LOOKUPS, "results", result)
         return self._cast(self.perturb(f"rows_{number}", result.values, PERTURBATIONS))
@@ -119,7 +124,7 @@ def perturbations(
       *args: of the call.
       **kwargs: of the call.
     """
-    clean = {name: tree for name, tree in variables.items() if name != PERTURBATIONS}
+    clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
 
     def call(variables: Any) -> Any:
         return module.apply(variables, *args, mutable=[*MUTABLE, PERTURBATIONS], **kwargs)[1]
@@ -145,7 +150,14 @@ def update_tables(
     gradients: dict[Any, Any] = flatten_dict(row_gradients)
     lookups: dict[Any, Any] = flatten_dict(updated[LOOKUPS])
     for (*path, _), results in lookups.items():
-        rows = [gradients[(*path, f"rows_{number}")] for number in range(len(results))]
+        names = [(*path, f"rows_{number}") for number in range(len(results))]
+        if not gradients.keys() >= set(names):
+            raise ValueError(
+                f"linen.update_tables: {len(results)} lookups of {'/'.join(path)}, but row_gradients "
+                "does not have as many: the variables that apply was given must not hold the "
+                f'"{LOOKUPS}" of an earlier step'
+            )
+        rows = [gradients[name] for name in names]
         result = results if len(results) > 1 else results[0]
         gradient = rows if len(rows) > 1 else rows[0]
         where = (*path, "table")

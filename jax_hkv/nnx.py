@@ -3,7 +3,7 @@
 Tables are Variables of a type of their own, so that neither ``nnx.Param`` filters nor the dense
 optimizer ever see them. A training step looks like this::
 
-    @nnx.jit
+    @nnx.jit(donate_argnums=(0, 1))
     def train_step(model, dense, ids, labels):
         loss, gradients, row_gradients = hkv.nnx.value_and_grad(loss_fn)(model, ids, labels)
         dense.update(model, gradients)
@@ -84,10 +84,11 @@ class Embed(nnx.Module):
             name=name,
         )
         self.dtype = dtype
+        self.is_recording = False  # whether lookups are kept for an update
         self.table = TableVariable(table if optimizer is None else optimizer.init(table))
 
     def __call__(
-        self, ids: Any, *, train: bool = False, valid: Any = None
+        self, ids: Any, *, train: bool = False, valid: Any = None, scores: Any = None
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -96,12 +97,19 @@ class Embed(nnx.Module):
           train: whether unseen ids are inserted. Otherwise they get the row that they would start
             with, and the table is left alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
+          scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         if not train:
-            _, found = _operations.find(self.table.get_value(), ids, valid=valid, fill="initial")
+            table = self.table.get_value()
+            table, found = _operations.find(table, ids, valid=valid, fill="initial")
+            self.table.set_value(table)  # the same entries; what comes later is ordered behind
             return self._cast(found.values)
-        table, result = _operations.find_or_insert(self.table.get_value(), ids, valid=valid)
+        table, result = _operations.find_or_insert(
+            self.table.get_value(), ids, scores=scores, valid=valid
+        )
         self.table.set_value(table)
+        if not self.is_recording:
+            return self._cast(result.values)
         number = len(list(_numbered(self, _LOOKUP)))
         setattr(self, _LOOKUP.format(number), Lookup(result))
         perturbation = getattr(self, _ROWS.format(number), None)
@@ -129,6 +137,7 @@ def _embeds(model: nnx.Module) -> Iterator[tuple[str, Embed]]:
 def _forget(model: nnx.Module) -> None:
     """Removes what lookups left, so that a model has the same structure before every step."""
     for _, embed in _embeds(model):
+        embed.is_recording = False
         for name in (_LOOKUP, _ROWS):
             for attribute, _ in list(_numbered(embed, name)):
                 delattr(embed, attribute)
@@ -154,6 +163,8 @@ def value_and_grad(
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         _forget(model)
+        for _, embed in _embeds(model):
+            embed.is_recording = True
         shapes = _row_shapes(loss_fn, model, args, kwargs)
         for path, embed in _embeds(model):
             for number, shape in enumerate(shapes.get(path, ())):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
@@ -29,6 +30,7 @@ from jax_hkv.table import (
     InsertResult,
     Table,
     WriteResult,
+    check_table,
     entries_at,
     gather_values,
     jitted,
@@ -43,8 +45,7 @@ ROWS_NAME = "hkv_rows"
 
 def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[Keys, Keys, jax.Array]:
     """The keys as given, flat, and their mask."""
-    if not isinstance(table, Table):
-        raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}")
+    check_table(call, table)
     given = as_keys(call, "keys", keys)
     flat = given.reshape(-1)
     return given, flat, _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
@@ -151,7 +152,8 @@ def find(
     given, flat, mask = _batch("find", table, keys, valid)
     if fill != "initial" and not isinstance(fill, numbers.Real):
         raise ValueError(f'find: fill must be a number or "initial", got {fill!r}')
-    number = None if isinstance(fill, str) else float(fill)
+    # Static arguments are compared, and NaN is not equal to itself: its bits are.
+    number = None if isinstance(fill, str) else int(np.float32(fill).view(np.uint32))
     if touch:
         _checks.check_scores("find with touch=True", table.policy, None)
         table, values, slots = _find_and_touch(table, flat, mask, fill=number)
@@ -163,22 +165,23 @@ def find(
 
 
 def _found_rows(
-    table: Table, keys: Keys, valid: jax.Array, slots: jax.Array, fill: float | None
+    table: Table, keys: Keys, valid: jax.Array, slots: jax.Array, fill: int | None
 ) -> tuple[Table, jax.Array]:
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    table, values = gather_values(table, slots, fill=fill or 0.0, initial=initial)
+    number = float(np.uint32(fill or 0).view(np.float32))
+    table, values = gather_values(table, slots, fill=number, initial=initial)
     return table, checkpoint_name(values, ROWS_NAME)
 
 
 @jitted("fill")
-def _find(table: Table, keys: Keys, valid: jax.Array, fill: float | None) -> Any:
+def _find(table: Table, keys: Keys, valid: jax.Array, fill: int | None) -> Any:
     index, slots = _index.find(table.index, keys, valid)
     table, values = _found_rows(dataclasses.replace(table, index=index), keys, valid, slots, fill)
     return table.index.clock, values, slots
 
 
 @jitted("fill")
-def _find_and_touch(table: Table, keys: Keys, valid: jax.Array, fill: float | None) -> Any:
+def _find_and_touch(table: Table, keys: Keys, valid: jax.Array, fill: int | None) -> Any:
     groups = _index.unique(keys, valid)
     index, upserted = _index.upsert(_index.tick(table.index), groups, None, admit=False)
     table = dataclasses.replace(table, index=index)
@@ -208,8 +211,14 @@ def _slots(table: Table, keys: Keys, valid: jax.Array) -> Any:
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
     """The rows that keys start with, whether they are present or not."""
     given, flat, mask = _batch("initial_rows", table, keys, None)
-    initial = (table.initializer, table.seed, flat, mask)
-    _, values = gather_values(table, jnp.full(mask.shape, NO_SLOT, jnp.int32), initial=initial)
+    # From an array without rows: reading the table's own would keep it from being updated in place.
+    _, values = _rows.gather(
+        jnp.zeros((2,), jnp.uint32),
+        jnp.zeros((0, table.dim), table.dtype),
+        jnp.full(mask.shape, NO_SLOT, jnp.int32),
+        initial=(table.initializer, table.seed, flat, mask),
+        name=table.name,
+    )
     return values.reshape(*given.shape, table.dim)
 
 
@@ -498,6 +507,7 @@ def _erase(table: Table, keys: Keys, valid: jax.Array) -> Any:
 
 def clear(table: Table) -> Table:
     """Removes every entry."""
+    check_table("clear", table)
     return _clear(table)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._keys import Keys
+from jax_hkv.index import NO_SLOT
 from jax_hkv.table import (
     InsertResult,
     OptimizerRows,
@@ -143,19 +144,13 @@ class SparseOptimizer:
                 "optim.sparse.update: the table has no optimizer rows of this transformation. Call "
                 "table = opt.init(table) once, before the first update"
             )
-        if isinstance(result, InsertResult):
-            gradients = _flat_gradients(table, result, row_gradients)
-            groups = result.groups
-            index, slots = _index.verify(table.index, Keys(groups.keys), result.unique_slots)
-            stale = (result.unique_slots >= 0) & (slots < 0) & _index.all_of(groups)
-        else:
-            pairs = list(zip(result, row_gradients, strict=True))
-            gradients = jnp.concatenate([_flat_gradients(table, *pair) for pair in pairs])
-            groups = _joined(result)
-            index, slots = _index.find(table.index, Keys(groups.keys), _index.all_of(groups))
-            stale = (slots < 0) & _index.all_of(groups)
+        results = [result] if isinstance(result, InsertResult) else list(result)
+        gradients = [row_gradients] if isinstance(result, InsertResult) else list(row_gradients)
+        _check_results(results, gradients)
+        flat = [_flat_gradients(table, *pair) for pair in zip(results, gradients, strict=True)]
+        index, batch = _verified(table.index, results)
         table = dataclasses.replace(table, index=index)
-        return _update(self.transformation, table, groups, slots, stale, gradients, extra)
+        return _update(self.transformation, table, batch, jnp.concatenate(flat), extra)
 
 
 def sparse(transformation: Transformation) -> SparseOptimizer:
@@ -191,45 +186,87 @@ def _kind(path: Any, two: Any, three: Any) -> str:
     )
 
 
+def _check_results(results: list[Any], gradients: list[Any]) -> None:
+    call = "optim.sparse.update"
+    for result in results:
+        if not isinstance(result, InsertResult):
+            raise TypeError(
+                f"{call}: result must be what find_or_insert returned (or a sequence of such), got "
+                f"{type(result).__name__}"
+            )
+        if result.unique_slots.ndim != 1:
+            raise ValueError(
+                f"{call}: result has a leading axis {list(result.unique_slots.shape[:-1])}, as "
+                "jax.lax.scan stacks them; update inside the scan, or give a list of results"
+            )
+    if not results or len(results) != len(gradients):
+        raise ValueError(
+            f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
+            f"{len(results)} results"
+        )
+
+
 def _flat_gradients(table: Table, result: InsertResult, gradients: Any) -> jax.Array:
     shape = (*result.keys.shape, table.dim)
     array = jnp.asarray(gradients)
+    if array.dtype not in (jnp.float32, table.dtype):
+        raise TypeError(
+            f"optim.sparse.update: row_gradients must be float32 or {table.dtype} like the table, "
+            f"got {array.dtype}: cast with .astype(table.dtype)"
+        )
     rows = _checks.as_rows("optim.sparse.update", "row_gradients", array, shape, array.dtype)
     return rows.reshape(-1, table.dim)
 
 
-def _joined(results: Sequence[InsertResult]) -> _index.Groups:
-    """The distinct keys of several lookups, without their refused and masked positions."""
+class _Batch(NamedTuple):
+    """The distinct keys of an update: who they are, where their rows lie, how many were stale."""
+
+    groups: _index.Groups
+    slots: jax.Array
+    stale: jax.Array
+
+
+def _verified(index: _index.Index, results: list[InsertResult]) -> tuple[_index.Index, _Batch]:
+    """What the results say that still holds; the keys of several results are merged."""
+    verified = []
+    stale = jnp.zeros((), jnp.uint32)
+    for result in results:
+        index, slots = _index.verify(index, Keys(result.groups.keys), result.unique_slots)
+        verified.append(slots)
+        stale = stale + jnp.sum((result.unique_slots >= 0) & (slots < 0), dtype=jnp.uint32)
+    if len(results) == 1:
+        return index, _Batch(results[0].groups, verified[0], stale)
+    pairs = zip(results, verified, strict=True)
+    slots = jnp.concatenate([_index.by_position(r.groups, v, NO_SLOT) for r, v in pairs])
     words = jnp.concatenate([result.keys.words.reshape(-1, 2) for result in results])
-    slots = jnp.concatenate([result.slots.reshape(-1) for result in results])
-    return _index.unique(Keys(words), slots >= 0)
+    groups = _index.unique(Keys(words), slots >= 0)
+    first = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
+    return index, _Batch(groups, first, stale)
 
 
 def _update(
     transformation: Transformation,
     table: Table,
-    groups: _index.Groups,
-    slots: jax.Array,
-    stale: jax.Array,
+    batch: _Batch,
     gradients: jax.Array,
     extra: dict[str, Any],
 ) -> Table:
     """Reads the rows of distinct keys, lets the transformation work on them, writes them back."""
     before = table.optimizer
     assert before is not None
-    table, params = gather_values(table, slots)
-    table, state_rows = gather_optimizer(table, slots)
-    sums = _index.combine(groups, gradients).astype(table.dtype)
+    table, params = gather_values(table, batch.slots)
+    table, state_rows = gather_optimizer(table, batch.slots)
+    sums = _index.combine(batch.groups, gradients).astype(table.dtype)
     state = before.structure.join(state_rows, before.shared)
     updates, state = transformation.update(sums, state, params, **extra)
     new_rows, shared = before.structure.split(state)
 
-    sources = _rows.positions(slots.shape[0])
+    sources = _rows.positions(batch.slots.shape[0])
     new_params = (params + updates).astype(table.dtype)
-    table = scatter_values(table, slots, sources, new_params)
-    table = scatter_optimizer(table, slots, sources, new_rows)
+    table = scatter_values(table, batch.slots, sources, new_params)
+    table = scatter_optimizer(table, batch.slots, sources, new_rows)
     optimizer = table.optimizer
     assert optimizer is not None
-    skipped = optimizer.skipped + jnp.sum(stale, dtype=jnp.uint32)
+    skipped = optimizer.skipped + batch.stale
     optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
     return dataclasses.replace(table, optimizer=optimizer)

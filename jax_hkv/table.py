@@ -1,4 +1,4 @@
-"""The table: an index, rows and optimizer rows, and the operations on all of them together."""
+"""The table: an index, rows and optimizer rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from jax_hkv import _checks, initializers
 from jax_hkv import index as _index
+from jax_hkv import initializers
 from jax_hkv import rows as _rows
+from jax_hkv._checks import as_integer
 from jax_hkv._keys import Keys
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
 
@@ -243,14 +244,19 @@ def create(
       >>> table.capacity
       1024
     """
-    _checks.check_integer("create", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
-    _checks.check_integer("create", "dim", dim, 1, MAX_SLOTS)
-    _checks.check_integer("create", "choices", choices, 1, 2)
-    _checks.check_integer("create", "seed", seed, 0, 2**64 - 1)
-    if np.dtype(dtype) not in [np.dtype(row) for row in _ROW_DTYPES]:
-        raise TypeError(
-            f"create: dtype must be float32, bfloat16 or float16, got {np.dtype(dtype)}"
+    capacity = as_integer("create", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
+    dim = as_integer("create", "dim", dim, 1, MAX_SLOTS)
+    choices = as_integer("create", "choices", choices, 1, 2)
+    seed = as_integer("create", "seed", seed, 0, 2**64 - 1)
+    if policy not in list(Policy):
+        raise ValueError(
+            f"create: policy must be one of {', '.join(map(str, Policy.__members__))} of "
+            f"jax_hkv.Policy, got {policy!r}"
         )
+    if not isinstance(name, str):
+        raise TypeError(f"create: name must be a str, got {type(name).__name__} {name!r}")
+    if not any(dtype == row for row in _ROW_DTYPES):
+        raise TypeError(f"create: dtype must be float32, bfloat16 or float16, got {dtype}")
     initializer = initializers.variance_scaling(1.0, "normal") if init is None else init
     if not isinstance(initializer, initializers.Initializer):
         raise TypeError(
@@ -265,6 +271,12 @@ def create(
         initializer=initializer.for_dim(dim),
         seed=seed,
     )
+
+
+def check_table(call: str, table: Any) -> None:
+    """Raises unless `table` is a Table."""
+    if not isinstance(table, Table):
+        raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}")
 
 
 def with_clock(table: Table, clock: jax.Array) -> Table:

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
+from jax_hkv._compat import is_traced
 from jax_hkv._keys import Keys
 from jax_hkv.index import MAX_SLOTS, NO_SLOT
-from jax_hkv.table import Entries, Table, entries_at, gather_values, jitted
+from jax_hkv.table import Entries, Table, check_table, entries_at, gather_values, jitted
 
 # Slots read at a time by operations that go over the whole table: some megabytes of rows.
 _CHUNK_SLOTS = 16384
@@ -36,6 +36,7 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
     Returns:
       The table, and how many entries were removed.
     """
+    _check_predicate("erase_if", table, predicate)
     return _erase_if(table, predicate)
 
 
@@ -58,19 +59,28 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
       table: to change.
       epoch: 0 to 2**32 - 1; None: the next one, which stops at 2**32 - 1.
     """
+    check_table("advance_epoch", table)
     old = table.index.epoch
     if epoch is None:
         new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
     else:
-        if isinstance(epoch, int):
-            _checks.check_integer("advance_epoch", "epoch", epoch, 0, 2**32 - 1)
-            epoch = np.uint32(epoch)
-        new = jnp.broadcast_to(jnp.asarray(epoch).astype(jnp.uint32), old.shape)
+        new = jnp.broadcast_to(_epoch(epoch), old.shape)
     return dataclasses.replace(table, index=dataclasses.replace(table.index, epoch=new))
+
+
+def _epoch(epoch: Any) -> jax.Array:
+    if not is_traced(epoch):
+        return jnp.uint32(_checks.as_integer("advance_epoch", "epoch", epoch, 0, 2**32 - 1))
+    if not jnp.issubdtype(epoch.dtype, jnp.integer) or epoch.size != 1:
+        raise TypeError(
+            f"advance_epoch: epoch must be one integer, got {epoch.dtype}{list(epoch.shape)}"
+        )
+    return epoch.astype(jnp.uint32).reshape(())
 
 
 def size(table: Table) -> Int32[Array, ""]:
     """Entries in the table. For use between steps, as all functions that return only a result."""
+    check_table("size", table)
     return jnp.sum(table.index.occupancy, dtype=jnp.int32)
 
 
@@ -81,7 +91,17 @@ def load_factor(table: Table) -> Float[Array, ""]:
 
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
     """How many entries a predicate holds for (see :func:`erase_if`)."""
+    _check_predicate("size_if", table, predicate)
     return _size_if(table, predicate)
+
+
+def _check_predicate(call: str, table: Any, predicate: Any) -> None:
+    check_table(call, table)
+    if not callable(predicate):
+        raise TypeError(
+            f"{call}: predicate must be a function of (keys, scores, rows), got "
+            f"{type(predicate).__name__}"
+        )
 
 
 @jitted("predicate")
@@ -104,7 +124,7 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
     Returns:
       Entries, of which ``.count`` are meant; zero behind them.
     """
-    return export_batch_if(table, _everything, offset, count)
+    return _checked_export("export_batch", table, _everything, offset, count)
 
 
 def _everything(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
@@ -114,11 +134,20 @@ def _everything(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
 
 def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int) -> Entries:
     """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`)."""
-    _checks.check_integer("export_batch", "count", count, 0, MAX_SLOTS)
-    if isinstance(offset, (int, np.integer)):
-        _checks.check_integer("export_batch", "offset", int(offset), 0, 2**63)
-        offset = min(int(offset), table.capacity)
-    return _export(table, predicate, jnp.asarray(offset, jnp.int32), count=count)
+    return _checked_export("export_batch_if", table, predicate, offset, count)
+
+
+def _checked_export(
+    call: str, table: Table, predicate: Predicate, offset: Any, count: int
+) -> Entries:
+    _check_predicate(call, table, predicate)
+    count = _checks.as_integer(call, "count", count, 0, MAX_SLOTS)
+    if not is_traced(offset):
+        first = min(_checks.as_integer(call, "offset", offset, 0, 2**63), table.capacity)
+        return _export(table, predicate, jnp.int32(first), count=count)
+    if offset.dtype != jnp.int32 or offset.size != 1:
+        raise TypeError(f"{call}: offset must be one int32, got {offset.dtype}{list(offset.shape)}")
+    return _export(table, predicate, offset.reshape(()), count=count)
 
 
 @jitted("predicate", "count")
@@ -167,4 +196,5 @@ def _over_chunks(
 
     # The count takes part of the clock's type, so that it varies over devices as the table does.
     start = (table.index.clock[0] * 0).astype(jnp.int32)
-    return jax.lax.fori_loop(0, -(-table.capacity // chunk), step, (table, start))
+    chunks = jnp.int32(-(-table.capacity // chunk))
+    return jax.lax.fori_loop(jnp.int32(0), chunks, step, (table, start))

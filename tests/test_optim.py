@@ -164,6 +164,43 @@ def test_gradients_of_another_shape_are_refused():
         opt.update(table, result, jnp.ones((2, DIM)))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_key_that_left_and_came_back_elsewhere_is_stale(several):
+    """The result names a slot; the key is in another one by now."""
+    opt = hkv.optim.sparse(optax.sgd(1.0))
+    table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
+    first = hkv.Keys.from_numpy(np.arange(128))
+    table, _ = hkv.find_or_insert(table, first)
+    seven = hkv.Keys.from_numpy(np.array([1000]))
+    table, old = hkv.find_or_insert(table, seven)
+    table, _ = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(2000, 2128)))
+    table, _ = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([3000])))
+    table, new = hkv.find_or_insert(table, seven)
+    assert 0 <= int(old.slots[0]) != int(new.slots[0]) >= 0
+    rows = jnp.ones((1, DIM))
+    result, gradients = ([old, old], [rows, rows]) if several else (old, rows)
+    updated = opt.update(table, result, gradients)
+    np.testing.assert_array_equal(hkv.find(updated, seven)[1].values, np.zeros((1, DIM)))
+    assert int(updated.optimizer.skipped[0]) == (2 if several else 1)
+
+
+def test_wrong_results_and_gradients_are_named():
+    """31: what update takes."""
+    opt = hkv.optim.sparse(optax.sgd(0.1))
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(3)))
+    rows = jnp.ones((3, DIM))
+    with pytest.raises(TypeError, match=r"result must be what find_or_insert returned"):
+        opt.update(table, hkv.find(table, result.keys)[1], rows)
+    with pytest.raises(ValueError, match=r"one for each result, got 0 for 0 results"):
+        opt.update(table, [], [])
+    with pytest.raises(TypeError, match=r"row_gradients must be float32.*got int32"):
+        opt.update(table, result, jnp.ones((3, DIM), jnp.int32))
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), result)
+    with pytest.raises(ValueError, match=r"leading axis \[2\].*scan"):
+        opt.update(table, stacked, jnp.stack([rows, rows]))
+
+
 def test_refused_and_masked_positions_are_not_updated(rng):
     """A refused key has no row; its gradient goes nowhere, and is not counted as stale."""
     opt = hkv.optim.sparse(optax.sgd(0.1))

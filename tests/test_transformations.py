@@ -276,6 +276,8 @@ def test_x64_changes_nothing(rng):
             got, other = jax.jit(hkv.find_or_insert)(table, form)
             assert_equal_tables(expected, got)
             assert_equal_tables(result, other)
+            erased, count = hkv.erase_if(got, lambda k, s, v: v[:, 0] > 10)
+            assert int(count) == int(hkv.size_if(erased, lambda k, s, v: v[:, 0] > 10)) == 0
             stepped, _ = jax.jit(train_step)(table, other.keys)
             assert stepped.values.dtype == jnp.float32
 
@@ -362,6 +364,14 @@ BAD_CALLS = {
         r"scores are not accepted under Policy\.LRU",
     ),
     "nothing to assign": (lambda t: hkv.assign(t, KEYS), ValueError, "values or scores"),
+    "an epoch too large": (
+        lambda t: hkv.advance_epoch(t, np.int64(2**32 + 7)),
+        ValueError,
+        "epoch must be from 0",
+    ),
+    "a float offset": (lambda t: hkv.export_batch(t, 1.5, 4), TypeError, "offset must be an int"),
+    "no predicate": (lambda t: hkv.erase_if(t, None), TypeError, "erase_if: predicate.*NoneType"),
+    "size of nothing": (lambda t: hkv.size(3), TypeError, "size: table must be.*got int"),
     "bad fill": (lambda t: hkv.find(t, KEYS, fill="zeros"), ValueError, 'fill.*"initial".*zeros'),
     "bad epoch": (lambda t: hkv.advance_epoch(t, -1), ValueError, "epoch must be from 0"),
     "bad count": (lambda t: hkv.export_batch(t, 0, -1), ValueError, "count must be from 0"),
@@ -400,7 +410,9 @@ BAD_TABLES = {
     "dtype": ({"dtype": jnp.int32}, TypeError, "create: dtype.*got int32"),
     "choices": ({"choices": 3}, ValueError, "create: choices must be from 1 to 2, got 3"),
     "seed": ({"seed": -1}, ValueError, "create: seed must be from 0"),
-    "policy": ({"policy": 9}, ValueError, "9"),
+    "policy": ({"policy": "lru"}, ValueError, "create: policy must be one of LRU.*'lru'"),
+    "a bool": ({"choices": True}, TypeError, "create: choices must be an integer, got bool"),
+    "name": ({"name": 5}, TypeError, "create: name must be a str, got int"),
     "init": ({"init": jax.nn.initializers.normal()}, TypeError, "create: init must come from"),
 }
 
@@ -428,22 +440,65 @@ def test_custom_scores_are_required_and_checked():
         hkv.find_or_insert(table, KEYS, scores=np.ones(3, np.uint32))
 
 
-def test_a_native_call_that_does_not_fit_names_the_table_and_the_operand():
-    """31: the last line of defence is in the native code."""
+def test_a_native_call_that_does_not_fit_names_the_operand_while_tracing():
+    """31: shapes and types of native calls come from their signatures."""
     index = hkv.create(256, DIM, name="ads").index
-    with pytest.raises(Exception, match=r'find_slots on "ads": keys: expected shape \[B 128 2\]'):
-        jax.block_until_ready(
-            _ffi.call(
-                "find_slots",
-                index.clock,
-                index.digests,
-                index.keys[:1],
-                KEYS.words,
-                jnp.ones(4, jnp.bool_),
-                table="ads",
-                choices=1,
-            )
-        )
+    operands = [index.clock, index.digests, index.keys, KEYS.words, jnp.ones(4, jnp.bool_)]
+    for number, wrong, message in (
+        (
+            2,
+            index.keys[:1],
+            r"find_slots: keys must be uint32\[2, 128, 2\].*got uint32\[1, 128, 2\]",
+        ),
+        (4, jnp.ones(3, jnp.bool_), r"find_slots: valid must be bool\[4\].*got bool\[3\]"),
+        (4, jnp.ones(4, jnp.int32), r"find_slots: valid must be bool\[4\].*got int32\[4\]"),
+    ):
+        changed = [*operands[:number], wrong, *operands[number + 1 :]]
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(lambda *xs: _ffi.call("find_slots", *xs, choices=1), *changed)
+
+
+def test_numpy_integers_make_the_table_that_they_say():
+    """31: small integer types do not overflow on the way."""
+    assert hkv.create(np.uint8(200), np.int16(4), seed=np.uint64(2**63 + 1)).capacity == 256
+
+
+def test_keys_are_indexed_iterated_and_counted_by_their_own_axes():
+    """An index never reaches the words."""
+    keys = hkv.Keys.from_numpy(np.arange(6).reshape(3, 2))
+    np.testing.assert_array_equal(keys[..., 0].to_numpy(), [0, 2, 4])
+    assert [row.to_numpy().tolist() for row in keys] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(TypeError, match="no length"):
+        len(keys[0, 0])
+
+
+def test_a_nan_fill_compiles_once_and_keeps_its_bits():
+    """30: NaN is not equal to itself, its bits are."""
+    table = hkv.create(128, DIM)
+    for fill in (float("nan"), -0.0):
+        rows = [np.asarray(hkv.find(table, KEYS, fill=fill)[1].values) for _ in range(2)]
+        assert (rows[0].view(np.uint32) == np.float32(fill).view(np.uint32)).all()
+
+
+def test_vmap_of_a_read_over_nothing_is_nothing():
+    """30: an axis of size 0."""
+    table = hkv.create(128, DIM)
+    keys = hkv.Keys.from_numpy(np.zeros((0, 3), np.int64))
+    _, found = jax.vmap(lambda k: hkv.contains(table, k), out_axes=(None, 0))(keys)
+    assert found.shape == (0, 3)
+
+
+def test_initial_rows_do_not_read_the_table():
+    """30: they can stand anywhere in a donated step."""
+
+    def step(table, keys):
+        rows = hkv.initial_rows(table, keys)
+        table, result = hkv.find_or_insert(table, keys)
+        return table, rows - result.values
+
+    table = make_table(1024)
+    hkv.testing.assert_no_table_copies(step, table, KEYS)
+    assert not np.asarray(jax.jit(step)(table, KEYS)[1]).any()
 
 
 def test_repr_says_what_a_table_is_in_one_line_without_its_arrays():

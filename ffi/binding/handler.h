@@ -148,7 +148,7 @@ class CallBinder {
   bool has_rows_ = false;
 };
 
-// Runs an operation on the machine that `make_executor` stands for. Executor::status() says whether
+// Runs an operation on an executor. Executor::failure() says whether
 // the machine accepted the work.
 template <class Operation, class Executor>
 ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,

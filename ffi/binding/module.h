@@ -62,6 +62,7 @@ void define_module(nb::module_& extension) {
         return bytes;
       },
       nb::arg("name"), nb::arg("shapes"), nb::arg("attributes"));
+  extension.attr("built_with_jaxlib") = HKV_BUILT_WITH_JAXLIB;
   extension.attr("xla_ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 }
 
