@@ -200,7 +200,9 @@ def _batch(
                 f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
                 "table cannot. Use in_axes=None and out_axes=None for the table."
             )
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not not_mapped)
+    array, axis = next((x, d) for x, d in zip(operands, dims, strict=True) if d is not not_mapped)
+    size = array.shape[axis]
+    count = array.shape[1 if axis == 0 else 0]  # positions of one read
 
     def flat(x: Any, dim: Any) -> jax.Array:
         if dim is not_mapped:
@@ -215,7 +217,7 @@ def _batch(
     ]
     results = primitive.bind(*arguments, **params)
     outputs = [
-        x if result.in_place else x.reshape(size, x.shape[0] // max(size, 1), *x.shape[1:])
+        x if result.in_place else x.reshape(size, count, *x.shape[1:])
         for x, result in zip(results, signature.results, strict=True)
     ]
     return outputs, [not_mapped if result.in_place else 0 for result in signature.results]

@@ -256,7 +256,8 @@ def create(
     if not isinstance(name, str):
         raise TypeError(f"create: name must be a str, got {type(name).__name__} {name!r}")
     if not any(dtype == row for row in _ROW_DTYPES):
-        raise TypeError(f"create: dtype must be float32, bfloat16 or float16, got {dtype}")
+        given = getattr(dtype, "__name__", dtype)
+        raise TypeError(f"create: dtype must be float32, bfloat16 or float16, got {given}")
     initializer = initializers.variance_scaling(1.0, "normal") if init is None else init
     if not isinstance(initializer, initializers.Initializer):
         raise TypeError(

@@ -12,6 +12,9 @@ from typing import Any
 
 HOST_DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HOST_DEVICES}".strip()
+CHECKOUT = Path(__file__).resolve().parents[1]
+# `python -m pytest` puts the checkout there, whose jax_hkv has no compiled modules.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != CHECKOUT]
 sys.path.insert(0, str(Path(__file__).parent))  # for `oracle`, whatever the import mode
 
 import jax

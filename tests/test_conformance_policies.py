@@ -305,6 +305,21 @@ def test_deltas_of_equal_keys_are_summed_by_the_tree(dim, dtype, twin, rng):
     assert np.allclose(stored, exact, rtol=tolerance, atol=100 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_are_no_number_have_one_nan(dtype, twin, rng):
+    """24: whatever NaNs and infinities went in; copied rows keep theirs."""
+    both = twin(LANES, 8, dtype=dtype)
+    keys = np.repeat(LANE_NUMBERS[:60], 1 + LANE_NUMBERS[:60] % np.uint64(3))
+    terms = np.array([np.nan, -np.nan, np.inf, -np.inf, 1.0, -0.0]).astype(dtype)
+    for _ in range(2):
+        rows = rng.choice(terms, (len(keys), 8))
+        payload = rng.integers(0, 2, rows.shape).astype(f"u{rows.itemsize}")
+        rows = (oracle.as_bits(rows) | np.where(np.isnan(rows), payload, 0)).view(dtype)
+        both.insert_or_assign(keys, rows)
+        both.accum_or_assign(keys, rng.permutation(rows), np.ones(len(keys), bool))
+    assert np.isnan(both.find(keys).values).mean() > 0.3
+
+
 @pytest.mark.parametrize(("policy", "choices"), CHOICES_OF_POLICIES)
 @pytest.mark.parametrize("is_given", [False, True])
 def test_find_or_insert_returns_what_is_stored(policy, choices, is_given, twin, rng):

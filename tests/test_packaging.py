@@ -8,6 +8,7 @@ import pkgutil
 import re
 import sys
 import sysconfig
+import types
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import jax
 import pytest
 
 import jax_hkv
+from jax_hkv import _build
 
 DISTRIBUTION = metadata.distribution("jax_hkv")
 MODULES = [module.name for module in pkgutil.iter_modules(jax_hkv.__path__)]
@@ -86,3 +88,12 @@ def test_nothing_is_installed_outside_the_package():
     tops = {path.parts[0] for path in DISTRIBUTION.files or ()}
     assert tops
     assert {top for top in tops if not ours.fullmatch(top)} == set()
+
+
+def test_a_module_built_with_newer_headers_is_refused_in_words():
+    """XLA itself would only say that the CPU backend cannot be initialised."""
+    newer = types.SimpleNamespace(
+        __name__="jax_hkv._cpu", xla_ffi_version=(99, 0), built_with_jaxlib="99.1.0"
+    )
+    with pytest.raises(ImportError, match=r"built with jaxlib 99\.1\.0.*pip install -U jax jaxlib"):
+        _build.check_jaxlib(newer)  # pyright: ignore[reportArgumentType]
