@@ -1,7 +1,7 @@
 """What the compiled modules were built with, checked before XLA sees them.
 
-XLA refuses handlers of a newer FFI version than its own, and then the whole CPU backend is unusable;
-those of an older one run.
+XLA refuses handlers of a newer FFI version than its own, and then the whole CPU backend is
+unusable; those of an older one run.
 """
 
 from __future__ import annotations

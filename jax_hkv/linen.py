@@ -153,8 +153,8 @@ def update_tables(
         names = [(*path, f"rows_{number}") for number in range(len(results))]
         if not gradients.keys() >= set(names):
             raise ValueError(
-                f"linen.update_tables: {len(results)} lookups of {'/'.join(path)}, but "
-                "row_gradients does not have as many: the variables that apply was given must not hold the "
+                f"linen.update_tables: {'/'.join(path)} made {len(results)} lookups, but "
+                "row_gradients has fewer: the variables given to apply must not hold the "
                 f'"{LOOKUPS}" of an earlier step'
             )
         rows = [gradients[name] for name in names]
