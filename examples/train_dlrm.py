@@ -25,6 +25,7 @@ from training import evaluate, train
 
 import jax_hkv as hkv
 
+CURVES_FILE = "curves.png"
 POLICY_EPOCHS = 10  # how often a policy with epochs starts a new one in a pass over the log
 VOCABULARY_ROWS = 65_536  # at a time, when the distinct keys of a log are collected
 
@@ -63,7 +64,7 @@ def run(args: Namespace) -> dict[str, object]:
     start = time.perf_counter()
     state, progress = train(args, learner, log, split)
     seconds = time.perf_counter() - start
-    progress.save(args.out / "curves.png")
+    progress.save(args.out / CURVES_FILE)
     seen = evaluate(args, learner, state, log.batches(split, rows, args.batch))
     return {
         "auc": auc(seen.labels, seen.logits),
@@ -85,8 +86,9 @@ def run(args: Namespace) -> dict[str, object]:
 def _make_folder(args: Namespace) -> None:
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / CURVES_FILE).open("ab").close()  # not after minutes of training
     except OSError as error:
-        raise UserError(f"--out: cannot make the folder {args.out}: {error.strerror}") from error
+        raise UserError(f"--out: cannot write to {args.out}: {error.strerror}") from error
 
 
 def _open_log(args: Namespace) -> ClickLog | CriteoFile:

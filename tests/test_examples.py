@@ -373,7 +373,7 @@ def test_skipped_rows_are_counted_once_whatever_the_epochs(
         ([b"bad"], ["--skip-bad-rows"], "1 row is too little"),
         ([b"bad"], ["--data", "none.tsv"], "none.tsv: No such file"),
         ([b"bad"] * 9, ["--capacity", 2**40], "--capacity 1099511627776 --dim 4: "),
-        ([b"bad"] * 9, ["--out", __file__], "--out: cannot make the folder"),
+        ([b"bad"] * 9, ["--out", __file__], "--out: cannot write to"),
     ],
 )
 def test_a_mistake_of_the_users_gives_one_line_and_code_2(
