@@ -11,11 +11,18 @@ import jax_hkv as hkv
 
 # The optimizers with the learning rates that suit them here: measured on the built-in log. Adagrad
 # begins with next to nothing accumulated, because the gradient of a row is a mean over the batch.
-OPTIMIZERS: dict[str, tuple[Callable[[float], optax.GradientTransformation], float]] = {
+OPTIMIZERS: dict[str, tuple[Callable[[optax.Schedule], optax.GradientTransformation], float]] = {
     "adagrad": (lambda rate: optax.adagrad(rate, initial_accumulator_value=1e-8), 0.05),
     "adam": (optax.adam, 0.003),
 }
+# The first steps of both are as long as the rate, whatever the gradient: at the full rate the loss
+# would jump to 5 on the built-in log.
+WARM_UP_STEPS = 20
 EMBEDDINGS = ("table", "frozen", "dense")
+EMBEDDING_HELP = (
+    "table: rows in a hash table; frozen: its rows keep their random first values; "
+    "dense: a row for every key there is, without a table"
+)
 DEFAULT_ROWS = 600_000  # of the built-in log; about a minute on two cores
 DEFAULT_CAPACITY = 131_072  # less than half of the 295,000 distinct keys of that log
 MAX_SEED = 2**32 - 1
@@ -46,10 +53,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-EMBEDDING_HELP = (
-    "table: rows in a hash table; frozen: its rows keep their random first values; "
-    "dense: a row for every key there is, without a table"
-)
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Returns the optimizer that was asked for; its rate grows over the first steps."""
+    make, suitable_rate = OPTIMIZERS[args.optimizer]
+    rate = args.lr or suitable_rate
+    return make(optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS))
 
 
 def count(text: str) -> int:

@@ -20,7 +20,7 @@ from criteo import CriteoFile, UserError
 from dlrm import INITIAL_STDDEV
 from learners import Learner, dense_learner, table_learner
 from metrics import auc, logloss
-from options import DEFAULT_ROWS, OPTIMIZERS, parse
+from options import DEFAULT_ROWS, make_optimizer, parse
 from training import evaluate, train
 
 import jax_hkv as hkv
@@ -98,8 +98,7 @@ def _open_log(args: Namespace) -> ClickLog | CriteoFile:
 
 
 def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Learner:
-    make_optimizer, suitable_rate = OPTIMIZERS[args.optimizer]
-    optimizer = make_optimizer(args.lr or suitable_rate)
+    optimizer = make_optimizer(args)
     if args.embedding == "dense":
         return dense_learner(_vocabulary(log, rows), args.dim, optimizer, seed=args.seed)
     table = hkv.create(

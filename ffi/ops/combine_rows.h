@@ -95,6 +95,10 @@ struct CombineRows {
         if (group.rank() == 0) level.next_owners[target] = owner + 1;
       }
       auto* sum = reinterpret_cast<float*>((is_sum ? sums : level.next).row(target));
+      if (occurrences == 1 && level.terms.type == RowType::kFloat32) {
+        group.copy(sum, level.terms.row(level.order[item]), sums.row_bytes);
+        return;
+      }
       for (int64_t j = int64_t{kBlock} * group.rank(); j < sums.width; j += int64_t{kBlock} * group.size()) {
         add_chunk(item, length, j, is_sum && occurrences > 1, sum);
       }
