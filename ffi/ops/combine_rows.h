@@ -109,7 +109,7 @@ struct CombineRows {
                                    float* sum) const {
       const int64_t left = sums.width - first_column;
       const auto columns = static_cast<int>(left < kBlock ? left : kBlock);
-      float partial[kBlock];
+      float partial[kBlock] = {};
       for (int term = 0; term < length; ++term) {
         const char* row = level.terms.row(level.order ? level.order[item + term] : item + term);
         for (int c = 0; c < kBlock; ++c) {
