@@ -8,6 +8,7 @@ import numpy as np
 from criteo import Batch, UserError
 from learners import Outcome
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from metrics import RunningAuc
 from tqdm import tqdm
 
@@ -66,6 +67,7 @@ class Progress:
         ):
             axes.plot(self._positions, curve)
             axes.set(title=name, xlabel="examples")
+            axes.xaxis.set_major_formatter(EngFormatter())
             axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120)
 
