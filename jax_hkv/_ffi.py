@@ -89,11 +89,6 @@ class Signature:
         operands = [i for i, operand in enumerate(self.operands) if operand.in_place]
         return dict(zip(operands, results, strict=True))
 
-    @property
-    def is_read(self) -> bool:
-        """Whether nothing but the clock, which orders operations, is passed through."""
-        return all(r.name == "clock" for r in self.results if r.in_place)
-
 
 class _Axes:
     """Sizes of the named axes of one call ("n 2", "S ...", "n? 2", "n+1")."""

@@ -86,6 +86,11 @@ def _is_new(unique_status: jax.Array) -> jax.Array:
     return (unique_status == Status.INSERTED) | (unique_status == Status.EVICTED)
 
 
+def _new_slots(upserted: _index.Upserted) -> jax.Array:
+    """The slots of the distinct keys that were inserted, -1 for the others."""
+    return jnp.where(_is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
+
+
 def _upsert(
     table: Table,
     groups: Groups,
@@ -108,7 +113,7 @@ def _upsert(
         table, evicted = entries_at(
             table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
         )
-    new_slots = jnp.where(_is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
+    new_slots = _new_slots(upserted)
     return _start_optimizer_rows(table, new_slots), upserted, evicted
 
 
@@ -284,7 +289,7 @@ def _find_or_insert(
 ) -> Any:
     groups = _index.unique(keys, valid)
     table, upserted, entries = _upsert(table, groups, scores, evicted)
-    new_slots = jnp.where(_is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
+    new_slots = _new_slots(upserted)
     if offered is None:
         clock, values = _rows.initialize(
             table.index.clock,
