@@ -62,19 +62,19 @@ def ones() -> Initializer:
     return constant(1.0)
 
 
-def uniform(low: float = -0.01, high: float = 0.01) -> Initializer:
+def uniform(low: float, high: float) -> Initializer:
     """Uniform in [low, high)."""
     if not low <= high:
         raise ValueError(f"uniform: low must not exceed high, got low={low}, high={high}")
     return Initializer(_UNIFORM, float(low), float(high))
 
 
-def normal(mean: float = 0.0, stddev: float = 0.01) -> Initializer:
-    """Normal with the given mean and standard deviation."""
+def normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
+    """Normal; the first argument is the one of ``jax.nn.initializers.normal``."""
     return Initializer(_NORMAL, float(mean), _checked_stddev("normal", stddev))
 
 
-def truncated_normal(mean: float = 0.0, stddev: float = 0.01) -> Initializer:
+def truncated_normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
     """Normal, cut off at two standard deviations (`stddev` is that before the cut)."""
     return Initializer(_TRUNCATED_NORMAL, float(mean), _checked_stddev("truncated_normal", stddev))
 

@@ -101,7 +101,7 @@ def workload(policy, choices, count, rng):
         4,
         policy=hkv.Policy[policy],
         choices=choices,
-        init=hkv.initializers.normal(0.0, 1e-39),
+        init=hkv.initializers.normal(1e-39),
         seed=5,
     )
     batches = []

@@ -325,7 +325,7 @@ def test_sums_that_are_no_number_have_one_nan(dtype, twin, rng):
 @pytest.mark.parametrize("is_given", [False, True])
 def test_find_or_insert_returns_what_is_stored(policy, choices, is_given, twin, rng):
     """25: the first or the given row of new keys; a second call inserts nothing."""
-    init = hkv.initializers.normal(0.5, 2.0)
+    init = hkv.initializers.normal(2.0, mean=0.5)
     both = twin(1000, 6, policy=policy, choices=choices, init=init, seed=3)
     keys = oracle.mix(np.arange(200, dtype=np.uint64))
     scores = keys if policy == "CUSTOM" else None
@@ -366,8 +366,8 @@ def initialisers():
         "zeros": hkv.initializers.zeros(),
         "constant": hkv.initializers.constant(0.1),
         "uniform": hkv.initializers.uniform(-0.3, 0.7),
-        "normal": hkv.initializers.normal(0.1, 0.05),
-        "truncated_normal": hkv.initializers.truncated_normal(-1.0, 3.0),
+        "normal": hkv.initializers.normal(0.05, mean=0.1),
+        "truncated_normal": hkv.initializers.truncated_normal(3.0, mean=-1.0),
         "scaled_normal": hkv.initializers.variance_scaling(1.0, "normal"),
         "scaled_truncated_normal": hkv.initializers.variance_scaling(0.5, "truncated_normal"),
         "scaled_uniform": hkv.initializers.variance_scaling(2.0, "uniform"),

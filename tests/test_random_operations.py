@@ -159,7 +159,7 @@ def is_low_and_positive_word(keys, scores, values):
 )
 def test_random_operations_do_what_the_oracle_does(keys, policy, choices, buckets, twin, rng):
     """29: results and states after every call; in all, ten times as many keys."""
-    init = hkv.initializers.normal(0.0, 1.0)
+    init = hkv.initializers.normal(1.0)
     both = twin(buckets * oracle.LANES, 3, policy=policy, choices=choices, init=init)
     operations = RandomOperations(both, rng)
     operations.run(keys)
