@@ -21,6 +21,7 @@ from jax_hkv import _build
 from jax_hkv._compat import ad, batching, match_varying, mlir, result_aval
 
 _TARGET_PREFIX = "jax_hkv."
+_FLOATS = (np.dtype(np.float32), np.dtype(jax.numpy.bfloat16), np.dtype(np.float16))
 
 
 def _load(name: str) -> ModuleType | None:
@@ -67,6 +68,7 @@ class Signature:
     per_position: bool
     attributes: tuple[str, ...]
     float_attributes: tuple[str, ...]
+    double_attributes: tuple[str, ...]
     operands: tuple[Argument, ...]
     results: tuple[Argument, ...]
 
@@ -78,6 +80,7 @@ class Signature:
             per_position=entries["per_position"],
             attributes=tuple(entries["attributes"]),
             float_attributes=tuple(entries["float_attributes"]),
+            double_attributes=tuple(entries["double_attributes"]),
             operands=tuple(Argument(*operand) for operand in entries["operands"]),
             results=tuple(Argument(*result) for result in entries["results"]),
         )
@@ -115,7 +118,7 @@ class _Axes:
     def check(self, signature: Signature, operands: Sequence[Any]) -> None:
         """Raises where an operand does not fit the signature."""
         for argument, operand in zip(signature.operands, operands, strict=True):
-            shape, dtype = self.shape(argument), self.dtype(argument)
+            shape, dtype = self.shape(argument), self.dtype(argument, operand)
             absent = "?" in argument.shape and operand.shape[0] == 0
             if operand.dtype != dtype or (tuple(operand.shape) != shape and not absent):
                 raise TypeError(
@@ -135,8 +138,13 @@ class _Axes:
                 sizes.append(self.sizes[name] + int(added or 0))
         return tuple(sizes)
 
-    def dtype(self, argument: Argument) -> Any:
-        return self.row_dtype if argument.dtype == "row" else np.dtype(argument.dtype)
+    def dtype(self, argument: Argument, given: Any = None) -> Any:
+        """What an argument must be; one of any floating-point type keeps what is given."""
+        if argument.dtype == "row":
+            return self.row_dtype
+        if argument.dtype == "float":
+            return given.dtype if given.dtype in _FLOATS else "float32, bfloat16 or float16"
+        return np.dtype(argument.dtype)
 
 
 def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
@@ -160,8 +168,12 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
             "Build it where nvcc is found: pip install --config-settings=cmake.define.HKV_CUDA=ON ."
         )
     axes = _Axes(signature, operands, params)
+    operand_of = {result: operand for operand, result in signature.aliases.items()}
     results = [
-        jax.ShapeDtypeStruct(axes.shape(result), axes.dtype(result)) for result in signature.results
+        jax.ShapeDtypeStruct(operands[operand_of[i]].shape, operands[operand_of[i]].dtype)
+        if i in operand_of
+        else jax.ShapeDtypeStruct(axes.shape(result), axes.dtype(result))
+        for i, result in enumerate(signature.results)
     ]
     integers = {name: int(params[name]) for name in signature.attributes}
     workspace = module.workspace_bytes(
@@ -174,6 +186,7 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
     )
     attributes: dict[str, Any] = {name: np.int64(value) for name, value in integers.items()}
     attributes |= {name: np.float32(params[name]) for name in signature.float_attributes}
+    attributes |= {name: np.float64(params[name]) for name in signature.double_attributes}
     return call(*operands, table=params["table"], **attributes)[: len(results)]
 
 
@@ -273,7 +286,11 @@ def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: An
       **attributes: static integers and floats.
     """
     signature, primitive = _OPERATIONS[name]
-    expected = {*signature.attributes, *signature.float_attributes}
+    expected = {
+        *signature.attributes,
+        *signature.float_attributes,
+        *signature.double_attributes,
+    }
     if set(attributes) != expected:
         raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
     return primitive.bind(*match_varying(operands), table=table, **attributes)

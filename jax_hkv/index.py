@@ -152,10 +152,33 @@ def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
     return Groups(*_ffi.call("unique", keys.words, valid))
 
 
-def combine(groups: Groups, values: Float[Array, "n ..."]) -> Float32[Array, "n ..."]:
+class Terms(NamedTuple):
+    """What a batch's positions add to the sums of their keys.
+
+    Attributes:
+      rows: any floating-point type.
+      sources: of each position: the row that it adds; None: position i adds row i.
+      weights: of each position: a factor; None: one.
+    """
+
+    rows: Float[Array, "k ..."]
+    sources: Int32[Array, " n"] | None = None
+    weights: Float32[Array, " n"] | None = None
+
+    @property
+    def operands(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As native operations take them."""
+        sources = jnp.zeros((0,), jnp.int32) if self.sources is None else self.sources
+        weights = jnp.zeros((0,), jnp.float32) if self.weights is None else self.weights
+        return sources, weights, self.rows
+
+
+def combine(groups: Groups, terms: Terms) -> Float32[Array, "n ..."]:
     """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
     (sums,) = _ffi.call(
-        "combine_rows", groups.count, groups.inverse, groups.order, groups.offsets, values
+        "combine_rows",
+        *(groups.count, groups.inverse, groups.order, groups.offsets),
+        *terms.operands,
     )
     return sums
 

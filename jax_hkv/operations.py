@@ -434,7 +434,7 @@ def _accum_or_assign(
         table.index.clock,
         table.values,
         jnp.where(new, NO_SLOT, upserted.unique_slots),
-        _index.combine(groups, values),
+        _index.combine(groups, _index.Terms(values)),
         name=table.name,
     )
     table = dataclasses.replace(with_clock(table, clock), values=summed)

@@ -256,7 +256,7 @@ def _update(
     assert before is not None
     table, params = gather_values(table, batch.slots)
     table, state_rows = gather_optimizer(table, batch.slots)
-    sums = _index.combine(batch.groups, gradients).astype(table.dtype)
+    sums = _index.combine(batch.groups, _index.Terms(gradients)).astype(table.dtype)
     state = before.structure.join(state_rows, before.shared)
     updates, state = transformation.update(sums, state, params, **extra)
     new_rows, shared = before.structure.split(state)

@@ -16,6 +16,7 @@ namespace ffi = xla::ffi;
 template <class T>
 constexpr ffi::DataType element_type() {
   if constexpr (std::is_same_v<T, bool>) return ffi::DataType::PRED;
+  if constexpr (std::is_same_v<T, float>) return ffi::DataType::F32;
   if constexpr (std::is_same_v<T, Digest>) return ffi::DataType::U8;
   if constexpr (std::is_same_v<T, int32_t>) return ffi::DataType::S32;
   if constexpr (std::is_same_v<T, uint32_t> || std::is_same_v<T, Words>) return ffi::DataType::U32;
@@ -47,13 +48,7 @@ class CallBinder {
 
   template <class T>
   void inout(const char* name, T& array, const char* shape) {
-    const ffi::AnyBuffer operand = next_operand(name);
-    const ffi::AnyBuffer result = next_result(name);
-    bind(name, operand, array, shape);
-    if (operand.untyped_data() != result.untyped_data()) {
-      throw std::logic_error(std::string(name) +
-                             " is not updated in place: XLA gave the result a buffer of its own");
-    }
+    bind(name, next_in_place(name), array, shape);
   }
   template <class T>
   void in(const char* name, T& array, const char* shape) {
@@ -62,6 +57,13 @@ class CallBinder {
   template <class T>
   void out(const char* name, T& array, const char* shape) {
     bind(name, prepared(next_result(name)), array, shape);
+  }
+  // Rows with a floating-point type of their own.
+  void in_floats(const char* name, RowsView& rows, const char* shape) {
+    bind_floats(name, next_operand(name), rows, shape);
+  }
+  void inout_floats(const char* name, RowsView& rows, const char* shape) {
+    bind_floats(name, next_in_place(name), rows, shape);
   }
   void in_float32(const char* name, RowsView& rows, const char* shape) {
     bind_float32(name, next_operand(name), rows, shape);
@@ -83,6 +85,15 @@ class CallBinder {
     auto buffer = results_.get<ffi::AnyBuffer>(result_++);
     if (!buffer.has_value()) throw std::invalid_argument(std::string("result ") + name + " is missing");
     return **buffer;
+  }
+
+  ffi::AnyBuffer next_in_place(const char* name) {
+    const ffi::AnyBuffer operand = next_operand(name);
+    if (operand.untyped_data() != next_result(name).untyped_data()) {
+      throw std::logic_error(std::string(name) +
+                             " is not updated in place: XLA gave the result a buffer of its own");
+    }
+    return operand;
   }
 
   static ffi::AnyBuffer prepared(ffi::AnyBuffer result) {
@@ -109,6 +120,15 @@ class CallBinder {
 
   void bind_float32(const char* name, const ffi::AnyBuffer& buffer, RowsView& rows, const char* shape) {
     check_type(name, buffer, ffi::DataType::F32);
+    bind_rows(name, buffer, rows, shape);
+  }
+
+  void bind_floats(const char* name, const ffi::AnyBuffer& buffer, RowsView& rows, const char* shape) {
+    if (row_type(buffer.element_type()) == RowType::kOther) {
+      std::ostringstream text;
+      text << name << ": expected float32, bfloat16 or float16, got " << buffer.element_type();
+      throw std::invalid_argument(text.str());
+    }
     bind_rows(name, buffer, rows, shape);
   }
 

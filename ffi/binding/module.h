@@ -28,6 +28,7 @@ inline nb::dict as_dict(const Signature& signature) {
   entries["per_position"] = signature.per_position;
   entries["attributes"] = signature.attributes;
   entries["float_attributes"] = signature.float_attributes;
+  entries["double_attributes"] = signature.double_attributes;
   entries["operands"] = operands;
   entries["results"] = results;
   return entries;

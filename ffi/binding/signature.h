@@ -14,12 +14,14 @@ namespace hkv {
 template <class T>
 constexpr const char* type_name() {
   if constexpr (std::is_same_v<T, bool>) return "bool";
+  if constexpr (std::is_same_v<T, float>) return "float32";
   if constexpr (std::is_same_v<T, Digest>) return "uint8";
   if constexpr (std::is_same_v<T, int32_t>) return "int32";
   if constexpr (std::is_same_v<T, uint32_t> || std::is_same_v<T, Words>) return "uint32";
 }
 
 inline constexpr const char* kRowType = "row";  // the element type of the call's first rows
+inline constexpr const char* kFloatType = "float";  // float32, bfloat16 or float16, whatever the others have
 
 struct Argument {
   std::string name;
@@ -33,6 +35,7 @@ struct Signature {
   bool per_position = false;
   std::vector<std::string> attributes;
   std::vector<std::string> float_attributes;
+  std::vector<std::string> double_attributes;
   std::vector<Argument> operands;
   std::vector<Argument> results;
 };
@@ -43,6 +46,7 @@ class SignatureBinder {
 
   void attribute(const char* name, int64_t) { signature_.attributes.push_back(name); }
   void attribute(const char* name, float) { signature_.float_attributes.push_back(name); }
+  void attribute(const char* name, double) { signature_.double_attributes.push_back(name); }
 
   template <class T>
   void inout(const char* name, const T& array, const char* shape) {
@@ -56,6 +60,13 @@ class SignatureBinder {
   template <class T>
   void out(const char* name, const T& array, const char* shape) {
     result(name, array, shape, false);
+  }
+  void in_floats(const char* name, const RowsView&, const char* shape) {
+    signature_.operands.push_back({name, kFloatType, shape, false});
+  }
+  void inout_floats(const char* name, const RowsView&, const char* shape) {
+    signature_.operands.push_back({name, kFloatType, shape, true});
+    signature_.results.push_back({name, kFloatType, shape, true});
   }
   void in_float32(const char* name, const RowsView&, const char* shape) {
     signature_.operands.push_back({name, "float32", shape, false});
@@ -95,6 +106,7 @@ class TraceBinder {
     if (found != attributes_.end()) value = found->second;
   }
   void attribute(const char*, float&) {}
+  void attribute(const char*, double&) {}
 
   template <class T>
   void inout(const char*, T& array, const char*) {
@@ -106,6 +118,8 @@ class TraceBinder {
   }
   template <class T>
   void out(const char*, T&, const char*) {}
+  void in_floats(const char*, RowsView& rows, const char*) { set_size(rows); }
+  void inout_floats(const char*, RowsView& rows, const char*) { set_size(rows); }
   void in_float32(const char*, RowsView& rows, const char*) { set_size(rows); }
   void out_float32(const char*, RowsView&, const char*) {}
 

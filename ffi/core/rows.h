@@ -78,6 +78,32 @@ HKV_HOST_DEVICE void store_element(RowType type, char* row, int64_t index, float
   }
 }
 
+// Elements `first` to first + columns - 1 of a row, zero behind them. The loops have constant bounds:
+// compilers make vectors of them on the host and registers on the device.
+template <int kBlock>
+HKV_HOST_DEVICE void load_block(RowType type, const char* row, int64_t first, int columns,
+                                float (&block)[kBlock]) {
+  if (type == RowType::kFloat32 && columns == kBlock) {
+    const float* elements = reinterpret_cast<const float*>(row) + first;
+    for (int c = 0; c < kBlock; ++c) block[c] = elements[c];
+    return;
+  }
+  for (int c = 0; c < kBlock; ++c) block[c] = c < columns ? load_element(type, row, first + c) : 0.0f;
+}
+
+template <int kBlock>
+HKV_HOST_DEVICE void store_block(RowType type, char* row, int64_t first, int columns,
+                                 const float (&block)[kBlock]) {
+  if (type == RowType::kFloat32 && columns == kBlock) {
+    float* elements = reinterpret_cast<float*>(row) + first;
+    for (int c = 0; c < kBlock; ++c) elements[c] = block[c];
+    return;
+  }
+  for (int c = 0; c < kBlock; ++c) {
+    if (c < columns) store_element(type, row, first + c, block[c]);
+  }
+}
+
 // log(y) for 0 < y <= 1 by float32 + - * / alone, so that every machine gets the same bits.
 HKV_HOST_DEVICE float fixed_log(float y) {
   const auto bits = bit_cast<uint32_t>(y);

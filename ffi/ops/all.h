@@ -8,6 +8,7 @@
 #include "ops/gather_rows.h"
 #include "ops/read_slots.h"
 #include "ops/unique.h"
+#include "ops/update_rows.h"
 #include "ops/upsert.h"
 #include "ops/verify_slots.h"
 #include "ops/write_rows.h"
@@ -22,7 +23,10 @@ struct OperationList {
   }
 };
 
-using AllOperations = OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots,
-                                    GatherRows, FillRows, ScatterRows, InitRows, AddRows, CombineRows>;
+using AllOperations =
+    OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows, FillRows,
+                  ScatterRows, InitRows, AddRows, CombineRows, UpdateRows<SgdRule>, UpdateRows<MomentumRule>,
+                  UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>,
+                  UpdateRows<FtrlRule>>;
 
 }  // namespace hkv

@@ -1,172 +1,235 @@
-// The sum of the rows of each distinct key's occurrences (section 8), in float32. The tree is summed
-// level by level, a worker for each chunk, so that a key that occurs a hundred thousand times keeps
-// as many workers busy as a hundred thousand keys.
+// The sum of the rows of each distinct key's occurrences (section 8), in float32. Chunks are summed
+// level by level, a worker for each, so that a key that occurs a hundred thousand times keeps as many
+// workers busy as a hundred thousand keys; what is left of a key, at most 32 terms, is summed where it
+// is needed.
 #pragma once
 
 #include "ops/operation.h"
 
 namespace hkv {
 
-// One level of the tree: items of one key are its occurrences, later the sums of its chunks. Chunk
-// sums lie where begin / 16 says for a key whose items began at `begin`: a key of m > 32 items has
-// m / 16 places there, and ceil(m / 32) sums.
-struct SumLevel {
-  static constexpr int64_t kChunk = 32;
-  static constexpr int kShift = 4;  // log2 of items for a place of the next level
-
+// Consecutive terms of one key: its occurrences (level 0), or sums of chunks of the level below.
+struct TermSpan {
   int level;
-  int32_t* owners;        // of items: one more than the number of the key, 0 where there is no item
-  const int32_t* order;   // of items, at the first level: positions
-  RowsView terms;         // the rows by position, later by item
-  RowsView next;
-  int32_t* next_owners;
-
-  // Places that the items of a level need when the batch has n positions.
-  static int64_t places(int64_t n, int level) { return level == 0 ? n : (n >> (kShift * level)) + 1; }
-
-  static HKV_HOST_DEVICE bool is_last(int64_t items) { return items <= kChunk; }
+  int64_t begin;   // at level 0 in the order of the batch, above among the partial sums
+  int64_t length;  // at most a chunk, or it is not summed at once
 };
 
-struct CombineRows {
-  static constexpr const char* kName = "combine_rows";
-  static constexpr bool kPerPosition = false;
-  static constexpr int kMostLevels = 7;  // 32^7 exceeds the 2^31 positions that a batch can have
+// What the sums are made of: position i adds rows[sources[i]] * weights[i].
+struct SumTerms {
+  static constexpr int64_t kChunk = 32;
+  static constexpr int kShift = 4;  // log2 of terms for a place of the level above
 
-  Array<int32_t> count, inverse, order, offsets;
+  int64_t positions;
+  const int32_t* order;
+  const int32_t* offsets;
+  const int32_t* sources;  // null: position i adds rows[i]
+  const float* weights;    // null: all are one
   RowsView rows;
-  RowsView sums;
-  SumLevel levels[kMostLevels] = {};
+  RowsView partial;  // the sums of all levels above the first, one level behind the other
+
+  // A key of m terms at a level, the first of them at `begin`, has its sums at begin / 16: m > 32
+  // terms have m / 16 places there, and ceil(m / 32) sums.
+  HKV_HOST_DEVICE int64_t places(int level) const {
+    return level == 0 ? positions : (positions >> (kShift * level)) + 1;
+  }
+  HKV_HOST_DEVICE int64_t first_place(int level) const {
+    int64_t place = 0;
+    for (int below = 1; below < level; ++below) place += places(below);
+    return place;
+  }
+  static HKV_HOST_DEVICE int64_t chunks_of(int64_t terms) { return (terms + kChunk - 1) / kChunk; }
+
+  HKV_HOST_DEVICE int64_t occurrences(int64_t key) const { return offsets[key + 1] - offsets[key]; }
+
+  // The terms whose sum is that of the key.
+  HKV_HOST_DEVICE TermSpan last_terms(int64_t key) const {
+    TermSpan span{0, offsets[key], occurrences(key)};
+    while (span.length > kChunk) {
+      span.length = chunks_of(span.length);
+      ++span.level;
+    }
+    if (span.level > 0) span.begin = first_place(span.level) + (span.begin >> (kShift * span.level));
+    return span;
+  }
+
+  // Elements column to column + columns - 1 of the sum of a span, from left to right.
+  template <int kBlock>
+  HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
+    for (float& element : sum) element = 0.0f;  // what compilers do not see: there is a first term
+    for (int64_t term = 0; term < span.length; ++term) {
+      float values[kBlock];
+      float weight = 1.0f;
+      if (span.level > 0) {
+        load_block(RowType::kFloat32, partial.row(span.begin + term), column, columns, values);
+      } else {
+        const int32_t position = order[span.begin + term];
+        const int64_t source = sources != nullptr ? sources[position] : position;
+        if (weights != nullptr) weight = weights[position];
+        const bool exists = source >= 0 && source < rows.count;
+        load_block(exists ? rows.type : RowType::kOther, rows.row(exists ? source : 0), column, columns,
+                   values);
+      }
+      const bool is_weighted = weights != nullptr && span.level == 0;
+      for (int c = 0; c < kBlock; ++c) {
+        const float value = is_weighted ? weight * values[c] : values[c];
+        sum[c] = term == 0 ? value : sum[c] + value;
+      }
+    }
+  }
+
+  // The same of a key's sum, which has one NaN only; that of one occurrence is the occurrence itself.
+  template <int kBlock>
+  HKV_HOST_DEVICE void sum_of(int64_t key, const TermSpan& span, int64_t column, int columns,
+                              float (&sum)[kBlock]) const {
+    add(span, column, columns, sum);
+    if (weights == nullptr && occurrences(key) == 1) return;
+    for (int c = 0; c < kBlock; ++c) sum[c] = same_nan(sum[c]);
+  }
+};
+
+// The sums of chunks, for keys of more than a chunk of terms: one level after the other.
+struct SumTree {
+  Array<int32_t> count, inverse, order, offsets, sources;
+  Array<float> weights;
+  RowsView rows;
+  RowsView partial;
+  int32_t* owners = nullptr;  // of places: one more than the number of the key, 0 where nothing is
 
   template <class Binder>
-  void describe(Binder& binder) {
+  void describe(Binder& binder, const char* name) {
     binder.in("count", count, "1");
     binder.in("inverse", inverse, "n");
     binder.in("order", order, "n");
     binder.in("offsets", offsets, "n+1");
-    binder.in("rows", rows, "n ...");
-    binder.out_float32("sums", sums, "n ...");
+    binder.in("sources", sources, "n?");
+    binder.in("weights", weights, "n?");
+    binder.in_floats(name, rows, "k ...");
   }
 
-  // Keys without occurrences have no sum: zero. The owners of the occurrences, from their positions.
-  struct Prepare {
-    static constexpr int kGroup = 8;
-    static constexpr int64_t kGrain = 1024;
-    const int32_t* count;
-    const int32_t* inverse;
-    const int32_t* order;
-    int32_t* owners;
-    RowsView sums;
-
-    template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      if (group.rank() == 0) owners[i] = order[i] < 0 ? 0 : inverse[order[i]] + 1;
-      if (i < *count) return;
-      auto* sum = reinterpret_cast<float*>(sums.row(i));
-      for (int64_t j = group.rank(); j < sums.width; j += group.size()) sum[j] = 0.0f;
-    }
-  };
+  SumTerms terms() const {
+    return {order.rows,
+            order.data,
+            offsets.data,
+            sources.rows > 0 ? sources.data : nullptr,
+            weights.rows > 0 ? weights.data : nullptr,
+            rows,
+            partial};
+  }
 
   struct Step {
     static constexpr int kGroup = 8;
-    static constexpr int64_t kGrain = 256;
-    static constexpr int kBlock = 4;  // columns of one member at a time: 16 bytes of float32
-    SumLevel level;
-    const int32_t* offsets;
-    RowsView sums;
+    static constexpr int64_t kGrain = 1024;
+    SumTerms terms;
+    int level;
+    const int32_t* inverse;
+    int32_t* owners;
 
     template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t item) const {
-      const int32_t owner = level.owners[item] - 1;
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t place) const {
+      const int32_t owner = owner_of(place);
       if (owner < 0) return;
-      const int64_t begin = offsets[owner];
-      const int64_t occurrences = offsets[owner + 1] - begin;
-      int64_t items = occurrences;
-      for (int below = 0; below < level.level; ++below) {
-        items = (items + SumLevel::kChunk - 1) / SumLevel::kChunk;
-      }
-      const int64_t place = item - (begin >> (SumLevel::kShift * level.level));
-      if (place % SumLevel::kChunk != 0) return;
-      const int64_t left = items - place;
-      const auto length = static_cast<int>(left < SumLevel::kChunk ? left : SumLevel::kChunk);
-      const bool is_sum = SumLevel::is_last(items);
-      int64_t target = owner;
-      if (!is_sum) {
-        target = (begin >> (SumLevel::kShift * (level.level + 1))) + place / SumLevel::kChunk;
-        if (group.rank() == 0) level.next_owners[target] = owner + 1;
-      }
-      auto* sum = reinterpret_cast<float*>((is_sum ? sums : level.next).row(target));
-      if (occurrences == 1 && level.terms.type == RowType::kFloat32) {
-        group.copy(sum, level.terms.row(level.order[item]), sums.row_bytes);
-        return;
-      }
-      for (int64_t j = int64_t{kBlock} * group.rank(); j < sums.width; j += int64_t{kBlock} * group.size()) {
-        add_chunk(item, length, j, is_sum && occurrences > 1, sum);
-      }
+      const int64_t begin = terms.offsets[owner];
+      int64_t length = terms.occurrences(owner);
+      for (int below = 0; below < level; ++below) length = SumTerms::chunks_of(length);
+      const int64_t term = place - (begin >> (SumTerms::kShift * level));
+      if (length <= SumTerms::kChunk || term % SumTerms::kChunk != 0) return;
+      const int64_t left = length - term;
+      const TermSpan span{level, level == 0 ? place : terms.first_place(level) + place,
+                          left < SumTerms::kChunk ? left : SumTerms::kChunk};
+      const int64_t target = terms.first_place(level + 1) + (begin >> (SumTerms::kShift * (level + 1))) +
+                             term / SumTerms::kChunk;
+      if (group.rank() == 0) owners[target] = owner + 1;
+      auto* sums = reinterpret_cast<float*>(terms.partial.row(target));
+      for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) {
+        float sum[kBlock];
+        terms.add(span, column, columns, sum);
+        for (int c = 0; c < kBlock; ++c) {
+          if (c < columns) sums[column + c] = sum[c];
+        }
+      });
     }
 
    private:
-    HKV_HOST_DEVICE void add_chunk(int64_t item, int length, int64_t first_column, bool is_final,
-                                   float* sum) const {
-      const int64_t left = sums.width - first_column;
-      const auto columns = static_cast<int>(left < kBlock ? left : kBlock);
-      float partial[kBlock] = {};
-      for (int term = 0; term < length; ++term) {
-        const char* row = level.terms.row(level.order ? level.order[item + term] : item + term);
-        for (int c = 0; c < kBlock; ++c) {
-          if (c >= columns) continue;
-          const float value = load_element(level.terms.type, row, first_column + c);
-          partial[c] = term == 0 ? value : partial[c] + value;
-        }
-      }
-      for (int c = 0; c < kBlock; ++c) {
-        if (c < columns) sum[first_column + c] = is_final ? same_nan(partial[c]) : partial[c];
-      }
+    HKV_HOST_DEVICE int32_t owner_of(int64_t place) const {
+      if (level > 0) return owners[terms.first_place(level) + place] - 1;
+      const int32_t position = terms.order[place];
+      return position < 0 ? -1 : inverse[position];
     }
   };
 
   template <class Executor>
   void reserve(Arena& arena) {
-    const int64_t n = order.rows;
-    RowsView terms = rows;
-    for (int level = 0; level < depth(n); ++level) {
-      SumLevel& at = levels[level];
-      at.level = level;
-      at.order = level == 0 ? order.data : nullptr;
-      at.terms = terms;
-      at.owners = level == 0 ? arena.take<int32_t>(n) : levels[level - 1].next_owners;
-      if (level + 1 == depth(n)) break;
-      const int64_t places = SumLevel::places(n, level + 1);
-      const int64_t row_bytes = rows.width * static_cast<int64_t>(sizeof(float));
-      terms = {arena.take<char>(places * row_bytes), RowType::kFloat32, places, rows.width, row_bytes};
-      at.next = terms;
-      at.next_owners = arena.take<int32_t>(places);
-    }
+    const SumTerms shape = terms();
+    const int64_t places = shape.first_place(depth() + 1);
+    const int64_t row_bytes = rows.width * static_cast<int64_t>(sizeof(float));
+    partial = {arena.take<char>(places * row_bytes), RowType::kFloat32, places, rows.width, row_bytes};
+    owners = arena.take<int32_t>(places);
   }
 
   template <class Executor>
   void run(Executor& executor) const {
-    const int64_t n = order.rows;
-    if (n == 0) return;
-    executor.each(n, Prepare{count.data, inverse.data, order.data, levels[0].owners, sums});
-    for (int level = 0; level < depth(n); ++level) {
-      const int64_t places = SumLevel::places(n, level);
-      if (level + 1 < depth(n)) {
-        executor.zero(levels[level].next_owners,
-                      SumLevel::places(n, level + 1) * static_cast<int64_t>(sizeof(int32_t)));
-      }
-      executor.each(places, Step{levels[level], offsets.data, sums});
+    const SumTerms view = terms();
+    executor.zero(owners, view.first_place(depth() + 1) * static_cast<int64_t>(sizeof(int32_t)));
+    for (int level = 0; level < depth(); ++level) {
+      executor.each(view.places(level), Step{view, level, inverse.data, owners});
     }
   }
 
  private:
-  // Levels that a batch of n positions can need.
-  static int depth(int64_t n) {
-    int levels = 1;
-    while (n > SumLevel::kChunk) {
-      n = (n + SumLevel::kChunk - 1) / SumLevel::kChunk;
-      ++levels;
-    }
+  // Levels of partial sums that a batch can need.
+  int depth() const {
+    int levels = 0;
+    for (int64_t terms = order.rows; terms > SumTerms::kChunk; terms = SumTerms::chunks_of(terms)) ++levels;
     return levels;
+  }
+};
+
+struct CombineRows {
+  static constexpr const char* kName = "combine_rows";
+  static constexpr bool kPerPosition = false;
+
+  SumTree tree;
+  RowsView sums;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    tree.describe(binder, "rows");
+    binder.out_float32("sums", sums, "n ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    SumTerms terms;
+    const int32_t* count;
+    RowsView sums;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
+      auto* row = reinterpret_cast<float*>(sums.row(key));
+      const bool exists = key < *count;
+      const TermSpan span = exists ? terms.last_terms(key) : TermSpan{};
+      for_each_block<G>(group, sums.width, [&]<int kBlock>(int64_t column, int columns) {
+        float sum[kBlock] = {};  // keys that do not exist have none
+        if (exists) terms.sum_of(key, span, column, columns, sum);
+        for (int c = 0; c < kBlock; ++c) {
+          if (c < columns) row[column + c] = sum[c];
+        }
+      });
+    }
+  };
+
+  template <class Executor>
+  void reserve(Arena& arena) {
+    tree.reserve<Executor>(arena);
+  }
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    if (tree.order.rows == 0) return;
+    tree.run(executor);
+    executor.each(tree.order.rows, Step{tree.terms(), tree.count.data, sums});
   }
 };
 

@@ -32,6 +32,17 @@ struct Array {
   HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
 };
 
+// Shares the columns of a row among a group, in blocks: visit.operator()<kBlock>(column, columns).
+template <Group G, class Visitor>
+HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor& visit) {
+  constexpr int kBlock = G::size() == 1 ? 16 : 4;  // a cache line for a thread, 16 bytes for a member
+  for (int64_t column = int64_t{kBlock} * group.rank(); column < width;
+       column += int64_t{kBlock} * group.size()) {
+    const int64_t left = width - column;
+    visit.template operator()<kBlock>(column, static_cast<int>(left < kBlock ? left : kBlock));
+  }
+}
+
 // Cuts a workspace into aligned arrays. Without a base it measures.
 class Arena {
  public:

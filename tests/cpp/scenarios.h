@@ -55,6 +55,9 @@ class Scenario {
   }
 
  private:
+  static inline const Names kTerms = {
+      {"rows", "pooled"}, {"sources", "term_sources"}, {"weights", "term_weights"}};
+
   template <class Operation>
   void call(const Attributes& attributes, const Names& names = {}) {
     machines_.call(Operation::kName, where_, attributes, names);
@@ -191,8 +194,69 @@ class Scenario {
 
   void sums(int64_t n) {
     machines_.set("gradients", random_rows(n, form_.type));
-    call<CombineRows>({}, {{"rows", "gradients"}});
+    machines_.set("absent", Buffer::of(std::vector<int32_t>()));
+    call<CombineRows>({}, {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}});
     call<AddRows>({}, {{"slots", "unique_slots"}, {"deltas", "sums"}});
+    weigh(n);
+    call<CombineRows>({}, kTerms);
+    update<SgdRule>();
+    update<MomentumRule>();
+    update<AdagradRule>();
+    update<RowwiseAdagradRule>();
+    update<AdamRule>();
+    update<FtrlRule>();
+  }
+
+  // Pooled gradients: positions share rows, some have none, and there are weights now and then.
+  void weigh(int64_t n) {
+    const int64_t bags = n / 3 + 1;
+    std::vector<int32_t> sources;
+    std::vector<float> weights;
+    const bool is_weighted = random_.chance(0.5);
+    for (int64_t i = 0; i < n; ++i) {
+      sources.push_back(static_cast<int32_t>(random_.below(bags + 1)));
+      if (is_weighted) weights.push_back(static_cast<float>(random_.real() - 0.3));
+    }
+    machines_.set("term_sources", Buffer::of(sources));
+    machines_.set("term_weights", Buffer::of(weights));
+    machines_.set("pooled", random_rows(bags, random_.chance(0.5) ? RowType::kFloat32 : RowType::kBfloat16));
+  }
+
+  template <class Rule>
+  void update() {
+    const int64_t slots = form_.buckets * kLanes;
+    const bool is_rowwise = UpdateRows<Rule>::kRowwise;
+    for (const char* name : {"first_state", "second_state"}) {
+      const RowType type = random_.chance(0.7) ? RowType::kFloat32 : RowType::kBfloat16;
+      Buffer state = random_rows(slots, type);
+      if (is_rowwise) {
+        state.width = 1;
+        state.bytes.resize(static_cast<size_t>(slots * element_bytes(type)));
+      }
+      for (int64_t i = 0; i < slots * state.width; ++i) {  // squares are summed there
+        const float value = load_element(type, state.bytes.data(), i);
+        store_element(type, state.bytes.data(), i, value < 0.0f ? -value : value);
+      }
+      machines_.set(name, state);
+    }
+    const bool counts_rows = random_.chance(0.5);
+    std::vector<uint32_t> steps;
+    for (int64_t i = 0; i < (counts_rows ? slots : 1); ++i) {
+      steps.push_back(static_cast<uint32_t>(random_.below(1000)) + (counts_rows ? 0 : 1));
+    }
+    machines_.set("steps", Buffer::of(steps));
+    machines_.set("rate", Buffer::of(std::vector<float>{0.125f}));
+    const bool is_stochastic = form_.type == RowType::kBfloat16 && random_.chance(0.5);
+    Attributes attributes = {{"momentum", 0.9}, {"nesterov", random_.chance(0.5) ? 1 : 0},
+                             {"eps", 1e-7},     {"eps_root", 0.0},
+                             {"b1", 0.9},       {"b2", 0.999},
+                             {"l1", 0.01},      {"l2", 0.1},
+                             {"beta", 1.0},     {"weight_decay", 0.01}};
+    attributes["stochastic"] = is_stochastic ? 1 : 0;
+    attributes["seed"] = static_cast<double>(random_.below(1 << 20));
+    Names names = kTerms;
+    names.insert({{"slots", "unique_slots"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
+    call<UpdateRows<Rule>>(attributes, names);
   }
 
   void gather(int64_t n, const Attributes& init) {

@@ -81,6 +81,10 @@ class StoreBinder {
     width_ = buffer.width;
   }
   void in_float32(const char* name, RowsView& rows, const char* shape) { in_rows(name, rows, shape); }
+  void in_floats(const char* name, RowsView& rows, const char* shape) {
+    width_ = in_rows(name, rows, shape).width;
+  }
+  void inout_floats(const char* name, RowsView& rows, const char* shape) { in_rows(name, rows, shape); }
 
   template <class T>
   void out(const char* name, Array<T>& array, const char* shape) {

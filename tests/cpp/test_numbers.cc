@@ -112,9 +112,13 @@ std::vector<float> combine(const std::vector<float>& terms, const std::vector<in
   const auto view = [n](std::vector<float>& data) {
     return RowsView{reinterpret_cast<char*>(data.data()), RowType::kFloat32, n, 1, sizeof(float)};
   };
-  CombineRows operation{
-      {&count, 1}, {inverse.data(), n}, {order.data(), n}, {offsets.data(), n + 1}, view(rows), view(sums),
-      {}};
+  CombineRows operation;
+  operation.tree.count = {&count, 1};
+  operation.tree.inverse = {inverse.data(), n};
+  operation.tree.order = {order.data(), n};
+  operation.tree.offsets = {offsets.data(), n + 1};
+  operation.tree.rows = view(rows);
+  operation.sums = view(sums);
   ThreadPool pool(2);
   CpuExecutor<ThreadPool> executor(pool);
   Arena sizes;

@@ -1,0 +1,364 @@
+// One step of an optimizer on the rows of a batch (section 10): the gradients of each distinct key are
+// summed and meet its row and its optimizer rows at once. A rule is what an optimizer does to one
+// element; everything else is the same for all of them.
+#pragma once
+
+#include "ops/combine_rows.h"
+
+namespace hkv {
+
+inline constexpr int kMostStates = 2;
+
+// Steps are counted from 1. decay^step by repeated squaring, in double: the same bits everywhere.
+HKV_HOST_DEVICE double power_of(double decay, uint32_t step) {
+  double power = 1.0;
+  for (double square = decay; step != 0; step >>= 1, square = square * square) {
+    if ((step & 1) != 0) power = power * square;
+  }
+  return power;
+}
+
+// What a rule derives from the step, once for all elements.
+struct StepScales {
+  float first = 1.0f;
+  float second = 1.0f;
+};
+
+// Plain gradient descent.
+struct SgdRule {
+  static constexpr const char* kName = "update_sgd";
+  static constexpr int kStates = 0;
+
+  template <class Binder>
+  void describe(Binder&) {}
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
+  HKV_HOST_DEVICE void operator()(float& row, float*, float gradient, float rate, const StepScales&) const {
+    row = row - rate * gradient;
+  }
+};
+
+// Polyak: Some methods of speeding up the convergence of iteration methods, 1964; Nesterov's variant
+// after Sutskever et al.: On the importance of initialization and momentum in deep learning, 2013.
+struct MomentumRule {
+  static constexpr const char* kName = "update_momentum";
+  static constexpr int kStates = 1;
+  double momentum = 0.0;
+  int64_t nesterov = 0;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("momentum", momentum);
+    binder.attribute("nesterov", nesterov);
+  }
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
+  HKV_HOST_DEVICE void operator()(float& row, float* trace, float gradient, float rate,
+                                  const StepScales&) const {
+    const auto decay = static_cast<float>(momentum);
+    trace[0] = gradient + decay * trace[0];
+    const float direction = nesterov != 0 ? gradient + decay * trace[0] : trace[0];
+    row = row - rate * direction;
+  }
+};
+
+// Duchi, Hazan, Singer: Adaptive subgradient methods for online learning and stochastic optimization,
+// 2011; as optax.adagrad does it.
+struct AdagradRule {
+  static constexpr const char* kName = "update_adagrad";
+  static constexpr int kStates = 1;
+  double eps = 0.0;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("eps", eps);
+  }
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
+  HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
+                                  const StepScales&) const {
+    sum[0] = sum[0] + gradient * gradient;
+    if (sum[0] > 0.0f) row = row - rate * (gradient / square_root(sum[0] + static_cast<float>(eps)));
+  }
+};
+
+// Kingma, Ba: Adam: a method for stochastic optimization, 2015; the decay of weights is decoupled, as
+// Loshchilov, Hutter: Decoupled weight decay regularization, 2019.
+struct AdamRule {
+  static constexpr const char* kName = "update_adam";
+  static constexpr int kStates = 2;
+  double b1 = 0.0;
+  double b2 = 0.0;
+  double eps = 0.0;
+  double eps_root = 0.0;
+  double weight_decay = 0.0;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("b1", b1);
+    binder.attribute("b2", b2);
+    binder.attribute("eps", eps);
+    binder.attribute("eps_root", eps_root);
+    binder.attribute("weight_decay", weight_decay);
+  }
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t step) const {
+    return {static_cast<float>(1.0 / (1.0 - power_of(b1, step))),
+            static_cast<float>(1.0 / (1.0 - power_of(b2, step)))};
+  }
+  HKV_HOST_DEVICE void operator()(float& row, float* moments, float gradient, float rate,
+                                  const StepScales& scales) const {
+    moments[0] = static_cast<float>(b1) * moments[0] + static_cast<float>(1.0 - b1) * gradient;
+    moments[1] = static_cast<float>(b2) * moments[1] + static_cast<float>(1.0 - b2) * (gradient * gradient);
+    const float root = square_root(moments[1] * scales.second + static_cast<float>(eps_root));
+    const float direction = (moments[0] * scales.first) / (root + static_cast<float>(eps));
+    row = row - rate * (direction + static_cast<float>(weight_decay) * row);
+  }
+};
+
+// McMahan et al.: Ad click prediction: a view from the trenches, 2013.
+struct FtrlRule {
+  static constexpr const char* kName = "update_ftrl";
+  static constexpr int kStates = 2;
+  double l1 = 0.0;
+  double l2 = 0.0;
+  double beta = 0.0;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("l1", l1);
+    binder.attribute("l2", l2);
+    binder.attribute("beta", beta);
+  }
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
+  HKV_HOST_DEVICE void operator()(float& row, float* state, float gradient, float rate,
+                                  const StepScales&) const {
+    const float old_root = square_root(state[0]);
+    state[0] = state[0] + gradient * gradient;
+    const float root = square_root(state[0]);
+    state[1] = state[1] + (gradient - ((root - old_root) / rate) * row);
+    const float curvature = (static_cast<float>(beta) + root) / rate + static_cast<float>(l2);
+    if (!(curvature > 0.0f)) return;  // nothing has been seen
+    const auto bound = static_cast<float>(l1);
+    const float signed_bound = state[1] < 0.0f ? -bound : bound;
+    const float magnitude = state[1] < 0.0f ? -state[1] : state[1];
+    row = magnitude > bound ? (signed_bound - state[1]) / curvature : 0.0f;
+  }
+};
+
+// Adagrad with one accumulator a row: the mean of its squared gradients (Gupta et al.: Training
+// recommender systems at scale, 2020; FBGEMM's exact row-wise Adagrad).
+struct RowwiseAdagradRule {
+  static constexpr const char* kName = "update_rowwise_adagrad";
+  static constexpr int kStates = 1;
+  double eps = 0.0;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("eps", eps);
+  }
+
+  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
+  // Here the state of an element is the row's, already grown.
+  HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
+                                  const StepScales&) const {
+    row = row - (rate / (square_root(sum[0]) + static_cast<float>(eps))) * gradient;
+  }
+};
+
+// Rounds up with the probability of what is cut off, which the random bits decide.
+HKV_HOST_DEVICE uint16_t to_bfloat16_stochastic(float value, uint64_t random) {
+  const auto bits = bit_cast<uint32_t>(value);
+  if ((bits & 0x7f800000) == 0x7f800000) return to_bfloat16(value);
+  return static_cast<uint16_t>((bits + static_cast<uint32_t>(random >> 48)) >> 16);
+}
+
+template <class Rule>
+struct UpdateRows {
+  static constexpr const char* kName = Rule::kName;
+  static constexpr bool kPerPosition = false;
+  static constexpr bool kRowwise = std::is_same_v<Rule, RowwiseAdagradRule>;
+
+  Rule rule;
+  int64_t stochastic = 0;
+  int64_t seed = 0;  // the bits of the unsigned seed
+  Array<uint32_t> clock;
+  RowsView values;
+  RowsView states[kMostStates];
+  Array<uint32_t> steps;  // of all rows, the present one included; or of each row, before it
+  Array<Slot> slots;
+  Array<Words> keys;
+  Array<float> rate;
+  SumTree gradients;
+  StepScales* scales = nullptr;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    static constexpr const char* kNames[kMostStates] = {"first_state", "second_state"};
+    rule.describe(binder);
+    binder.attribute("stochastic", stochastic);
+    binder.attribute("seed", seed);
+    binder.inout("clock", clock, "2");
+    binder.inout("values", values, "S ...");
+    for (int i = 0; i < Rule::kStates; ++i) {
+      binder.inout_floats(kNames[i], states[i], kRowwise ? "S" : "S ...");
+    }
+    binder.inout("steps", steps, "c");
+    binder.in("slots", slots, "n");
+    binder.in("keys", keys, "n 2");
+    binder.in("rate", rate, "1");
+    gradients.describe(binder, "gradients");
+  }
+
+  struct Prepare {
+    static constexpr int kGroup = 1;
+    Rule rule;
+    const uint32_t* steps;
+    StepScales* scales;
+
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t) const { *scales = rule.scales(*steps); }
+  };
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr int64_t kGrain = 256;
+    Rule rule;
+    bool is_stochastic;
+    bool counts_rows;
+    uint64_t seed;
+    RowsView values;
+    RowsView states[kMostStates];
+    uint32_t* steps;
+    const Slot* slots;
+    const Words* keys;
+    const int32_t* count;
+    const float* rate;
+    const StepScales* scales;
+    SumTerms terms;
+
+    void prefetch_far(int64_t key) const {
+      if (key >= *count || slots[key] < 0 || slots[key] >= values.count) return;
+      prefetch_row(values, slots[key]);
+      for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], slots[key]);
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
+      if (key >= *count) return;
+      const Slot slot = slots[key];
+      if (slot < 0 || slot >= values.count) return;
+      const TermSpan span = terms.last_terms(key);
+      const uint32_t before = counts_rows ? steps[slot] : 0;
+      const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;
+      const StepScales scale = counts_rows ? rule.scales(step) : *scales;
+      const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
+      const float learning_rate = *rate;
+      float row_state = 0.0f;
+      if constexpr (kRowwise) {
+        row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(key, span);
+      }
+      for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
+        float gradient[kBlock];
+        float row[kBlock];
+        float state[kMostStates][kBlock] = {};
+        terms.sum_of(key, span, column, columns, gradient);
+        load_block(values.type, values.row(slot), column, columns, row);
+        if constexpr (!kRowwise) {
+          for (int i = 0; i < Rule::kStates; ++i) {
+            load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
+          }
+        }
+        for (int c = 0; c < kBlock; ++c) {
+          float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
+          rule(row[c], own, gradient[c], learning_rate, scale);
+          row[c] = same_nan(row[c]);
+          state[0][c] = same_nan(own[0]);
+          state[1][c] = same_nan(own[1]);
+        }
+        if constexpr (!kRowwise) {
+          for (int i = 0; i < Rule::kStates; ++i) {
+            store_block(states[i].type, states[i].row(slot), column, columns, state[i]);
+          }
+        }
+        if (is_stochastic) {
+          store_stochastic(slot, column, columns, random, row);
+        } else {
+          store_block(values.type, values.row(slot), column, columns, row);
+        }
+      });
+      group.sync();  // what belongs to the row has been read by all members
+      if (group.rank() != 0) return;
+      if constexpr (kRowwise) store_element(states[0].type, states[0].row(slot), 0, same_nan(row_state));
+      if (counts_rows) steps[slot] = step;
+    }
+
+   private:
+    static void prefetch_row(const RowsView& rows, Slot slot) {
+      constexpr int64_t kLine = 64;
+      constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
+      const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;
+      for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(rows.row(slot) + byte);
+    }
+
+    HKV_HOST_DEVICE uint64_t random_base(Key key, uint32_t step) const {
+      return mix(mix(key ^ mix(seed + kGolden)) ^ mix(step + kGolden));
+    }
+
+    template <int kBlock>
+    HKV_HOST_DEVICE void store_stochastic(Slot slot, int64_t column, int columns, uint64_t random,
+                                          const float (&row)[kBlock]) const {
+      auto* elements = reinterpret_cast<uint16_t*>(values.row(slot)) + column;
+      for (int c = 0; c < kBlock; ++c) {
+        if (c >= columns) continue;
+        const uint64_t bits = mix(random + static_cast<uint64_t>(column + c + 1) * kGolden);
+        elements[c] = to_bfloat16_stochastic(row[c], bits);
+      }
+    }
+
+    // From left to right; each member of a group computes it for itself.
+    HKV_HOST_DEVICE float mean_square(int64_t key, const TermSpan& span) const {
+      float sum = 0.0f;
+      constexpr int kBlock = 4;
+      for (int64_t column = 0; column < values.width; column += kBlock) {
+        const int64_t left = values.width - column;
+        float gradient[kBlock];
+        terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), gradient);
+        for (int c = 0; c < kBlock; ++c) {
+          if (c < left) sum = sum + gradient[c] * gradient[c];
+        }
+      }
+      return sum / static_cast<float>(values.width);
+    }
+  };
+
+  template <class Executor>
+  void reserve(Arena& arena) {
+    gradients.reserve<Executor>(arena);
+    scales = arena.take<StepScales>(1);
+  }
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    const bool counts_rows = steps.rows > 1;
+    if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
+    gradients.run(executor);
+    Step step{rule,
+              stochastic != 0,
+              counts_rows,
+              static_cast<uint64_t>(seed),
+              values,
+              {},
+              steps.data,
+              slots.data,
+              keys.data,
+              gradients.count.data,
+              rate.data,
+              scales,
+              gradients.terms()};
+    for (int i = 0; i < Rule::kStates; ++i) step.states[i] = states[i];
+    executor.each(slots.rows, step);
+  }
+};
+
+}  // namespace hkv
