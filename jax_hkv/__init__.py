@@ -17,6 +17,7 @@ from jax_hkv.operations import (
     insert_or_assign,
 )
 from jax_hkv.table import (
+    Bags,
     Counts,
     Entries,
     EraseResult,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ROWS_NAME",
+    "Bags",
     "Counts",
     "Entries",
     "EraseResult",

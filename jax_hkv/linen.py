@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from jax_hkv import initializers
 from jax_hkv import operations as _operations
 from jax_hkv.index import Policy
-from jax_hkv.optim import SparseOptimizer
+from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table, create
 
 TABLES = "tables"
@@ -63,7 +63,7 @@ class Embed(nn.Module):
     choices: int = 1
     embedding_init: initializers.Initializer | None = None
     seed: int = 0
-    optimizer: SparseOptimizer | None = None
+    optimizer: Optimizer | None = None
 
     @nn.compact
     def __call__(
@@ -134,7 +134,7 @@ def perturbations(
 
 
 def update_tables(
-    optimizer: SparseOptimizer, updated: Mapping[str, Any], row_gradients: Any, **extra: Any
+    optimizer: Optimizer, updated: Mapping[str, Any], row_gradients: Any, **extra: Any
 ) -> Any:
     """The ``"tables"`` collection after one step of an optimizer on the rows that were looked up.
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from jax_hkv import initializers
 from jax_hkv import operations as _operations
 from jax_hkv.index import Policy
-from jax_hkv.optim import SparseOptimizer
+from jax_hkv.optim import Optimizer
 from jax_hkv.table import create
 
 _LOOKUP = "lookup_{}"
@@ -70,7 +70,7 @@ class Embed(nnx.Module):
         choices: int = 1,
         embedding_init: initializers.Initializer | None = None,
         seed: int = 0,
-        optimizer: SparseOptimizer | None = None,
+        optimizer: Optimizer | None = None,
         name: str = "embed",
     ):
         table = create(
@@ -195,7 +195,7 @@ def _row_shapes(
 
 
 def update_tables(
-    optimizer: SparseOptimizer, model: nnx.Module, row_gradients: Any, **extra: Any
+    optimizer: Optimizer, model: nnx.Module, row_gradients: Any, **extra: Any
 ) -> None:
     """One step of an optimizer on the rows that the model's layers looked up; changes the model.
 

@@ -1,34 +1,53 @@
-"""Any optax transformation on the rows that a batch touched.
+"""Optimizers for the rows that a batch touched.
 
-The functions here ask nothing of optax but the form of its transformations: a pair of functions
-``init(params)`` and ``update(updates, state, params)``.
+:func:`sparse` takes any optax transformation; ``sgd``, ``adagrad``, ``rowwise_adagrad``,
+``adam``, ``adamw`` and ``ftrl`` do their arithmetic natively, in one pass. Both kinds have
+``init(table)`` and ``update(table, result, row_gradients)``. Of optax nothing is asked but the form
+of its transformations: a pair of functions ``init(params)`` and ``update(updates, state, params)``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jax_hkv import _checks
+from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._keys import Keys
-from jax_hkv.index import NO_SLOT
+from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
+from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
     InsertResult,
-    OptimizerRows,
     Table,
     gather_optimizer,
     gather_values,
     scatter_optimizer,
     scatter_values,
 )
+
+__all__ = [
+    "FusedOptimizer",
+    "LossScale",
+    "Optimizer",
+    "SparseOptimizer",
+    "Transformation",
+    "adagrad",
+    "adam",
+    "adamw",
+    "all_finite",
+    "clip_by_global_norm",
+    "ftrl",
+    "rowwise_adagrad",
+    "sgd",
+    "sparse",
+]
 
 _ROW, _SHARED = "row", "shared"
 
@@ -43,6 +62,18 @@ class Transformation(Protocol):
     @property
     def update(self) -> Any:
         """From (updates, state, params) to (updates, state)."""
+
+
+class Optimizer(Protocol):
+    """What the layers need of an optimizer: one of :func:`sparse`, or a fused one."""
+
+    def init(self, table: Table) -> Table:
+        """The table with fresh optimizer rows."""
+        ...
+
+    def update(self, table: Table, result: Any, row_gradients: Any, **extra: Any) -> Table:
+        """The table after one step."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +101,8 @@ class SparseOptimizer:
     """An optax transformation that updates the rows of a batch only. Made by :func:`sparse`."""
 
     transformation: Transformation
+    count_per_row: bool = False
+    dtype: Any = None
 
     def init(self, table: Table) -> Table:
         """The table with this optimizer's rows, fresh for every slot.
@@ -78,50 +111,33 @@ class SparseOptimizer:
           table: whose rows will be optimized; optimizer rows that it has are replaced.
 
         Raises:
-          ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, or
-            if a row's first state depends on the row.
+          ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, if
+            a row's first state depends on the row, or if a row's update depends on other rows.
         """
         structure = self._structure(table)
         with jax.ensure_compile_time_eval():
-            state = self.transformation.init(jnp.zeros((1, table.dim), table.dtype))
-            other = self.transformation.init(jnp.ones((1, table.dim), table.dtype))
-        fresh, shared = structure.split(state)
-        for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
-            if not np.array_equal(np.asarray(leaf), np.asarray(leaf_of_ones), equal_nan=True):
-                raise ValueError(
-                    "optim.sparse: this transformation starts from the parameters (a copy of them, "
-                    "say), but rows come and go, and a new row's state must not depend on the row"
-                )
-        optimizer = OptimizerRows(
-            rows=tuple(_rows.new(leaf, table.capacity) for leaf in fresh),
-            # A buffer of its own for each leaf: donation refuses one twice.
-            fresh=tuple(jnp.array(leaf, copy=True) for leaf in fresh),
-            shared=tuple(jnp.array(leaf, copy=True) for leaf in shared),
-            skipped=jnp.zeros((1,), jnp.uint32),
-            structure=structure,
-        )
-        return dataclasses.replace(table, optimizer=optimizer)
-
-    def _structure(self, table: Table) -> _Structure:
-        """Which leaves of the state follow the number of rows, seen at two different numbers."""
-        two, three = (
-            jax.eval_shape(
-                self.transformation.init, jax.ShapeDtypeStruct((count, table.dim), table.dtype)
-            )
-            for count in (2, 3)
-        )
-        leaves = jax.tree.leaves_with_path(two)
-        kinds = [
-            _kind(path, leaf, other)
-            for (path, leaf), other in zip(leaves, jax.tree.leaves(three), strict=True)
-        ]
-        return _Structure(jax.tree.structure(two), tuple(kinds))
+            state = self._init(jnp.zeros((1, table.dim), self._dtype(table)))
+            other = self._init(jnp.ones((1, table.dim), self._dtype(table)))
+            fresh, shared = structure.split(state)
+            for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
+                if not np.array_equal(np.asarray(leaf), np.asarray(leaf_of_ones), equal_nan=True):
+                    raise ValueError(
+                        "optim.sparse: this transformation starts from the parameters (a copy of "
+                        "them, say), but rows come and go, and a new row's state must not depend "
+                        "on the row"
+                    )
+            if not self.count_per_row:
+                _check_rows_are_apart(self.transformation, table.dim)
+        rows = _updates.optimizer_rows(fresh, shared, structure, table.capacity)
+        return dataclasses.replace(table, optimizer=rows)
 
     def update(
         self,
         table: Table,
         result: InsertResult | Sequence[InsertResult],
         row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+        *,
+        apply: Bool[Array, ""] | None = None,
         **extra: Any,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
@@ -132,36 +148,82 @@ class SparseOptimizer:
 
         Args:
           table: after the :func:`jax_hkv.find_or_insert` that gave the result.
-          result: of that call; or the results of several lookups, which make one step together.
+          result: of that call; or the results of several lookups (those of accumulated
+            micro-batches, say), which make one step together, as if they had been one batch.
           row_gradients: like ``result.values``; or as many of them as there are results.
+          apply: a traced bool; where it is False nothing changes, not even the step count.
           **extra: passed on to the transformation's update.
 
         Raises:
           ValueError: if the table has no optimizer rows of this transformation.
         """
-        if table.optimizer is None or table.optimizer.structure != self._structure(table):
-            raise ValueError(
-                "optim.sparse.update: the table has no optimizer rows of this transformation. Call "
-                "table = opt.init(table) once, before the first update"
-            )
-        results = [result] if isinstance(result, InsertResult) else list(result)
-        gradients = [row_gradients] if isinstance(result, InsertResult) else list(row_gradients)
-        _check_results(results, gradients)
-        flat = [_flat_gradients(table, *pair) for pair in zip(results, gradients, strict=True)]
-        index, batch = _verified(table.index, results)
-        table = dataclasses.replace(table, index=index)
-        return _update(self.transformation, table, batch, jnp.concatenate(flat), extra)
+        before = _updates.rows_of(table, self._structure(table))
+        table, batch = _updates.batch_of(table, result, row_gradients, apply)
+        table, params = gather_values(table, batch.slots)
+        table, state_rows = gather_optimizer(table, batch.slots)
+        dtype = self._dtype(table)
+        sums = _index.combine(batch.groups, batch.terms).astype(dtype)
+        params = params.astype(dtype)
+        state = before.structure.join(state_rows, before.shared)
+        updates, state = self._update(sums, state, params, **extra)
+        new_rows, shared = before.structure.split(state)
+
+        sources = _rows.positions(batch.slots.shape[0])
+        table = scatter_values(table, batch.slots, sources, (params + updates).astype(table.dtype))
+        table = scatter_optimizer(table, batch.slots, sources, new_rows)
+        optimizer = table.optimizer
+        assert optimizer is not None
+        if apply is not None:
+            pairs = zip(shared, before.shared, strict=True)
+            shared = tuple(jnp.where(apply, new, old) for new, old in pairs)
+        skipped = optimizer.skipped + batch.stale
+        optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
+        return dataclasses.replace(table, optimizer=optimizer)
+
+    def _dtype(self, table: Table) -> np.dtype:
+        return np.dtype(table.dtype if self.dtype is None else self.dtype)
+
+    # With a count in every row, every row has a state of its own: the transformation sees one row.
+
+    def _init(self, rows: jax.Array) -> Any:
+        init = self.transformation.init
+        return jax.vmap(init)(rows) if self.count_per_row else init(rows)
+
+    def _update(self, sums: jax.Array, state: Any, params: jax.Array, **extra: Any) -> Any:
+        def update(*args: Any) -> Any:
+            return self.transformation.update(*args, **extra)
+
+        return (jax.vmap(update) if self.count_per_row else update)(sums, state, params)
+
+    def _structure(self, table: Table) -> _Structure:
+        """Which leaves of the state follow the number of rows, seen at two different numbers."""
+        two, three = (
+            jax.eval_shape(self._init, jax.ShapeDtypeStruct((count, table.dim), self._dtype(table)))
+            for count in (2, 3)
+        )
+        leaves = jax.tree.leaves_with_path(two)
+        kinds = [
+            _kind(path, leaf, other)
+            for (path, leaf), other in zip(leaves, jax.tree.leaves(three), strict=True)
+        ]
+        return _Structure(jax.tree.structure(two), tuple(kinds))
 
 
-def sparse(transformation: Transformation) -> SparseOptimizer:
+def sparse(
+    transformation: Transformation, *, count_per_row: bool = False, dtype: Any = None
+) -> SparseOptimizer:
     """Makes an optax transformation update the rows that a batch touched, and no others.
 
     The transformation must treat rows alike and apart: its state is one leaf of row shape, or one
-    value, for each row (moments, accumulators), or scalars (step counts). Norms over all rows
-    (global clipping) belong before it.
+    value, for each row (moments, accumulators), or scalars (step counts), and the update of a row
+    depends on that row alone. Norms over all rows belong before it: :func:`clip_by_global_norm`.
 
     Args:
       transformation: any ``optax.GradientTransformation``.
+      count_per_row: whether scalars of the state (step counts) are kept for each row, so that a row
+        counts its own updates; otherwise all rows share them.
+      dtype: in which the transformation works, by default that of the rows. float32 keeps moments
+        and arithmetic in float32 for half rows.
 
     Example:
       >>> import optax
@@ -171,7 +233,9 @@ def sparse(transformation: Transformation) -> SparseOptimizer:
       >>> table, result = hkv.find_or_insert(table, np.array([1, 2], np.int32))
       >>> table = opt.update(table, result, jnp.ones_like(result.values))
     """
-    return SparseOptimizer(transformation)
+    return SparseOptimizer(
+        transformation, count_per_row, None if dtype is None else np.dtype(dtype)
+    )
 
 
 def _kind(path: Any, two: Any, three: Any) -> str:
@@ -186,87 +250,39 @@ def _kind(path: Any, two: Any, three: Any) -> str:
     )
 
 
-def _check_results(results: list[Any], gradients: list[Any]) -> None:
-    call = "optim.sparse.update"
-    for result in results:
-        if not isinstance(result, InsertResult):
-            raise TypeError(
-                f"{call}: result must be what find_or_insert returned (or a sequence of such), got "
-                f"{type(result).__name__}"
-            )
-        if result.unique_slots.ndim != 1:
-            raise ValueError(
-                f"{call}: result has a leading axis {list(result.unique_slots.shape[:-1])}, as "
-                "jax.lax.scan stacks them; update inside the scan, or give a list of results"
-            )
-    if not results or len(results) != len(gradients):
+@functools.lru_cache
+def _check_rows_are_apart(transformation: Transformation, dim: int) -> None:
+    """Raises if a row's update is seen to change with the other rows of a batch.
+
+    Two steps with three rows of very different gradients are compared with those of the same rows
+    taken alone, at magnitudes on both sides of any threshold that a clipping could have.
+    """
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(3, dim)), jnp.float32)
+    directions = rng.normal(size=(3, dim)) * np.array([[1.0], [16.0], [1 / 64]])
+
+    def steps(gradients: jax.Array, params: jax.Array) -> jax.Array:
+        state = transformation.init(params)
+        first, state = transformation.update(gradients, state, params)
+        second, _ = transformation.update(-0.5 * gradients, state, params + first)
+        return jnp.stack([first, second])
+
+    together = jax.jit(steps)
+    for magnitude in (1e-8, 1e-4, 1.0, 1e4, 1e8):
+        gradients = jnp.asarray(directions * magnitude, jnp.float32)
+        try:
+            batch = np.asarray(together(gradients, rows), np.float64)
+        except TypeError:
+            return  # the update needs arguments that only a step has
+        alone = [together(gradients[i : i + 1], rows[i : i + 1]) for i in range(3)]
+        single = np.concatenate([np.asarray(row, np.float64) for row in alone], axis=1)
+        if np.allclose(batch, single, rtol=1e-4, atol=0):
+            continue
+        row = int(np.argmax(np.abs(batch - single).max(axis=(0, 2))))
         raise ValueError(
-            f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
-            f"{len(results)} results"
+            f"optim.sparse: the update of a row changes with the other rows of its batch (seen for "
+            f"gradients of magnitude {magnitude * np.abs(directions[row]).max():.0e}), so this "
+            "transformation mixes rows: a norm over all of them, or noise by position. Clip before "
+            "it with optim.clip_by_global_norm, or use a transformation that treats each row by "
+            "itself"
         )
-
-
-def _flat_gradients(table: Table, result: InsertResult, gradients: Any) -> jax.Array:
-    shape = (*result.keys.shape, table.dim)
-    array = jnp.asarray(gradients)
-    if array.dtype not in (jnp.float32, table.dtype):
-        raise TypeError(
-            f"optim.sparse.update: row_gradients must be float32 or {table.dtype} like the table, "
-            f"got {array.dtype}: cast with .astype(table.dtype)"
-        )
-    rows = _checks.as_rows("optim.sparse.update", "row_gradients", array, shape, array.dtype)
-    return rows.reshape(-1, table.dim)
-
-
-class _Batch(NamedTuple):
-    """The distinct keys of an update: who they are, where their rows lie, how many were stale."""
-
-    groups: _index.Groups
-    slots: jax.Array
-    stale: jax.Array
-
-
-def _verified(index: _index.Index, results: list[InsertResult]) -> tuple[_index.Index, _Batch]:
-    """What the results say that still holds; the keys of several results are merged."""
-    verified = []
-    stale = jnp.zeros((), jnp.uint32)
-    for result in results:
-        index, slots = _index.verify(index, Keys(result.groups.keys), result.unique_slots)
-        verified.append(slots)
-        stale = stale + jnp.sum((result.unique_slots >= 0) & (slots < 0), dtype=jnp.uint32)
-    if len(results) == 1:
-        return index, _Batch(results[0].groups, verified[0], stale)
-    pairs = zip(results, verified, strict=True)
-    slots = jnp.concatenate([_index.by_position(r.groups, v, NO_SLOT) for r, v in pairs])
-    words = jnp.concatenate([result.keys.words.reshape(-1, 2) for result in results])
-    groups = _index.unique(Keys(words), slots >= 0)
-    first = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
-    return index, _Batch(groups, first, stale)
-
-
-def _update(
-    transformation: Transformation,
-    table: Table,
-    batch: _Batch,
-    gradients: jax.Array,
-    extra: dict[str, Any],
-) -> Table:
-    """Reads the rows of distinct keys, lets the transformation work on them, writes them back."""
-    before = table.optimizer
-    assert before is not None
-    table, params = gather_values(table, batch.slots)
-    table, state_rows = gather_optimizer(table, batch.slots)
-    sums = _index.combine(batch.groups, _index.Terms(gradients)).astype(table.dtype)
-    state = before.structure.join(state_rows, before.shared)
-    updates, state = transformation.update(sums, state, params, **extra)
-    new_rows, shared = before.structure.split(state)
-
-    sources = _rows.positions(batch.slots.shape[0])
-    new_params = (params + updates).astype(table.dtype)
-    table = scatter_values(table, batch.slots, sources, new_params)
-    table = scatter_optimizer(table, batch.slots, sources, new_rows)
-    optimizer = table.optimizer
-    assert optimizer is not None
-    skipped = optimizer.skipped + batch.stale
-    optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
-    return dataclasses.replace(table, optimizer=optimizer)

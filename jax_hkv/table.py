@@ -172,6 +172,20 @@ class FindResult(NamedTuple):
     slots: Int32[Array, "*batch"]
 
 
+class Bags(NamedTuple):
+    """How the positions of a batch were pooled: bag j is positions splits[j] to splits[j + 1] - 1.
+
+    Attributes:
+      sources: the bag of each position.
+      splits: where each bag begins, and where the last one ends.
+      weights: by which each row was multiplied; None: by one.
+    """
+
+    sources: Int32[Array, " n"]
+    splits: Int32[Array, " bags+1"]
+    weights: Float[Array, " n"] | None
+
+
 class InsertResult(NamedTuple):
     """What `find_or_insert` returns, and what an optimizer's update needs.
 
@@ -184,6 +198,7 @@ class InsertResult(NamedTuple):
       evicted: the entries that were evicted, if asked for.
       groups: the distinct keys of the batch.
       unique_slots: of the distinct keys.
+      bags: of a pooled lookup, whose `values` have a row a bag; None otherwise.
     """
 
     values: Float[Array, "*batch dim"]
@@ -194,6 +209,7 @@ class InsertResult(NamedTuple):
     evicted: Entries | None
     groups: Groups
     unique_slots: Int32[Array, " n"]
+    bags: Bags | None = None
 
 
 class WriteResult(NamedTuple):

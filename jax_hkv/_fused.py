@@ -1,0 +1,309 @@
+"""Optimizers whose arithmetic is native: one pass over the rows that a batch touched.
+
+The formulas, in the order of their roundings, are in docs/semantics.md, section 10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jax_hkv import _ffi, _updates
+from jax_hkv._checks import as_integer
+from jax_hkv.table import InsertResult, Table, with_clock
+
+# A number, or a function of the number of updates before this one (as optax's schedules).
+LearningRate = float | jax.Array | Callable[[Any], Any]
+
+_STATE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """An optimizer without its learning rate: what a table's optimizer rows belong to.
+
+    Attributes:
+      name: of the native operation, behind "update_".
+      constants: of the native operation.
+      starts: the fresh value of each of its states.
+      is_rowwise: whether a state is one number a row, and not one an element.
+    """
+
+    name: str
+    constants: tuple[tuple[str, float], ...]
+    starts: tuple[float, ...]
+    is_rowwise: bool
+    state_dtype: Any
+    count_per_row: bool
+    stochastic_rounding: bool
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedOptimizer:
+    """An optimizer with a native update; made by :func:`jax_hkv.optim.adam` and its like."""
+
+    rule: _Rule
+    learning_rate: LearningRate
+
+    def init(self, table: Table) -> Table:
+        """The table with this optimizer's rows, fresh for every slot.
+
+        Args:
+          table: whose rows will be optimized; optimizer rows that it has are replaced.
+
+        Raises:
+          ValueError: if rows are to be rounded stochastically that are not bfloat16.
+        """
+        rule = self.rule
+        if rule.stochastic_rounding and table.dtype != jnp.bfloat16:
+            raise ValueError(
+                f"optim.{rule.name}: stochastic_rounding is for bfloat16 rows, got a table of "
+                f"{table.dtype.name}: create it with dtype=jnp.bfloat16, or leave the option out"
+            )
+        row = (1,) if rule.is_rowwise else (1, table.dim)
+        fresh = [jnp.full(row, start, rule.state_dtype) for start in rule.starts]
+        if rule.count_per_row:
+            fresh.append(jnp.zeros((1,), jnp.uint32))
+        count = jnp.zeros((1,), jnp.uint32)
+        rows = _updates.optimizer_rows(fresh, [count], rule, table.capacity)
+        return dataclasses.replace(table, optimizer=rows)
+
+    def update(
+        self,
+        table: Table,
+        result: InsertResult | Sequence[InsertResult],
+        row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+        *,
+        learning_rate: float | Float[Array, ""] | None = None,
+        apply: Bool[Array, ""] | None = None,
+    ) -> Table:
+        """The table after one step of the optimizer on the rows of a batch.
+
+        See :meth:`jax_hkv.optim.SparseOptimizer.update`.
+
+        Args:
+          table: after the :func:`jax_hkv.find_or_insert` that gave the result.
+          result: of that call; or the results of several lookups, which make one step together.
+          row_gradients: like ``result.values``; or as many of them as there are results.
+          learning_rate: of this step, instead of the optimizer's own; traced if need be.
+          apply: a traced bool; where it is False nothing changes, not even the step count.
+
+        Raises:
+          ValueError, TypeError: naming the argument.
+        """
+        rule = self.rule
+        before = _updates.rows_of(table, rule)
+        table, batch = _updates.batch_of(table, result, row_gradients, apply)
+        (count,) = before.shared
+        given = self.learning_rate if learning_rate is None else learning_rate
+        rate = jnp.asarray(given(count[0]) if callable(given) else given, jnp.float32)
+        ahead = count + jnp.uint32(1) if apply is None else count + apply.astype(jnp.uint32)
+        states = before.rows[: len(rule.starts)]
+        steps = before.rows[-1] if rule.count_per_row else ahead
+        groups = batch.groups
+        clock, values, *states, steps = _ffi.call(
+            f"update_{rule.name}",
+            *(table.index.clock, table.values, *states, steps),
+            *(batch.slots, groups.keys, rate.reshape(1)),
+            *(groups.count, groups.inverse, groups.order, groups.offsets),
+            *batch.terms.operands,
+            table=table.name,
+            stochastic=int(rule.stochastic_rounding),
+            seed=int(np.uint64(rule.seed).view(np.int64)),
+            **dict(rule.constants),
+        )
+        optimizer = dataclasses.replace(
+            before,
+            rows=(*states, steps) if rule.count_per_row else tuple(states),
+            shared=(ahead if rule.count_per_row else steps,),
+            skipped=before.skipped + batch.stale,
+        )
+        return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
+
+
+def _optimizer(
+    name: str,
+    learning_rate: Any,
+    constants: dict[str, float],
+    starts: tuple[float, ...],
+    options: dict[str, Any],
+    *,
+    is_rowwise: bool = False,
+) -> FusedOptimizer:
+    call = f"optim.{name}"
+    if not callable(learning_rate) and not isinstance(learning_rate, (int, float, jax.Array)):
+        raise TypeError(
+            f"{call}: learning_rate must be a number or a function of the step count, got "
+            f"{type(learning_rate).__name__}"
+        )
+    for constant, value in constants.items():
+        if not 0 <= value < np.inf:
+            raise ValueError(f"{call}: {constant} must be a number from 0 on, got {value}")
+    known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
+    if not options.keys() <= known:
+        raise TypeError(
+            f"{call}: options are {sorted(known)}, got {sorted(options.keys() - known)}"
+        )
+    dtype = options.get("state_dtype", jnp.float32)
+    if not any(dtype == allowed for allowed in _STATE_DTYPES):
+        raise TypeError(f"{call}: state_dtype must be float32, bfloat16 or float16, got {dtype}")
+    rule = _Rule(
+        name=name,
+        constants=tuple(constants.items()),
+        starts=starts,
+        is_rowwise=is_rowwise,
+        state_dtype=np.dtype(dtype),
+        count_per_row=bool(options.get("count_per_row", False)),
+        stochastic_rounding=bool(options.get("stochastic_rounding", False)),
+        seed=as_integer(call, "seed", options.get("seed", 0), 0, 2**64 - 1),
+    )
+    return FusedOptimizer(rule, learning_rate)
+
+
+def sgd(
+    learning_rate: LearningRate,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    **options: Any,
+) -> FusedOptimizer:
+    """Stochastic gradient descent; with `momentum`, of the touched rows only.
+
+    Args:
+      learning_rate: a number, or a schedule: a function of the step count.
+      momentum: decay of the trace, None for none.
+      nesterov: whether the trace is looked ahead of.
+      **options: see :func:`adam`.
+    """
+    if momentum is None:
+        return _optimizer("sgd", learning_rate, {}, (), options)
+    constants = {"momentum": momentum, "nesterov": int(nesterov)}
+    return _optimizer("momentum", learning_rate, constants, (0.0,), options)
+
+
+def adagrad(
+    learning_rate: LearningRate,
+    initial_accumulator_value: float = 0.1,
+    eps: float = 1e-7,
+    **options: Any,
+) -> FusedOptimizer:
+    """Adagrad with one accumulator an element (Duchi, Hazan, Singer, 2011), as ``optax.adagrad``.
+
+    Args:
+      learning_rate: a number, or a schedule.
+      initial_accumulator_value: of new rows.
+      eps: inside the root.
+      **options: see :func:`adam`.
+    """
+    starts = (float(initial_accumulator_value),)
+    return _optimizer("adagrad", learning_rate, {"eps": eps}, starts, options)
+
+
+def rowwise_adagrad(
+    learning_rate: LearningRate,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-8,
+    **options: Any,
+) -> FusedOptimizer:
+    """Adagrad with one accumulator a row: the mean of its squared gradients (FBGEMM).
+
+    Args:
+      learning_rate: a number, or a schedule.
+      initial_accumulator_value: of new rows.
+      eps: outside the root.
+      **options: see :func:`adam`.
+    """
+    starts = (float(initial_accumulator_value),)
+    constants = {"eps": eps}
+    return _optimizer("rowwise_adagrad", learning_rate, constants, starts, options, is_rowwise=True)
+
+
+def adam(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    **options: Any,
+) -> FusedOptimizer:
+    """Adam (Kingma, Ba, 2015) on the touched rows: the moments of other rows do not decay.
+
+    Args:
+      learning_rate: a number, or a schedule: a function of the step count. It is an operand of the
+        compiled step: another value of `update`'s `learning_rate` retraces nothing.
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: outside the root.
+      eps_root: inside the root.
+      **options: for every optimizer of this kind:
+        `state_dtype`: of the optimizer rows, float32 (the default), bfloat16 or float16.
+        `count_per_row`: whether a row counts its own updates; otherwise the table's are counted.
+        `stochastic_rounding`: of bfloat16 rows, by random bits that are a function of `seed`, key,
+        step and element alone.
+        `seed`: of these, 0 to 2**64 - 1.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> opt = hkv.optim.adam(1e-3)
+      >>> table = opt.init(hkv.create(128, dim=2))
+      >>> table, result = hkv.find_or_insert(table, np.array([1, 2], np.int32))
+      >>> table = opt.update(table, result, jnp.ones_like(result.values))
+      >>> int(table.optimizer.shared[0][0])
+      1
+    """
+    return adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=0.0, **options)
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    **options: Any,
+) -> FusedOptimizer:
+    """Adam with decoupled weight decay (Loshchilov, Hutter, 2019), lazily: of touched rows only.
+
+    Args:
+      learning_rate: a number, or a schedule.
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: outside the root.
+      eps_root: inside the root.
+      weight_decay: of a row, each time that it is updated, times the learning rate.
+      **options: see :func:`adam`.
+    """
+    constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
+    for name in ("b1", "b2"):
+        if not constants[name] < 1:
+            raise ValueError(f"optim.adam: {name} must be below 1, got {constants[name]}")
+    return _optimizer("adam", learning_rate, constants, (0.0, 0.0), options)
+
+
+def ftrl(
+    learning_rate: LearningRate,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    beta: float = 0.0,
+    initial_accumulator_value: float = 0.1,
+    **options: Any,
+) -> FusedOptimizer:
+    """FTRL-proximal, whose rows become sparse under `l1` (McMahan et al., 2013).
+
+    Args:
+      learning_rate: alpha of the paper; a number, or a schedule.
+      l1: lambda 1.
+      l2: lambda 2.
+      beta: of the paper.
+      initial_accumulator_value: of the squared gradients of new rows.
+      **options: see :func:`adam`.
+    """
+    starts = (float(initial_accumulator_value), 0.0)
+    return _optimizer("ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, starts, options)

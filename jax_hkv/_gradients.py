@@ -1,0 +1,110 @@
+"""What is done to gradients before an update, over dense parameters and rows together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jax_hkv import _updates
+from jax_hkv import index as _index
+from jax_hkv.table import InsertResult
+
+
+def clip_by_global_norm(
+    max_norm: float, gradients: Any, results: Sequence[Any], row_gradients: Sequence[Any]
+) -> tuple[Any, list[Any], Float[Array, ""]]:
+    """Scales all gradients so that their norm, over dense parameters and rows, is at most a bound.
+
+    The norm is that of a dense model with the same rows: the gradients of equal keys are summed
+    first; keys without a row (refused ones) do not count. Source: Pascanu, Mikolov, Bengio: On the
+    difficulty of training recurrent neural networks, 2013.
+
+    Args:
+      max_norm: the bound, positive.
+      gradients: of the dense parameters, any pytree.
+      results: for each table, the result of its lookup, or a list of results.
+      row_gradients: for each table, as its optimizer's update takes them.
+
+    Returns:
+      The dense and the row gradients, scaled, and the norm before that.
+
+    Raises:
+      ValueError: if there is not one entry of `row_gradients` for each of `results`.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, result = hkv.find_or_insert(hkv.create(128, 1), np.array([3, 3], np.int32))
+      >>> dense, (rows,), norm = clip_by_global_norm(
+      ...     1.0, {"w": jnp.array([6.0])}, [result], [jnp.array([[4.0], [4.0]])])
+      >>> float(norm), rows.tolist()
+      (10.0, [[0.4000000059604645], [0.4000000059604645]])
+    """
+    if len(results) != len(row_gradients):
+        raise ValueError(
+            "optim.clip_by_global_norm: row_gradients must have one entry for each table, got "
+            f"{len(row_gradients)} for {len(results)} results"
+        )
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)]
+    squares += [_square_norm(*pair) for pair in zip(results, row_gradients, strict=True)]
+    norm = jnp.sqrt(sum(squares, jnp.float32(0)))
+    factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+    scale = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), (gradients, row_gradients))
+    return scale[0], list(scale[1]), norm
+
+
+def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
+    results = [result] if isinstance(result, InsertResult) else list(result)
+    gradients = [row_gradients] if isinstance(result, InsertResult) else list(row_gradients)
+    terms = _updates.terms_of(results, gradients)
+    groups, slots = _updates.merged_groups(results)
+    sums = _index.combine(groups, terms)
+    return jnp.sum(jnp.where(slots[:, None] >= 0, jnp.square(sums), 0.0))
+
+
+def all_finite(*trees: Any) -> Bool[Array, ""]:
+    """Whether every number of every leaf is finite: what an update's `apply` wants to know."""
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """A factor that keeps small gradients from vanishing in half precision, and adapts itself.
+
+    Multiply the loss by `scale` and the gradients by `1 / scale`; a step whose gradients are not
+    all finite is skipped. Source: Micikevicius et al.: Mixed precision training, 2018.
+
+    Attributes:
+      scale: ``float32``, the factor.
+      good_steps: ``int32``, finite steps since it last changed.
+      period: static, finite steps after which the factor doubles.
+
+    Example:
+      >>> scale = LossScale.create(1024.0)
+      >>> float(scale.adjust(jnp.bool_(False)).scale)
+      512.0
+    """
+
+    scale: Float[Array, ""]
+    good_steps: Int32[Array, ""]
+    period: int = dataclasses.field(default=2000, metadata={"static": True})
+
+    @classmethod
+    def create(cls, scale: float = 2.0**15, period: int = 2000) -> LossScale:
+        """The factor to begin with, and after how many finite steps it doubles."""
+        return cls(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), period)
+
+    def adjust(self, finite: Bool[Array, ""]) -> LossScale:
+        """After a step: halved if its gradients were not finite, doubled after a good period."""
+        steps = self.good_steps + 1
+        grown = jnp.where(steps >= self.period, 2 * self.scale, self.scale)
+        scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, 1.0))
+        steps = jnp.where(finite & (steps < self.period), steps, 0)
+        return dataclasses.replace(self, scale=scale, good_steps=steps)
