@@ -29,6 +29,7 @@ from jax_hkv.table import (
 from jax_hkv.whole_table import (
     advance_epoch,
     erase_if,
+    expire,
     export_batch,
     export_batch_if,
     load_factor,
@@ -59,6 +60,7 @@ __all__ = [
     "equal",
     "erase",
     "erase_if",
+    "expire",
     "export_batch",
     "export_batch_if",
     "find",

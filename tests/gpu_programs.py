@@ -118,6 +118,8 @@ def programs():
     yield "load_factor", hkv.load_factor, (make(),)
     yield "size_if", lambda table: hkv.size_if(table, is_old), (make(),)
     yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
+    expiring = make(policy=hkv.Policy.EPOCH_LRU)
+    yield "expire", hkv.expire, (expiring, jax.ShapeDtypeStruct((), jnp.uint32))
     yield "export_batch", lambda table, at: hkv.export_batch(table, at, 500), (make(), offset)
     yield (
         "export_batch_if",

@@ -36,7 +36,7 @@ BATCHES = [
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
 STRAIGHT = ["train_step", "shard_map_step", "leading_axis_step", *WHOLE, *BATCHES]
-LOOPS = ["scan_of_steps", "erase_if", "size_if"]
+LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if"]
 
 
 def find_module(name):
