@@ -1,6 +1,6 @@
 """Dynamic embedding tables with cache semantics for JAX."""
 
-from jax_hkv import initializers, optim, testing
+from jax_hkv import admission, initializers, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.index import Policy, Status
 from jax_hkv.operations import (
@@ -32,6 +32,7 @@ from jax_hkv.whole_table import (
     expire,
     export_batch,
     export_batch_if,
+    halve_sightings,
     load_factor,
     size,
     size_if,
@@ -52,6 +53,7 @@ __all__ = [
     "Table",
     "WriteResult",
     "accum_or_assign",
+    "admission",
     "advance_epoch",
     "assign",
     "clear",
@@ -65,6 +67,7 @@ __all__ = [
     "export_batch_if",
     "find",
     "find_or_insert",
+    "halve_sightings",
     "initial_rows",
     "initializers",
     "insert_and_evict",

@@ -106,6 +106,30 @@ def _expire(table: Table, epochs: jax.Array) -> Any:
     return _erase_matching(table, is_old)
 
 
+def halve_sightings(table: Table) -> Table:
+    """Halves the counters of :func:`jax_hkv.admission.frequency`, rounding down.
+
+    Done now and then it lets the sketch forget keys that are no longer seen (Einziger, Friedman and
+    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key may need up to twice its
+    sightings afterwards.
+
+    Args:
+      table: to change.
+
+    Raises:
+      ValueError: if the table counts no sightings.
+    """
+    check_table("halve_sightings", table)
+    admission = table.admission
+    if admission is None or admission.counters is None:
+        raise ValueError(
+            "halve_sightings: the table counts no sightings: create it with "
+            "admission=jax_hkv.admission.frequency(sightings), sightings above 1"
+        )
+    halved = dataclasses.replace(admission, counters=admission.counters >> 1)
+    return dataclasses.replace(table, admission=halved)
+
+
 def advance_epoch(table: Table, epoch: Any = None) -> Table:
     """Sets the epoch of the EPOCH policies.
 
