@@ -1,6 +1,6 @@
 """Dynamic embedding tables with cache semantics for JAX."""
 
-from jax_hkv import admission, initializers, optim, testing
+from jax_hkv import admission, initializers, metrics, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.index import Policy, Status
 from jax_hkv.operations import (
@@ -75,6 +75,7 @@ __all__ = [
     "less",
     "less_equal",
     "load_factor",
+    "metrics",
     "optim",
     "size",
     "size_if",

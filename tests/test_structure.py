@@ -37,7 +37,12 @@ COMPILED = {"_cpu", "_cuda"}
 GATEWAY = "_ffi"
 
 THIRD_PARTY = {"jax", "jaxlib", "jaxtyping", "numpy"}
-OPTIONAL = {"linen": {"flax"}, "nnx": {"flax"}, "checkpoint": {"orbax"}}
+OPTIONAL = {
+    "linen": {"flax"},
+    "nnx": {"flax"},
+    "checkpoint": {"orbax"},
+    "plots": {"matplotlib"},
+}
 
 
 def files(folder: Path, suffixes: set[str]) -> list[Path]:
