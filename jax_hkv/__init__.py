@@ -1,6 +1,6 @@
 """Dynamic embedding tables with cache semantics for JAX."""
 
-from jax_hkv import initializers, optim, testing
+from jax_hkv import admission, initializers, metrics, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.index import Policy, Status
 from jax_hkv.operations import (
@@ -30,8 +30,10 @@ from jax_hkv.table import (
 from jax_hkv.whole_table import (
     advance_epoch,
     erase_if,
+    expire,
     export_batch,
     export_batch_if,
+    halve_sightings,
     load_factor,
     size,
     size_if,
@@ -53,6 +55,7 @@ __all__ = [
     "Table",
     "WriteResult",
     "accum_or_assign",
+    "admission",
     "advance_epoch",
     "assign",
     "clear",
@@ -61,10 +64,12 @@ __all__ = [
     "equal",
     "erase",
     "erase_if",
+    "expire",
     "export_batch",
     "export_batch_if",
     "find",
     "find_or_insert",
+    "halve_sightings",
     "initial_rows",
     "initializers",
     "insert_and_evict",
@@ -72,6 +77,7 @@ __all__ = [
     "less",
     "less_equal",
     "load_factor",
+    "metrics",
     "optim",
     "size",
     "size_if",

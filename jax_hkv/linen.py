@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import initializers
 from jax_hkv import operations as _operations
+from jax_hkv.admission import Frequency, Probability
 from jax_hkv.index import Policy
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table, create
@@ -53,6 +54,7 @@ class Embed(nn.Module):
       embedding_init: first rows, from ``jax_hkv.initializers``.
       seed: of the first rows.
       optimizer: whose rows the table carries; None for a table that is never trained.
+      admission: which unseen ids get a row, from ``jax_hkv.admission``; None: all.
     """
 
     capacity: int
@@ -64,6 +66,7 @@ class Embed(nn.Module):
     embedding_init: initializers.Initializer | None = None
     seed: int = 0
     optimizer: Optimizer | None = None
+    admission: Frequency | Probability | None = None
 
     @nn.compact
     def __call__(
@@ -106,6 +109,7 @@ class Embed(nn.Module):
             init=self.embedding_init,
             seed=self.seed,
             name=self.name or "embed",
+            admission=self.admission,
         )
         return table if self.optimizer is None else self.optimizer.init(table)
 

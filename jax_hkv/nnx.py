@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import initializers
 from jax_hkv import operations as _operations
+from jax_hkv.admission import Frequency, Probability
 from jax_hkv.index import Policy
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import create
@@ -57,6 +58,7 @@ class Embed(nnx.Module):
       seed: of the first rows.
       optimizer: whose rows the table carries; None for a table that is never trained.
       name: for error messages.
+      admission: which unseen ids get a row, from ``jax_hkv.admission``; None: all.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Embed(nnx.Module):
         seed: int = 0,
         optimizer: Optimizer | None = None,
         name: str = "embed",
+        admission: Frequency | Probability | None = None,
     ):
         table = create(
             capacity,
@@ -82,6 +85,7 @@ class Embed(nnx.Module):
             init=embedding_init,
             seed=seed,
             name=name,
+            admission=admission,
         )
         self.dtype = dtype
         self.is_recording = False  # whether lookups are kept for an update

@@ -117,6 +117,31 @@ def _upsert(
     return _start_optimizer_rows(table, new_slots), upserted, evicted
 
 
+def _let_in(table: Table, keys: Keys, seen: Groups) -> tuple[Table, Groups]:
+    """Asks the table's admission about the absent keys; the groups without those turned away."""
+    assert table.admission is not None
+    distinct, asked = Keys(seen.keys), _index.all_of(seen)
+    index, slots = _index.find(table.index, distinct, asked)
+    is_present = slots >= 0
+    admission, admitted = table.admission.decide(
+        table.seed, _index.tick(index).clock, distinct, asked & ~is_present, jnp.diff(seen.offsets)
+    )
+    table = dataclasses.replace(table, index=index, admission=admission)
+    enters = _index.by_position(seen, is_present | admitted, False)
+    return table, _index.unique(keys, enters)
+
+
+def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
+    """A result of the keys that were let in, completed by those that were not."""
+    away = (seen.inverse >= 0) & (result.groups.inverse < 0)
+    unique = seen.count[0]
+    refused = result.counts.refused + unique - result.counts.unique
+    return result._replace(
+        status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
+        counts=result.counts._replace(unique=unique, refused=refused),
+    )
+
+
 # --- Reads ---------------------------------------------------------------------------------------
 
 
@@ -241,6 +266,9 @@ def find_or_insert(
 ) -> tuple[Table, InsertResult]:
     """Looks up rows; absent keys are inserted, with their initial or the given row.
 
+    Where the table was created with an admission rule, absent keys that it does not admit are
+    refused: they get no slot, and their initial row.
+
     Args:
       table: to change.
       keys: of any shape.
@@ -287,7 +315,9 @@ def _find_or_insert(
     offered: jax.Array | None,
     evicted: bool,
 ) -> Any:
-    groups = _index.unique(keys, valid)
+    groups = seen = _index.unique(keys, valid)
+    if table.admission is not None:
+        table, groups = _let_in(table, keys, seen)
     table, upserted, entries = _upsert(table, groups, scores, evicted)
     new_slots = _new_slots(upserted)
     if offered is None:
@@ -305,7 +335,7 @@ def _find_or_insert(
         table = scatter_values(table, new_slots, groups.first, offered)
     initial = (table.initializer, table.seed, keys, valid)
     table, values = gather_values(table, upserted.slots, initial=initial)
-    return table, InsertResult(
+    result = InsertResult(
         values=checkpoint_name(values, ROWS_NAME),
         keys=keys,
         slots=upserted.slots,
@@ -315,6 +345,7 @@ def _find_or_insert(
         groups=groups,
         unique_slots=upserted.unique_slots,
     )
+    return table, result if table.admission is None else _with_refused(result, seen)
 
 
 def insert_or_assign(

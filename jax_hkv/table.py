@@ -17,6 +17,7 @@ from jax_hkv import initializers
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_integer
 from jax_hkv._keys import Keys
+from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
 
 _ROW_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -55,6 +56,7 @@ class Table:
       index: digests, keys, scores, occupancy, clock and epoch.
       values: ``dtype[slots, dim]``, rows by slot; rows of empty slots have no meaning.
       optimizer: optimizer rows, or None.
+      admission: which absent keys get a row, or None: all.
       initializer: static, the first value of a row.
       seed: static, of the first values.
     """
@@ -62,6 +64,7 @@ class Table:
     index: Index
     values: Float[Array, "S dim"]
     optimizer: OptimizerRows | None
+    admission: Admission | None
     initializer: initializers.Initializer = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
 
@@ -238,6 +241,7 @@ def create(
     init: initializers.Initializer | None = None,
     seed: int = 0,
     name: str = "table",
+    admission: Frequency | Probability | None = None,
 ) -> Table:
     """An empty table.
 
@@ -251,6 +255,8 @@ def create(
       init: first values of rows, by default ``variance_scaling(1.0, "normal")`` as ``nn.Embed``.
       seed: of the first values, 0 to 2**64 - 1.
       name: appears in error messages.
+      admission: which absent keys ``find_or_insert`` inserts, from ``jax_hkv.admission``; None:
+        all. The other writes insert what they are told to.
 
     Raises:
       ValueError, TypeError: naming the argument.
@@ -280,11 +286,13 @@ def create(
             "create: init must come from jax_hkv.initializers (a row is a function of seed and key "
             f"alone, on every backend), got {type(initializer).__name__}"
         )
+    check_rule("create", admission)
     buckets = -(-capacity // LANES)
     return Table(
         index=_index.create(buckets, Policy(policy), choices, name),
         values=_rows.new(jnp.zeros((1, dim), dtype), buckets * LANES),
         optimizer=None,
+        admission=None if admission is None else admission.start(),
         initializer=initializer.for_dim(dim),
         seed=seed,
     )

@@ -15,11 +15,13 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
 from jax_hkv._keys import Keys
-from jax_hkv.index import MAX_SLOTS, NO_SLOT
+from jax_hkv.index import MAX_SLOTS, NO_SLOT, Policy
 from jax_hkv.table import Entries, Table, check_table, entries_at, gather_values, jitted
 
 # Slots read at a time by operations that go over the whole table: some megabytes of rows.
 _CHUNK_SLOTS = 16384
+
+_EPOCH_POLICIES = (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
 
 Predicate = Callable[[Keys, Keys, jax.Array], jax.Array]
 
@@ -42,6 +44,10 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
 
 @jitted("predicate")
 def _erase_if(table: Table, predicate: Predicate) -> Any:
+    return _erase_matching(table, predicate)
+
+
+def _erase_matching(table: Table, predicate: Predicate) -> tuple[Table, jax.Array]:
     table = dataclasses.replace(table, index=_index.tick(table.index))
 
     def body(table: Table, offset: jax.Array, erased: jax.Array) -> tuple[Table, jax.Array]:
@@ -50,6 +56,78 @@ def _erase_if(table: Table, predicate: Predicate) -> Any:
         return table, erased + jnp.sum(slots >= 0, dtype=jnp.int32)
 
     return _over_chunks(table, body)
+
+
+def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
+    """Removes the entries that were not touched for more than `epochs` epochs: time to live.
+
+    An entry keeps the epoch in which it was inserted or last scored (``find(touch=True)`` and the
+    writes do that); it goes when the table's epoch is more than `epochs` later.
+
+    Args:
+      table: to change, under EPOCH_LRU or EPOCH_LFU.
+      epochs: 0 to 2**32 - 1; may be traced. 0 leaves the entries of the current epoch.
+
+    Returns:
+      The table, and how many entries were removed.
+
+    Raises:
+      ValueError: under a policy whose scores hold no epoch.
+      TypeError: if `epochs` is no integer.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(128, dim=2, policy=hkv.Policy.EPOCH_LRU)
+      >>> table, _ = hkv.find_or_insert(table, np.array([5, 6], np.int32))
+      >>> table, _ = hkv.find(hkv.advance_epoch(table), np.array([5], np.int32), touch=True)
+      >>> table, erased = hkv.expire(table, 0)
+      >>> int(erased), int(hkv.size(table))
+      (1, 1)
+    """
+    check_table("expire", table)
+    if table.policy not in _EPOCH_POLICIES:
+        raise ValueError(
+            f"expire: the table's policy must be EPOCH_LRU or EPOCH_LFU, got {table.policy.name}, "
+            "whose scores hold no epoch: create the table with one of those, or use erase_if"
+        )
+    return _expire(table, _epoch("expire", "epochs", epochs))
+
+
+@jitted()
+def _expire(table: Table, epochs: jax.Array) -> Any:
+    now = table.epoch[0]
+
+    def is_old(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
+        del keys, values
+        # An epoch that was set back is behind some entries: those are not old.
+        return (scores.high < now) & (now - scores.high > epochs)
+
+    return _erase_matching(table, is_old)
+
+
+def halve_sightings(table: Table) -> Table:
+    """Halves the counters of :func:`jax_hkv.admission.frequency`, rounding down.
+
+    Done now and then it lets the sketch forget keys that are no longer seen (Einziger, Friedman and
+    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key may need up to twice its
+    sightings afterwards.
+
+    Args:
+      table: to change.
+
+    Raises:
+      ValueError: if the table counts no sightings.
+    """
+    check_table("halve_sightings", table)
+    admission = table.admission
+    if admission is None or admission.counters is None:
+        raise ValueError(
+            "halve_sightings: the table counts no sightings: create it with "
+            "admission=jax_hkv.admission.frequency(sightings), sightings above 1"
+        )
+    halved = dataclasses.replace(admission, counters=admission.counters >> 1)
+    return dataclasses.replace(table, admission=halved)
 
 
 def advance_epoch(table: Table, epoch: Any = None) -> Table:
@@ -64,16 +142,16 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
     if epoch is None:
         new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
     else:
-        new = jnp.broadcast_to(_epoch(epoch), old.shape)
+        new = jnp.broadcast_to(_epoch("advance_epoch", "epoch", epoch), old.shape)
     return dataclasses.replace(table, index=dataclasses.replace(table.index, epoch=new))
 
 
-def _epoch(epoch: Any) -> jax.Array:
+def _epoch(call: str, argument: str, epoch: Any) -> jax.Array:
     if not is_traced(epoch):
-        return jnp.uint32(_checks.as_integer("advance_epoch", "epoch", epoch, 0, 2**32 - 1))
+        return jnp.uint32(_checks.as_integer(call, argument, epoch, 0, 2**32 - 1))
     if not jnp.issubdtype(epoch.dtype, jnp.integer) or epoch.size != 1:
         raise TypeError(
-            f"advance_epoch: epoch must be one integer, got {epoch.dtype}{list(epoch.shape)}"
+            f"{call}: {argument} must be one integer, got {epoch.dtype}{list(epoch.shape)}"
         )
     return epoch.astype(jnp.uint32).reshape(())
 

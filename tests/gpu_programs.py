@@ -118,6 +118,9 @@ def programs():
     yield "load_factor", hkv.load_factor, (make(),)
     yield "size_if", lambda table: hkv.size_if(table, is_old), (make(),)
     yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
+    expiring = make(policy=hkv.Policy.EPOCH_LRU)
+    yield "expire", hkv.expire, (expiring, jax.ShapeDtypeStruct((), jnp.uint32))
+    yield "halve_sightings", hkv.halve_sightings, (make(admission=hkv.admission.frequency(3)),)
     yield "export_batch", lambda table, at: hkv.export_batch(table, at, 500), (make(), offset)
     yield (
         "export_batch_if",
@@ -146,6 +149,8 @@ def programs():
             lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores),
             (scored, batch(), batch()),
         )
+        admitting = make(choices=choices, admission=hkv.admission.frequency(3))
+        yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
 def sharded_programs(mesh):

@@ -32,11 +32,13 @@ BATCHES = [
         "assign",
         "erase",
         "scored_insert",
+        "admitting_insert",
     )
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
+WHOLE += ["halve_sightings"]
 STRAIGHT = ["train_step", "shard_map_step", "leading_axis_step", *WHOLE, *BATCHES]
-LOOPS = ["scan_of_steps", "erase_if", "size_if"]
+LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if"]
 
 
 def find_module(name):

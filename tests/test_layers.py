@@ -204,3 +204,17 @@ def test_linen_and_nnx_give_the_same_rows():
     ids = np.arange(6, dtype=np.int32)
     linen_rows, _ = hkv.linen.Embed(128, FEATURES, seed=5).init_with_output(jax.random.key(0), ids)
     np.testing.assert_array_equal(linen_rows, hkv.nnx.Embed(128, FEATURES, seed=5)(ids))
+
+
+def test_layers_give_rows_to_the_ids_that_their_admission_admits():
+    """Training turns rare ids away; they get the row that they would start with."""
+    ids = np.array([1, 2, 2], np.int32)
+    rule = hkv.admission.frequency(2, width=64)
+    layer = hkv.linen.Embed(128, FEATURES, admission=rule)
+    variables = layer.init(jax.random.key(0), ids)
+    rows, updated = layer.apply(variables, ids, train=True, mutable=hkv.linen.MUTABLE)
+    assert int(hkv.size(updated["tables"]["table"])) == 1
+    np.testing.assert_array_equal(rows, layer.apply(variables, ids))
+    other = hkv.nnx.Embed(128, FEATURES, admission=rule)
+    other(ids, train=True)
+    assert int(hkv.size(other.table.get_value())) == 1

@@ -28,7 +28,7 @@ WITHOUT_XLA_OR_PYTHON = ("core", "ops")
 LAYERS = (
     {"_build", "_compat", "_ffi", "_keys", "initializers"},
     {"index", "rows"},
-    {"_checks", "operations", "table", "whole_table"},
+    {"_checks", "admission", "operations", "table", "whole_table"},
     {"the wings"},
     {"linen", "nnx"},
     {"__init__"},
@@ -37,7 +37,12 @@ COMPILED = {"_cpu", "_cuda"}
 GATEWAY = "_ffi"
 
 THIRD_PARTY = {"jax", "jaxlib", "jaxtyping", "numpy"}
-OPTIONAL = {"linen": {"flax"}, "nnx": {"flax"}, "checkpoint": {"orbax"}}
+OPTIONAL = {
+    "linen": {"flax"},
+    "nnx": {"flax"},
+    "checkpoint": {"orbax"},
+    "plots": {"matplotlib"},
+}
 
 
 def files(folder: Path, suffixes: set[str]) -> list[Path]:

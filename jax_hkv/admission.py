@@ -1,0 +1,210 @@
+"""Who gets a row: rules that keep rare keys out of a table (docs/semantics.md, section 11).
+
+Most ids of a click log are seen once; a row for each of them evicts rows that are needed. A table
+made with one of these rules lets ``find_or_insert`` insert an absent key only when the rule admits
+it; the others are refused. Decisions are functions of (seed, key, table), in integers alone, so all
+backends agree on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jax_hkv._checks import as_integer
+from jax_hkv._keys import Keys
+
+# The 32-bit finaliser of MurmurHash3 (Appleby: SMHasher, 2011), a bijection of the 32-bit words.
+_FACTORS = 0x85EBCA6B, 0xC2B2AE35
+# 2^32 divided by the golden ratio: keeps zero words from hashing to zero.
+_GOLDEN = 0x9E3779B9
+
+# What a hash begins with where it is no row of a sketch.
+_DRAW = 2**32 - 1
+
+_MOST_ROWS = 16  # an overestimate has a chance below e^-16 then
+_MOST_SIGHTINGS = 2**31 - 1  # a counter and the occurrences of a batch stay below 2^32 together
+
+
+@dataclasses.dataclass(frozen=True)
+class Frequency:
+    """Admits a key at its `sightings`-th sighting. Made by :func:`frequency`."""
+
+    sightings: int
+    width: int
+    depth: int
+
+    def start(self) -> Admission | None:
+        """What a new table carries; None where everything is admitted."""
+        if self.sightings == 1:
+            return None
+        return Admission(jnp.zeros((self.depth, self.width), jnp.uint32), self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probability:
+    """Admits `threshold` of 2**32 draws. Made by :func:`probability`."""
+
+    threshold: int
+
+    def start(self) -> Admission | None:
+        """What a new table carries; None where everything is admitted."""
+        return None if self.threshold == 2**32 else Admission(None, self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """A rule, and what it remembers of the keys that a table has no row for.
+
+    Attributes:
+      counters: ``uint32[depth, width]``, the sketch of :func:`frequency`; else None.
+      rule: static.
+    """
+
+    counters: UInt32[Array, "depth width"] | None
+    rule: Frequency | Probability = dataclasses.field(metadata={"static": True})
+
+    def decide(
+        self,
+        seed: int,
+        clock: UInt32[Array, 2],
+        keys: Keys,
+        absent: Bool[Array, " n"],
+        occurrences: Int32[Array, " n"],
+    ) -> tuple[Admission, Bool[Array, " n"]]:
+        """Counts the absent ones of distinct keys, and says which of them get a row.
+
+        Args:
+          seed: of the table.
+          clock: of this batch.
+          keys: distinct where they are absent.
+          absent: which keys have no row; the others are not counted, and False in the result.
+          occurrences: of each key in the batch.
+        """
+        words = [jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)]
+        if isinstance(self.rule, Probability):
+            # The clock before the key: keys of equal hash at one time have others at the next.
+            draws = _hash(jnp.uint32(_DRAW), *words, clock[0], clock[1], keys.low, keys.high)
+            return self, absent & (draws < jnp.uint32(self.rule.threshold))
+        assert self.counters is not None
+        rule = self.rule
+        rows = jnp.arange(rule.depth, dtype=jnp.uint32)[:, None]
+        cells = (_hash(rows, *words, keys.low, keys.high) % jnp.uint32(rule.width)).astype(
+            jnp.int32
+        )
+        sketch = _Cells(rows, jnp.where(absent, cells, rule.width))
+        counters = sketch.add(self.counters, occurrences.astype(jnp.uint32), rule.sightings)
+        admitted = absent & (sketch.least(counters) >= jnp.uint32(rule.sightings))
+        return dataclasses.replace(self, counters=counters), admitted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cells:
+    """The cells of keys in a count-min sketch: ``[depth, 1]`` rows and ``[depth, n]`` columns."""
+
+    rows: jax.Array
+    columns: jax.Array
+
+    def add(self, counters: jax.Array, occurrences: jax.Array, most: int) -> jax.Array:
+        """The counters after sightings; they stop at `most`, so they never wrap."""
+        counters = counters.at[self.rows, self.columns].add(occurrences, mode="drop")
+        return counters.at[self.rows, self.columns].min(jnp.uint32(most), mode="drop")
+
+    def least(self, counters: jax.Array) -> jax.Array:
+        """The sketch's count of each key: at least the true one, up to `most`."""
+        counts = counters.at[self.rows, self.columns].get(mode="fill", fill_value=0)
+        return jnp.min(counts, axis=0)
+
+
+def _hash(*words: jax.Array) -> jax.Array:
+    return functools.reduce(_absorb, words, jnp.uint32(0))
+
+
+def _absorb(state: jax.Array, word: jax.Array) -> jax.Array:
+    state = (state ^ word) + jnp.uint32(_GOLDEN)
+    state = (state ^ (state >> 16)) * jnp.uint32(_FACTORS[0])
+    state = (state ^ (state >> 13)) * jnp.uint32(_FACTORS[1])
+    return state ^ (state >> 16)
+
+
+def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequency:
+    """A key gets a row at its `sightings`-th sighting.
+
+    Sightings of keys without a row are counted by a count-min sketch (Cormode and Muthukrishnan: An
+    improved data stream summary: the count-min sketch and its applications, 2005), in
+    ``4 * width * depth`` bytes whatever the number of keys. It never counts too few, so a key that
+    was seen often enough always gets in; of ``t`` sightings in all it counts more than
+    ``2.72 t / width`` too many for one key in ``2.72**depth`` at most. Several occurrences in a
+    batch are as many sightings, and the batch of the last one needed admits the key.
+
+    Call :func:`jax_hkv.halve_sightings` now and then: a sketch that only grows ends by admitting
+    everything.
+
+    Args:
+      sightings: 1 to 2**31 - 1; with 1 the table is as without admission.
+      width: counters of a row of the sketch; a power of two hashes fastest.
+      depth: rows of the sketch, 1 to 16.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(128, dim=2, admission=frequency(2, width=1024))
+      >>> for _ in range(3):
+      ...     table, result = hkv.find_or_insert(table, np.array([5], np.int32))
+      ...     print(hkv.Status(int(result.status[0])).name)
+      REFUSED
+      INSERTED
+      FOUND
+    """
+    call = "admission.frequency"
+    depth = as_integer(call, "depth", depth, 1, _MOST_ROWS)
+    return Frequency(
+        as_integer(call, "sightings", sightings, 1, _MOST_SIGHTINGS),
+        as_integer(call, "width", width, 1, (2**31 - 1) // depth),
+        depth,
+    )
+
+
+def probability(p: float) -> Probability:
+    """An absent key gets a row with probability `p` for each batch that it occurs in.
+
+    It needs no memory: a key waits for ``1 / p`` batches on average, so frequent keys get in soon
+    and most rare ones never do. The draw is a function of the seed, the key and the clock.
+
+    Args:
+      p: 2**-32 to 1, in steps of 2**-32; with 1 the table is as without admission.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> probability(0.25).threshold == 2**30
+      True
+    """
+    if isinstance(p, bool) or not isinstance(p, numbers.Real):
+        raise TypeError(f"admission.probability: p must be a number, got {type(p).__name__} {p!r}")
+    if not 2.0**-32 <= p <= 1.0:
+        raise ValueError(
+            f"admission.probability: p must be from 2**-32 to 1, got {p}; to insert nothing, look "
+            "keys up with jax_hkv.find"
+        )
+    return Probability(round(float(p) * 2**32))
+
+
+def check_rule(call: str, rule: Any) -> None:
+    """Raises unless `rule` is None or comes from this module."""
+    if rule is not None and not isinstance(rule, (Frequency, Probability)):
+        raise TypeError(
+            f"{call}: admission must be None or come from jax_hkv.admission (frequency or "
+            f"probability), got {type(rule).__name__}"
+        )

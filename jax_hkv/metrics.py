@@ -1,0 +1,209 @@
+"""What a table does and holds, as values: numbers of a step, and the summary of a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, UInt32
+
+from jax_hkv.index import LANES
+from jax_hkv.table import Counts, InsertResult, Table, WriteResult, check_table
+from jax_hkv.whole_table import load_factor
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+# Buckets whose scores travel to the host at a time: 16 MiB of them.
+_CHUNK_BUCKETS = 16384
+
+
+class Metrics(NamedTuple):
+    """What became of the distinct keys of a step, and the state of the table; scalars.
+
+    A pytree, to be returned from a train step. `overflow` is what the caller says: keys that found
+    no room in a buffer of static size. `skipped` counts the stale rows that the optimizer has ever
+    left out.
+    """
+
+    hits: Int32[Array, ""]
+    inserted: Int32[Array, ""]
+    evicted: Int32[Array, ""]
+    refused: Int32[Array, ""]
+    unique: Int32[Array, ""]
+    overflow: Int32[Array, ""]
+    load_factor: Float[Array, ""]
+    skipped: UInt32[Array, ""]
+
+
+def of(
+    table: Table,
+    result: InsertResult | WriteResult | Sequence[InsertResult | WriteResult],
+    overflow: Any = 0,
+) -> Metrics:
+    """The metrics of a step, inside ``jit`` too.
+
+    Call it last: it reads the occupancy of the table, which a later write would have to copy.
+
+    Args:
+      table: after the step.
+      result: of the step's operation; or of several, whose counts are summed (a key that two of
+        them saw counts twice).
+      overflow: keys that were left out for want of room, a scalar.
+
+    Raises:
+      TypeError: if `result` holds no counts.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, result = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 5, 6], np.int32))
+      >>> metrics = of(table, result)
+      >>> int(metrics.unique), int(metrics.inserted), float(metrics.load_factor)
+      (2, 2, 0.015625)
+    """
+    check_table("metrics.of", table)
+    results = [result] if isinstance(result, (InsertResult, WriteResult)) else list(result)
+    for each in results:
+        if not isinstance(each, (InsertResult, WriteResult)):
+            raise TypeError(
+                "metrics.of: result must be what find_or_insert or a write returned (or a sequence "
+                f"of such), got {type(each).__name__}"
+            )
+    zero = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    totals = jax.tree.map(lambda *counts: sum(counts), zero, *(each.counts for each in results))
+    return Metrics(
+        **totals._asdict(),
+        overflow=jnp.asarray(overflow, jnp.int32),
+        load_factor=load_factor(table),
+        skipped=table.optimizer.skipped[0] if table.optimizer else jnp.uint32(0),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summary:
+    """What a table holds, on the host. Made by :func:`summarize`; ``str`` of it is a short text.
+
+    Attributes:
+      name: of the table.
+      capacity: slots.
+      dim: elements of a row.
+      dtype: of the rows, by name.
+      policy: by name.
+      choices: candidate buckets of a key.
+      size: entries.
+      load_factor: entries by slots.
+      occupancy_histogram: ``int64[129]``, how many buckets hold 0 to 128 entries.
+      score_quantiles: of the entries: 0, 0.25, 0.5, 0.75 and 1, each the score of an entry (the
+        lower one of two); empty where there are none.
+      nbytes: of the "index", the "values", the "optimizer", the "admission", and in "total".
+      epoch: of the table.
+      clock: mutating calls so far.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    dtype: str
+    policy: str
+    choices: int
+    size: int
+    load_factor: float
+    occupancy_histogram: np.ndarray
+    score_quantiles: dict[float, int]
+    nbytes: dict[str, int]
+    epoch: int
+    clock: int
+
+    def __str__(self) -> str:
+        full = int(self.occupancy_histogram[LANES])
+        lines = {
+            "table": f"{self.name}, {self.dtype}[{self.capacity:,}, {self.dim}]",
+            "policy": f"{self.policy}, {self.choices} candidate bucket(s)",
+            "entries": f"{self.size:,} (load factor {self.load_factor:.3f})",
+            "full buckets": f"{full:,} of {int(self.occupancy_histogram.sum()):,}",
+            "clock, epoch": f"{self.clock:,}, {self.epoch:,}",
+            **{f"score, {q:.0%}": f"{score:,}" for q, score in self.score_quantiles.items()},
+            **{f"{part} bytes": f"{size:,}" for part, size in self.nbytes.items()},
+        }
+        return "\n".join(f"{name:<17}{text}" for name, text in lines.items())
+
+
+def summarize(table: Table) -> Summary:
+    """What a table holds. For use between steps; rows stay on the device.
+
+    Scores come to the host in chunks; 8 bytes an entry are needed there.
+
+    Args:
+      table: to read; with known values, so not inside ``jit``.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(256, 4), np.array([5, 6], np.int32))
+      >>> print(summarize(table))
+      table            table, float32[256, 4]
+      policy           LRU, 1 candidate bucket(s)
+      entries          2 (load factor 0.008)
+      full buckets     0 of 2
+      clock, epoch     1, 0
+      score, 0%        1
+      score, 25%       1
+      score, 50%       1
+      score, 75%       1
+      score, 100%      1
+      index bytes      4,372
+      values bytes     4,096
+      optimizer bytes  0
+      admission bytes  0
+      total bytes      8,468
+    """
+    check_table("metrics.summarize", table)
+    occupancy = np.asarray(table.occupancy)
+    size = int(occupancy.sum(dtype=np.int64))
+    return Summary(
+        name=table.name,
+        capacity=table.capacity,
+        dim=table.dim,
+        dtype=table.dtype.name,
+        policy=table.policy.name,
+        choices=table.choices,
+        size=size,
+        load_factor=size / table.capacity,
+        occupancy_histogram=np.bincount(occupancy, minlength=LANES + 1),
+        score_quantiles=_quantiles(np.concatenate(list(_scores(table)))),
+        nbytes=_bytes(table),
+        epoch=int(table.epoch[0]),
+        clock=int(_as_words(np.asarray(table.clock))),
+    )
+
+
+def _as_words(pairs: np.ndarray) -> np.ndarray:
+    words = pairs.astype(np.uint64)
+    return words[..., 0] | words[..., 1] << np.uint64(32)
+
+
+def _scores(table: Table) -> Iterator[np.ndarray]:
+    """The scores of the entries, by chunks of buckets."""
+    for start in range(0, table.occupancy.shape[0], _CHUNK_BUCKETS):
+        part = slice(start, start + _CHUNK_BUCKETS)
+        is_occupied = np.asarray(table.digests[part]) != 0
+        yield _as_words(np.asarray(table.scores[part])[is_occupied])
+
+
+def _quantiles(scores: np.ndarray) -> dict[float, int]:
+    if scores.size == 0:
+        return {}
+    ranks = [int(quantile * (scores.size - 1)) for quantile in QUANTILES]
+    scores.partition(ranks)
+    return {q: int(scores[rank]) for q, rank in zip(QUANTILES, ranks, strict=True)}
+
+
+def _bytes(table: Table) -> dict[str, int]:
+    parts = {name: getattr(table, name) for name in ("index", "values", "optimizer", "admission")}
+    sizes = {
+        name: sum(int(leaf.nbytes) for leaf in jax.tree.leaves(part))
+        for name, part in parts.items()
+    }
+    return {**sizes, "total": sum(sizes.values())}

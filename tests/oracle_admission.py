@@ -1,0 +1,88 @@
+"""Admission (docs/semantics.md, section 11) in NumPy: an oracle that turns keys away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from oracle import REFUSED, U32_MAX, Array, Oracle, Outcome, unique
+
+DRAW = 2**32 - 1
+
+
+def hash32(words: list[Any]) -> Array:
+    """The hash of a list of 32-bit words, in 64-bit arithmetic cut to 32 bits after each step."""
+    mask = np.uint64(U32_MAX)
+    h = np.uint64(0)
+    for word in words:
+        h = ((h ^ np.asarray(word, np.uint64)) + np.uint64(0x9E3779B9)) & mask
+        h = ((h ^ (h >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & mask
+        h = ((h ^ (h >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & mask
+        h = h ^ (h >> np.uint64(16))
+    return h
+
+
+def halves(word: Any) -> list[Any]:
+    word = np.asarray(word, np.uint64)
+    return [word & np.uint64(U32_MAX), word >> np.uint64(32)]
+
+
+class AdmittingOracle(Oracle):
+    """An oracle of a table made with `sightings`, `width` and `depth`, or with `threshold`."""
+
+    rule: dict[str, int]
+    counters: Array
+
+    @classmethod
+    def of(cls, table: Any, **rule: int) -> AdmittingOracle:
+        oracle = cls.from_table(table)
+        oracle.rule = rule
+        oracle.counters = np.zeros((rule.get("depth", 0), rule.get("width", 0)), np.uint32)
+        return oracle
+
+    def assert_equal(self, table: Any) -> None:
+        super().assert_equal(table)
+        if self.counters.size:
+            np.testing.assert_array_equal(table.admission.counters, self.counters, strict=True)
+
+    def admitted(self, keys: Array, occurrences: Array) -> Array:
+        """Which of some absent keys get a row in the call that comes next."""
+        seed = halves(self.seed)
+        if "threshold" in self.rule:
+            draws = hash32([DRAW, *seed, *halves(self.time + 1), *halves(keys)])
+            return draws < self.rule["threshold"]
+        counts = []
+        for row in range(self.rule["depth"]):
+            cells = hash32([row, *seed, *halves(keys)]) % np.uint64(self.rule["width"])
+            total = self.counters[row].astype(np.int64)
+            np.add.at(total, cells.astype(np.int64), occurrences)
+            self.counters[row] = np.minimum(total, self.rule["sightings"])
+            counts.append(self.counters[row][cells.astype(np.int64)])
+        return np.min(counts, axis=0) >= self.rule["sightings"]
+
+    def find_or_insert(
+        self,
+        keys: Array,
+        values: Array | None = None,
+        scores: Array | None = None,
+        valid: Array | None = None,
+        return_evicted: bool = False,
+    ) -> Outcome:
+        seen = unique(keys, valid)
+        enters = self.lookup(seen.keys) >= 0
+        enters[~enters] = self.admitted(seen.keys[~enters], seen.occurrences[~enters])
+        is_valid = seen.inverse >= 0
+        mask = is_valid.copy()
+        mask[is_valid] = enters[seen.inverse[is_valid]]
+        outcome = super().find_or_insert(keys, values, scores, mask, return_evicted)
+        away = is_valid & ~mask
+        outcome.status[away] = REFUSED
+        assert outcome.values is not None
+        outcome.values[away] = self.initial_rows(keys[away])
+        away_keys = int((~enters).sum())
+        counts = outcome.counts
+        return outcome._replace(
+            counts=counts._replace(
+                unique=counts.unique + away_keys, refused=counts.refused + away_keys
+            )
+        )

@@ -1,0 +1,318 @@
+"""Which absent keys get a row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from oracle_admission import AdmittingOracle
+
+import jax_hkv as hkv
+
+FREQUENCY = {"sightings": 3, "width": 301, "depth": 3}
+THRESHOLD = {"threshold": 2**30}
+RULES = [
+    pytest.param(hkv.admission.frequency(3, width=301, depth=3), FREQUENCY, id="frequency"),
+    pytest.param(hkv.admission.probability(0.25), THRESHOLD, id="probability"),
+]
+SGD = hkv.optim.sparse(optax.sgd(0.1, momentum=0.9))
+
+
+def numbers(*ids):
+    return hkv.Keys.from_numpy(np.array(ids, np.int64))
+
+
+def names(result):
+    return [hkv.Status(status).name for status in result.status.reshape(-1).tolist()]
+
+
+def assert_equal_leaves(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "EPOCH_LFU", "CUSTOM"])
+@pytest.mark.parametrize(("rule", "settings"), RULES)
+def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, policy, choices):
+    """Duplicates, masks, evictions, refusals by the policy, offered rows: equal in every bit."""
+    init = hkv.initializers.normal(1.0)
+    seed = int(rng.integers(0, 2**64, dtype=np.uint64))
+    both = twin(256, 3, policy=policy, choices=choices, init=init, seed=seed, admission=rule)
+    both.oracle = AdmittingOracle.of(both.table, **settings)
+    universe = rng.integers(0, 2**64, 1500, np.uint64)
+    happened = dict.fromkeys(("hits", "inserted", "evicted", "refused"), 0)
+    for number in range(25):
+        length = 200
+        keys = rng.choice(universe, length)
+        frequent = rng.random(length) < rng.choice([0, 0.5])
+        keys[frequent] = rng.choice(universe[:20], int(frequent.sum()))
+        valid = rng.random(length) < rng.choice([0.0, 0.8, 1.0], p=[0.1, 0.4, 0.5])
+        scores = rng.integers(0, 2**40, length).astype(np.uint64) if policy == "CUSTOM" else None
+        offered = number % 2 == 1
+        rows = rng.standard_normal((length, 3)).astype(np.float32) if offered else None
+        outcome = both.find_or_insert(keys, rows, scores, valid, return_evicted=offered)
+        for name in happened:
+            happened[name] += getattr(outcome.counts, name)
+        if number % 5 == 4:
+            both.erase(rng.choice(universe, 50))
+    print(happened)
+    assert min(happened.values()) > 0
+
+
+def test_a_key_gets_a_row_in_the_batch_of_its_last_sighting_needed():
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(3))
+    table, result = hkv.find_or_insert(table, numbers(5, 6, 6, 7, 7, 7))
+    assert names(result) == ["REFUSED"] * 3 + ["INSERTED", "FOUND", "FOUND"]
+    assert result.slots.tolist()[:3] == [-1] * 3 and int(hkv.size(table)) == 1
+    assert [int(count) for count in result.counts] == [3, 0, 1, 0, 2]
+    np.testing.assert_array_equal(result.values, hkv.initial_rows(table, result.keys))
+    table, result = hkv.find_or_insert(table, numbers(5, 6), valid=np.array([False, True]))
+    assert names(result) == ["MISSING", "INSERTED"]
+    table, result = hkv.find_or_insert(table, numbers(5))
+    assert names(result) == ["REFUSED"]
+    _, result = hkv.find_or_insert(table, numbers(5))
+    assert names(result) == ["INSERTED"]
+
+
+def test_a_full_sketch_never_counts_too_few(rng):
+    """However many keys share its cells, a key is in after its sightings."""
+    table = hkv.create(1024, 2, admission=hkv.admission.frequency(3, width=7, depth=2))
+    keys = hkv.Keys.from_numpy(rng.integers(0, 2**64, 300, np.uint64))
+    for _ in range(3):
+        table, _ = hkv.find_or_insert(table, keys)
+    assert bool(hkv.contains(table, keys)[1].all())
+
+
+def test_few_rare_keys_slip_into_a_wide_sketch(rng):
+    """A key that is seen once gets in only where others share its cells in all rows."""
+    table = hkv.create(20_000, 1, admission=hkv.admission.frequency(2, width=2**16, depth=4))
+    step = jax.jit(hkv.find_or_insert, donate_argnums=0)
+    inserted = 0
+    for _ in range(20):
+        keys = hkv.Keys.from_numpy(rng.integers(0, 2**64, 1000, np.uint64))
+        table, result = step(table, keys)
+        inserted += int(result.counts.inserted)
+    # A cell is taken with probability 1 - e^(-20000 / 65536) = 0.26 at the end: 0.26^4 = 0.5 %.
+    assert inserted < 0.01 * 20_000
+
+
+def test_counters_stop_at_the_sightings_and_do_not_wrap():
+    """A cell that others fill for years must not start again from zero."""
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(2**31 - 1, width=1, depth=1))
+    assert table.admission is not None
+    full = dataclasses.replace(table.admission, counters=jnp.full((1, 1), 2**31 - 2, jnp.uint32))
+    table, result = hkv.find_or_insert(
+        dataclasses.replace(table, admission=full), numbers(*range(64))
+    )
+    assert names(result) == ["INSERTED"] * 64
+    assert table.admission is not None and table.admission.counters is not None
+    assert table.admission.counters.tolist() == [[2**31 - 1]]
+
+
+def test_present_keys_are_not_counted_and_an_evicted_one_counts_from_what_is_held():
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(3))
+    table, _ = hkv.insert_or_assign(table, numbers(5), jnp.ones((1, 2), jnp.float32))
+    for _ in range(5):
+        table, result = hkv.find_or_insert(table, numbers(5))
+        assert names(result) == ["FOUND"]
+    table, _ = hkv.erase(table, numbers(5))
+    for expected in ("REFUSED", "REFUSED", "INSERTED"):
+        table, result = hkv.find_or_insert(table, numbers(5))
+        assert names(result) == [expected]
+    table, _ = hkv.erase(table, numbers(5))
+    table, result = hkv.find_or_insert(table, numbers(5))
+    assert names(result) == ["INSERTED"]
+
+
+def test_a_probability_is_that_part_of_the_keys_and_the_draw_changes_with_the_clock(rng):
+    table = hkv.create(200_000, 1, admission=hkv.admission.probability(0.1), seed=3)
+    keys = hkv.Keys.from_numpy(rng.integers(0, 2**64, 50_000, np.uint64))
+    table, first = hkv.find_or_insert(table, keys)
+    _, second = hkv.find_or_insert(table, keys)
+    deviation = (50_000 * 0.1 * 0.9) ** 0.5
+    assert abs(int(first.counts.inserted) - 5000) < 6 * deviation
+    assert abs(int(second.counts.inserted) - 0.1 * (50_000 - int(first.counts.inserted))) < (
+        6 * deviation
+    )
+    other = hkv.create(200_000, 1, admission=hkv.admission.probability(0.1), seed=4)
+    _, elsewhere = hkv.find_or_insert(other, keys)
+    both = (first.slots >= 0) & (elsewhere.slots >= 0)
+    assert abs(int(both.sum()) - 500) < 6 * 500**0.5
+
+
+@pytest.mark.parametrize(
+    "rule", [hkv.admission.frequency(1), hkv.admission.probability(1.0)], ids=["1", "1.0"]
+)
+def test_a_rule_that_admits_everything_is_none(rule):
+    """The program is the one without admission, native call by native call."""
+    table, plain = hkv.create(128, 2, admission=rule), hkv.create(128, 2)
+    programs = [jax.make_jaxpr(hkv.find_or_insert)(t, numbers(1, 2)) for t in (table, plain)]
+    assert table.admission is None and str(programs[0]) == str(programs[1])
+    assert str(programs[1]).count("unique[") == 1 and "find_slots" not in str(programs[1])
+
+
+@pytest.mark.parametrize(("rule", "settings"), RULES)
+def test_jit_scan_and_eager_calls_give_the_same_bits(rng, rule, settings):
+    batches = hkv.Keys.from_numpy(rng.integers(0, 300, (6, 80)))
+    eager, jitted, start = (hkv.create(256, 4, admission=rule) for _ in range(3))
+    traces = []
+
+    def step(table, keys):
+        traces.append(keys)
+        return hkv.find_or_insert(table, keys)
+
+    compiled = jax.jit(step, donate_argnums=0)
+    for batch in batches:
+        eager, expected = hkv.find_or_insert(eager, batch)
+        jitted, result = compiled(jitted, batch)
+        assert_equal_leaves(result, expected)
+    assert len(traces) == 1
+    scanned, results = jax.jit(lambda t, b: jax.lax.scan(step, t, b))(start, batches)
+    assert_equal_leaves(jax.tree.map(lambda leaf: leaf[-1], results), expected)
+    for other in (jitted, scanned):
+        assert_equal_leaves(other, eager)
+
+
+def test_x64_changes_nothing(rng):
+    ids = rng.integers(-(2**63), 2**63 - 1, (3, 200))
+    tables = []
+    for enabled in (False, True):
+        with jax.enable_x64(enabled):
+            for rule in (hkv.admission.frequency(2, width=100), hkv.admission.probability(0.5)):
+                table = hkv.create(256, 2, admission=rule, seed=2**64 - 1)
+                for batch in (*ids, ids[0]):
+                    table, _ = hkv.find_or_insert(table, hkv.Keys.from_numpy(batch))
+                tables.append(table)
+    assert_equal_leaves(tables[:2], tables[2:])
+
+
+def test_shard_map_gives_every_device_its_own_sketch(rng):
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
+    rule = hkv.admission.frequency(2, width=64)
+    tables = [hkv.create(256, 2, admission=rule) for _ in range(4)]
+    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *tables)
+    keys = hkv.Keys.from_numpy(rng.integers(0, 60, (4 * 50,)))
+
+    def step(table, keys):
+        table, result = hkv.find_or_insert(table, keys)
+        return table, result.status
+
+    specs = (P("device"), P("device"))
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs))
+    joined, status = step(joined, keys)
+    for device, table in enumerate(tables):
+        part = slice(50 * device, 50 * device + 50)
+        table, result = hkv.find_or_insert(table, keys[part])
+        assert status[part].tolist() == result.status.tolist()
+        assert joined.admission is not None and table.admission is not None
+        np.testing.assert_array_equal(
+            np.asarray(joined.admission.counters)[4 * device : 4 * device + 4],
+            table.admission.counters,
+        )
+
+
+@pytest.mark.parametrize(("rule", "settings"), RULES)
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_step_copies_neither_table_nor_sketch(rule, settings, choices):
+    table = SGD.init(hkv.create(1024, 8, choices=choices, admission=rule))
+
+    def step(table, keys):
+        table, result = hkv.find_or_insert(table, keys)
+        table = SGD.update(table, result, result.values)
+        return table, result.counts
+
+    def steps(table, batches):
+        return jax.lax.scan(step, table, batches)
+
+    batches = hkv.Keys.from_numpy(np.arange(60).reshape(3, 20))
+    hkv.testing.assert_no_table_copies(step, table, batches[0])
+    hkv.testing.assert_no_table_copies(steps, table, batches)
+
+
+def test_keys_that_were_turned_away_are_not_trained_nor_counted_as_stale():
+    table = SGD.init(hkv.create(128, 2, admission=hkv.admission.frequency(2, width=64)))
+    table, result = hkv.find_or_insert(table, numbers(1, 2, 2))
+    table = SGD.update(table, result, jnp.ones((3, 2), jnp.float32))
+    _, found = hkv.find(table, numbers(1, 2))
+    assert found.found.tolist() == [False, True]
+    np.testing.assert_allclose(found.values[1], result.values[1] - 0.2, rtol=1e-6)
+    assert table.optimizer is not None and table.optimizer.skipped.tolist() == [0]
+    # Two lookups of a step: the first turns the key away, the second admits it.
+    table, one = hkv.find_or_insert(table, numbers(7))
+    table, two = hkv.find_or_insert(table, numbers(7))
+    table = SGD.update(
+        table, [one, two], [jnp.ones((1, 2), jnp.float32), jnp.ones((1, 2), jnp.float32)]
+    )
+    np.testing.assert_allclose(hkv.find(table, numbers(7))[1].values, two.values - 0.1, rtol=1e-6)
+
+
+def test_orbax_keeps_the_sketch(tmp_path):
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(2, width=64))
+    table, _ = hkv.find_or_insert(table, numbers(1, 2, 3))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", table)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, table)
+        restored = checkpointer.restore(tmp_path / "step", shapes)
+    assert_equal_leaves(restored, table)
+    assert names(hkv.find_or_insert(restored, numbers(3, 4))[1]) == ["INSERTED", "REFUSED"]
+
+
+def test_halving_forgets_half_of_the_sightings():
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(4, width=64))
+    table, _ = hkv.find_or_insert(table, numbers(1, 1, 1))
+    table = hkv.halve_sightings(table)
+    table, result = hkv.find_or_insert(table, numbers(1, 1))
+    assert names(result) == ["REFUSED"] * 2  # 3 // 2 + 2
+    _, result = hkv.find_or_insert(table, numbers(1))
+    assert names(result) == ["INSERTED"]
+
+
+def test_other_writes_insert_what_they_are_told_to():
+    table = hkv.create(128, 2, admission=hkv.admission.frequency(9))
+    table, result = hkv.insert_or_assign(table, numbers(1), jnp.ones((1, 2), jnp.float32))
+    assert names(result) == ["INSERTED"]
+    _, result = hkv.accum_or_assign(
+        table, numbers(2), jnp.ones((1, 2), jnp.float32), np.array([False])
+    )
+    assert names(result) == ["INSERTED"]
+
+
+ERRORS = {
+    "admission.frequency: sightings must be from 1": lambda: hkv.admission.frequency(0),
+    "admission.frequency: sightings must be an integer": lambda: hkv.admission.frequency(1.5),  # pyright: ignore
+    "admission.frequency: width must be from 1": lambda: hkv.admission.frequency(2, width=2**30),
+    "admission.frequency: depth must be from 1 to 16": lambda: hkv.admission.frequency(2, depth=0),
+    "admission.probability: p must be a number": lambda: hkv.admission.probability("0.5"),  # pyright: ignore
+    r"admission.probability: p must be from .* jax_hkv.find": lambda: hkv.admission.probability(0),
+    "p must be from .*, got nan": lambda: hkv.admission.probability(float("nan")),
+    "create: admission must be None or come from": lambda: hkv.create(1, 1, admission=3),  # pyright: ignore
+    "halve_sightings: the table counts no": lambda: hkv.halve_sightings(hkv.create(1, 1)),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_arguments_are_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ERRORS[message]()
+
+
+def test_the_oracle_needs_no_admission_to_be_the_plain_one(rng):
+    """A rule of one sighting, transcribed, is the oracle without admission."""
+    table = hkv.create(128, 2)
+    admitting = AdmittingOracle.of(table, sightings=1, width=5, depth=2)
+    plain = oracle.Oracle.from_table(table)
+    for _ in range(3):
+        keys = rng.integers(0, 400, 100).astype(np.uint64)
+        one, other = admitting.find_or_insert(keys), plain.find_or_insert(keys)
+        np.testing.assert_array_equal(one.status, other.status)
+        assert one.counts == other.counts

@@ -1,0 +1,106 @@
+"""Time to live: entries that were not touched for some epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import U32_MAX
+
+import jax_hkv as hkv
+
+EPOCH_POLICIES = ("EPOCH_LRU", "EPOCH_LFU")
+
+
+@contextlib.contextmanager
+def warnings_of(logger):
+    """The texts that a logger writes."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def numbers(*ids):
+    return hkv.Keys.from_numpy(np.array(ids, np.int64))
+
+
+@pytest.mark.parametrize("policy", EPOCH_POLICIES)
+def test_expiry_erases_what_the_oracle_says(rng, twin, policy):
+    """Epochs that go forwards, jump and go back; the epochs are traced in one program."""
+    both = twin(512, 2, policy=policy)
+    total, traces = 0, []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def expire(table, epochs):
+        traces.append(1)
+        return hkv.expire(table, epochs)
+
+    epochs_of = {0: 1, 1: 0, 2: 1, 9: 5, 10: U32_MAX, 4: 0, U32_MAX: 5, 11: 2, 12: 0}
+    for epoch, epochs in epochs_of.items():
+        both.advance_epoch(epoch)
+        both.find_or_insert(rng.integers(0, 900, 150).astype(np.uint64))
+        both.find(rng.integers(0, 900, 50).astype(np.uint64), touch=True)
+
+        def is_old(keys, scores, values, epoch=epoch, epochs=epochs):
+            ages = np.int64(epoch) - (scores >> np.uint64(32)).astype(np.int64)
+            return ages > epochs
+
+        both.table, erased = expire(both.table, jnp.uint32(epochs))
+        both.compare("expire", erased, both.oracle.erase_if(is_old))
+        total += int(erased)
+    assert len(traces) == 1 and total > 0
+
+
+def test_an_entry_lives_as_long_as_it_is_touched():
+    table = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LFU)
+    table, _ = hkv.find_or_insert(table, numbers(1, 2, 3))
+    for _ in range(3):
+        table = hkv.advance_epoch(table)
+        table, _ = hkv.find(table, numbers(2), touch=True)
+        table, _ = hkv.find(table, numbers(3))  # a look is no touch
+    same, erased = hkv.expire(table, 3)
+    assert int(erased) == 0 and int(hkv.size(same)) == 3
+    table, erased = hkv.expire(table, jnp.int32(2))
+    assert int(erased) == 2
+    assert hkv.contains(table, numbers(1, 2, 3))[1].tolist() == [False, True, False]
+
+
+def test_expiry_copies_no_table_and_compiles_once_outside_jit():
+    table = hkv.create(384, 3, policy=hkv.Policy.EPOCH_LRU)
+    hkv.testing.assert_no_table_copies(hkv.expire, table, jnp.int32(3))
+    table, _ = hkv.expire(table, 0)
+    with jax.log_compiles(), warnings_of("jax") as records:
+        hkv.expire(table, 1)
+    assert [text for text in records if "Compiling" in text] == []
+    with jax.log_compiles(), warnings_of("jax") as records:
+        hkv.expire(hkv.create(384, 5, policy=hkv.Policy.EPOCH_LRU), 1)
+    assert [text for text in records if "Compiling" in text] != []
+
+
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "CUSTOM"])
+def test_a_policy_without_epochs_is_named_with_the_remedy(policy):
+    table = hkv.create(128, 2, policy=hkv.Policy[policy])
+    with pytest.raises(ValueError, match=rf"expire: .* got {policy}, .* or use erase_if"):
+        hkv.expire(table, 1)
+
+
+def test_epochs_that_are_no_count_are_named():
+    table = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU)
+    with pytest.raises(ValueError, match="expire: epochs must be from 0 to"):
+        hkv.expire(table, -1)
+    with pytest.raises(TypeError, match="expire: epochs must be an integer"):
+        hkv.expire(table, 1.5)
+    with pytest.raises(
+        TypeError, match=r"expire: epochs must be one integer, got float(32|64)\[\]"
+    ):
+        jax.jit(hkv.expire)(table, 1.5)
