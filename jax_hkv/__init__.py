@@ -2,6 +2,8 @@
 
 from jax_hkv import admission, initializers, metrics, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
+from jax_hkv.collection import Collection, Feature, TableConfig
+from jax_hkv.features import Jagged, Padded, Unique, unique
 from jax_hkv.index import Policy, Status
 from jax_hkv.operations import (
     ROWS_NAME,
@@ -16,6 +18,7 @@ from jax_hkv.operations import (
     insert_and_evict,
     insert_or_assign,
 )
+from jax_hkv.pooled import PooledFindResult, find_or_insert_pooled, find_pooled, pool
 from jax_hkv.table import (
     Bags,
     Counts,
@@ -44,15 +47,22 @@ __version__ = "0.1.0"
 __all__ = [
     "ROWS_NAME",
     "Bags",
+    "Collection",
     "Counts",
     "Entries",
     "EraseResult",
+    "Feature",
     "FindResult",
     "InsertResult",
+    "Jagged",
     "Keys",
+    "Padded",
     "Policy",
+    "PooledFindResult",
     "Status",
     "Table",
+    "TableConfig",
+    "Unique",
     "WriteResult",
     "accum_or_assign",
     "admission",
@@ -69,6 +79,8 @@ __all__ = [
     "export_batch_if",
     "find",
     "find_or_insert",
+    "find_or_insert_pooled",
+    "find_pooled",
     "halve_sightings",
     "initial_rows",
     "initializers",
@@ -79,7 +91,9 @@ __all__ = [
     "load_factor",
     "metrics",
     "optim",
+    "pool",
     "size",
     "size_if",
     "testing",
+    "unique",
 ]

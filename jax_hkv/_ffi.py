@@ -112,8 +112,9 @@ class _Axes:
         if argument.dtype == "row" and self.row_dtype is None:
             self.row_dtype = operand.dtype
         for token, size in zip(tokens, operand.shape, strict=False):
-            if token.isidentifier():
-                self.sizes.setdefault(token, size)
+            name, _, added = token.partition("+")
+            if name.isidentifier():
+                self.sizes.setdefault(name, size - int(added or 0))
 
     def check(self, signature: Signature, operands: Sequence[Any]) -> None:
         """Raises where an operand does not fit the signature."""
@@ -231,9 +232,10 @@ def _batch(
     return outputs, [not_mapped if result.in_place else 0 for result in signature.results]
 
 
-def _no_derivative(signature: Signature, *_: Any, **__: Any) -> Any:
+def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
+    """Raises, and says what to differentiate instead."""
     raise NotImplementedError(
-        f"{signature.name} of jax_hkv has no derivative: a table is never differentiated. "
+        f"{name} of jax_hkv has no derivative: a table is never differentiated. "
         "Differentiate with respect to the rows that a lookup returned: look up outside the "
         "differentiated function, pass result.values in, and give its gradient to "
         "jax_hkv.optim.sparse(...).update."
@@ -256,7 +258,7 @@ def _make_primitive(signature: Signature) -> Primitive:
         )
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, signature)
-    ad.primitive_jvps[primitive] = functools.partial(_no_derivative, signature)
+    ad.primitive_jvps[primitive] = functools.partial(refuse_derivative, signature.name)
     return primitive
 
 

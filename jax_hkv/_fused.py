@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -19,7 +18,7 @@ from jax_hkv._checks import as_integer
 from jax_hkv.table import InsertResult, Table, with_clock
 
 # A number, or a function of the number of updates before this one (as optax's schedules).
-LearningRate = float | jax.Array | Callable[[Any], Any]
+LearningRate = float | Callable[[Any], Any]
 
 _STATE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -138,10 +137,10 @@ def _optimizer(
     is_rowwise: bool = False,
 ) -> FusedOptimizer:
     call = f"optim.{name}"
-    if not callable(learning_rate) and not isinstance(learning_rate, (int, float, jax.Array)):
+    if not callable(learning_rate) and not isinstance(learning_rate, (int, float)):
         raise TypeError(
             f"{call}: learning_rate must be a number or a function of the step count, got "
-            f"{type(learning_rate).__name__}"
+            f"{type(learning_rate).__name__}: rates that are arrays go to update(learning_rate=...)"
         )
     for constant, value in constants.items():
         if not 0 <= value < np.inf:

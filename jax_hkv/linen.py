@@ -1,23 +1,27 @@
 """Embedding layers for flax.linen.
 
 Tables live in a variable collection of their own, ``"tables"``, so that neither ``params`` nor the
-dense optimizer ever sees them. A training step looks like this::
+dense optimizer ever sees them. Training is a few lines::
 
-    zeros = hkv.linen.perturbations(model, variables, ids, train=True)
+    model = Model(...)                                  # holds Embed, EmbedBag or EmbedCollection
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), ids, dense, tx=optax.adam(1e-3))
 
-    def loss_fn(params, perturbations):
-        variables = {"params": params, "tables": tables, "perturbations": perturbations}
-        logits, updated = model.apply(variables, ids, train=True, mutable=hkv.linen.MUTABLE)
-        return loss(logits, labels), updated
+    def loss_fn(apply, ids, dense, labels):
+        logits = apply(ids, dense, train=True)
+        return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
-    (loss, updated), (gradients, row_gradients) = jax.value_and_grad(
-        loss_fn, argnums=(0, 1), has_aux=True)(params, zeros)
-    tables = hkv.linen.update_tables(optimizer, updated, row_gradients)
+    train_step = hkv.linen.train_step(loss_fn)
+    for batch in batches:
+        state, info = train_step(state, *batch)
+
+Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, differentiates by
+:func:`perturbations` too, and gives their gradient to :func:`update_tables`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -26,11 +30,12 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import initializers
+from jax_hkv import _layers, initializers, pooled
 from jax_hkv import operations as _operations
-from jax_hkv.admission import Frequency, Probability
+from jax_hkv._layers import StepInfo
+from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
-from jax_hkv.optim import Optimizer
+from jax_hkv.optim import LossScale, Optimizer
 from jax_hkv.table import Table, create
 
 TABLES = "tables"
@@ -41,7 +46,42 @@ PERTURBATIONS = "perturbations"
 MUTABLE = (TABLES, LOOKUPS)
 
 
-class Embed(nn.Module):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """What a training lookup left for the update: its result, and who updates its table."""
+
+    result: Any
+    optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
+
+
+class _Layer(nn.Module):
+    """What the layers have in common: a table's variable, and a record of its lookups."""
+
+    def _begin(self, train: bool) -> bool:
+        """Whether this call trains; `init` and evaluation never insert."""
+        if not train or self.is_initializing():
+            return False
+        if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
+            raise ValueError(
+                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
+                f"apply(..., mutable={list(MUTABLE)}), or pass train=False to evaluate"
+            )
+        return True
+
+    def _store(self, variable: Any, table: Table) -> None:
+        # After a read: the same entries; what comes later is ordered behind.
+        if self.is_mutable_collection(TABLES) and not self.is_initializing():
+            variable.value = table
+
+    def _record(self, name: str, result: Any, optimizer: Optimizer | None) -> jax.Array:
+        """Keeps the result of a lookup for the update; its rows carry their gradient out."""
+        number = len(self.get_variable(LOOKUPS, name, ()))
+        self.sow(LOOKUPS, name, Lookup(result, optimizer))
+        return self.perturb(f"{name}_rows_{number}", result.values, PERTURBATIONS)
+
+
+class Embed(_Layer):
     """An embedding layer over a dynamic table: any 64-bit id, no vocabulary.
 
     Attributes:
@@ -53,8 +93,11 @@ class Embed(nn.Module):
       choices: candidate buckets of an id, 1 or 2.
       embedding_init: first rows, from ``jax_hkv.initializers``.
       seed: of the first rows.
-      optimizer: whose rows the table carries; None for a table that is never trained.
-      admission: which unseen ids get a row, from ``jax_hkv.admission``; None: all.
+      optimizer: whose rows the table carries, and which updates it; None: it is never trained.
+      admission: which new ids get a row, from ``jax_hkv.admission``; None: all of them.
+      unseen: what ids without a row get (in evaluation; in training those that were refused):
+        "initial", the row that they would start with; "zeros"; or "learned", one row for all of
+        them, a parameter.
     """
 
     capacity: int
@@ -66,7 +109,8 @@ class Embed(nn.Module):
     embedding_init: initializers.Initializer | None = None
     seed: int = 0
     optimizer: Optimizer | None = None
-    admission: Frequency | Probability | None = None
+    admission: Any = None
+    unseen: _layers.Unseen = "initial"
 
     @nn.compact
     def __call__(
@@ -76,28 +120,31 @@ class Embed(nn.Module):
 
         Args:
           ids: Keys or integers, of any shape.
-          train: whether unseen ids are inserted. Otherwise (and in ``init``) they get the row that
-            they would start with, and the table is left alone.
+          train: whether unseen ids are inserted. Otherwise (and in ``init``) the table is left
+            alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         variable = self.variable(TABLES, "table", self._create)
-        if not train or self.is_initializing():
-            table, found = _operations.find(variable.value, ids, valid=valid, fill="initial")
-            if self.is_mutable_collection(TABLES) and not self.is_initializing():
-                variable.value = table  # the same entries; what comes later is ordered behind
-            return self._cast(found.values)
-        if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
-            raise ValueError(
-                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
-                f"apply(..., mutable={list(MUTABLE)}), or pass train=False to evaluate"
+        if self._begin(train):
+            variable.value, result = _operations.find_or_insert(
+                variable.value, ids, scores=scores, valid=valid
             )
-        variable.value, result = _operations.find_or_insert(
-            variable.value, ids, scores=scores, valid=valid
-        )
-        number = len(self.get_variable(LOOKUPS, "results", ()))
-        self.sow(LOOKUPS, "results", result)
-        return self._cast(self.perturb(f"rows_{number}", result.values, PERTURBATIONS))
+            rows = self._record("table", result, self.optimizer)
+        else:
+            table, result = _operations.find(variable.value, ids, valid=valid, fill="initial")
+            self._store(variable, table)
+            rows = result.values
+        rows = _layers.with_unseen(rows, result.slots, valid, self._unseen_row())
+        return _layers.cast(rows, self.dtype)
+
+    def _unseen_row(self) -> Any:
+        """The row of ids without one: None for their own, a number, or a parameter."""
+        _layers.check_unseen(type(self).__name__, self.unseen)
+        if self.unseen == "learned":
+            init = nn.initializers.zeros
+            return self.param("unseen", init, (self.features,), self.param_dtype)
+        return None if self.unseen == "initial" else 0.0
 
     def _create(self) -> Table:
         table = create(
@@ -108,13 +155,108 @@ class Embed(nn.Module):
             choices=self.choices,
             init=self.embedding_init,
             seed=self.seed,
-            name=self.name or "embed",
+            name=self.name or type(self).__name__,
             admission=self.admission,
         )
         return table if self.optimizer is None else self.optimizer.init(table)
 
-    def _cast(self, rows: jax.Array) -> jax.Array:
-        return rows if self.dtype is None else rows.astype(self.dtype)
+
+class EmbedBag(Embed):
+    """An embedding layer for several ids an example: their rows are combined.
+
+    Attributes:
+      combiner: "sum", "mean" or "sqrtn"; see :func:`jax_hkv.find_pooled`.
+    """
+
+    combiner: str = "sum"
+
+    @nn.compact
+    def __call__(
+        self,
+        ids: Any,
+        *,
+        train: bool = False,
+        valid: Any = None,
+        weights: Any = None,
+        scores: Any = None,
+    ) -> Float[Array, "*batch features"]:
+        """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
+
+        Args:
+          ids: ``[*batch, hotness]``, or a :class:`jax_hkv.Jagged`.
+          train: see :class:`Embed`.
+          valid: ``bool`` of the ids' shape; masked ids are not in their bag.
+          weights: ``float32`` of the ids' shape; differentiable.
+          scores: see :class:`Embed`.
+        """
+        variable = self.variable(TABLES, "table", self._create)
+        batch, layout = pooled.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
+        unseen = self._unseen_row()
+        fill = "initial" if unseen is None else 0.0
+        is_training = self._begin(train)
+        table, found = pooled.of_batch(
+            type(self).__name__,
+            variable.value,
+            batch,
+            train=is_training,
+            fill=fill,
+            scores=scores,
+        )
+        if is_training:
+            variable.value = table
+            rows = self._record("table", found.result, self.optimizer)
+        else:
+            self._store(variable, table)
+            rows = found.values
+        rows = pooled.with_unseen(rows, batch, found.slots, unseen)
+        return _layers.cast(rows.reshape(*layout.batch, self.features), self.dtype)
+
+
+class EmbedCollection(_Layer):
+    """The embeddings of many features, a lookup for each physical table.
+
+    Attributes:
+      collection: the tables and features; its tables name their optimizers.
+      dtype: of the outputs; None: float32.
+      unseen: "initial" or "zeros"; see :class:`Embed`.
+    """
+
+    collection: Collection
+    dtype: Any = None
+    unseen: _layers.Unseen = "initial"
+
+    @nn.compact
+    def __call__(
+        self, inputs: Mapping[str, Any], *, train: bool = False
+    ) -> dict[str, Float[Array, ...]]:
+        """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
+
+        Args:
+          inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
+          train: see :class:`Embed`.
+        """
+        fill = _layers.fill_of(type(self).__name__, self.unseen)
+        groups = self.collection.groups
+        variables = {g.name: self.variable(TABLES, g.name, g.create) for g in groups}
+        is_training = self._begin(train)
+        tables, looked_up = self.collection.lookup(
+            {name: variable.value for name, variable in variables.items()},
+            inputs,
+            train=is_training,
+            fill=fill,
+        )
+        rows = dict(looked_up.rows)
+        for group in groups:
+            if is_training:
+                variables[group.name].value = tables[group.name]
+                optimizer = group.tables[0].optimizer
+                rows[group.name] = self._record(
+                    group.name, looked_up.results[group.name], optimizer
+                )
+            else:
+                self._store(variables[group.name], tables[group.name])
+        spread = self.collection.spread(rows, looked_up.parts)
+        return {name: _layers.cast(own, self.dtype) for name, own in spread.items()}
 
 
 def perturbations(
@@ -123,47 +265,207 @@ def perturbations(
     """Zeros in the shape of the rows that a call looks up; their gradient is that of the rows.
 
     Args:
-      module: that holds :class:`Embed` layers.
+      module: that holds layers of this kind.
       variables: its variables; only their shapes matter.
       *args: of the call.
       **kwargs: of the call.
     """
-    clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
 
     def call(variables: Any) -> Any:
         return module.apply(variables, *args, mutable=[*MUTABLE, PERTURBATIONS], **kwargs)[1]
 
+    return _zeros(call, variables)
+
+
+def _zeros(call: Callable[[Any], Any], variables: Mapping[str, Any]) -> Any:
+    clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
     shapes = jax.eval_shape(call, clean).get(PERTURBATIONS, {})
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def update_tables(
-    optimizer: Optimizer, updated: Mapping[str, Any], row_gradients: Any, **extra: Any
-) -> Any:
-    """The ``"tables"`` collection after one step of an optimizer on the rows that were looked up.
+def _lookups(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
+    """The lookups of each table, by the table's path."""
+    flat: dict[Any, Any] = flatten_dict(updated.get(LOOKUPS, {}))
+    return {path: list(kept) for path, kept in flat.items()}
+
+
+def _gradients(lookups: dict[Any, list[Lookup]], row_gradients: Any) -> dict[Any, list[jax.Array]]:
+    """The row gradients of each lookup, by the path of its table."""
+    flat: dict[Any, Any] = flatten_dict(row_gradients)
+    gradients = {}
+    for path, kept in lookups.items():
+        *scope, name = path
+        names = [(*scope, f"{name}_rows_{number}") for number in range(len(kept))]
+        if not flat.keys() >= set(names):
+            raise ValueError(
+                f"linen.update_tables: {'/'.join(path)} was looked up {len(kept)} times, but "
+                "row_gradients has fewer: the variables given to apply must not hold the "
+                f'"{LOOKUPS}" of an earlier step'
+            )
+        gradients[path] = [flat[name] for name in names]
+    return gradients
+
+
+def update_tables(updated: Mapping[str, Any], row_gradients: Any, **extra: Any) -> Any:
+    """The ``"tables"`` collection after one step of its optimizers on the rows looked up.
 
     Args:
-      optimizer: that the layers were made with.
       updated: what ``apply(..., mutable=MUTABLE)`` returned: tables and lookups.
       row_gradients: of the perturbations.
-      **extra: for the optimizer.
+      **extra: for the optimizers (`apply`, `learning_rate`, ...).
+
+    Raises:
+      ValueError: if a layer that was trained has no optimizer.
     """
     tables: dict[Any, Any] = flatten_dict(
         updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
     )
-    gradients: dict[Any, Any] = flatten_dict(row_gradients)
-    lookups: dict[Any, Any] = flatten_dict(updated[LOOKUPS])
-    for (*path, _), results in lookups.items():
-        names = [(*path, f"rows_{number}") for number in range(len(results))]
-        if not gradients.keys() >= set(names):
-            raise ValueError(
-                f"linen.update_tables: {'/'.join(path)} made {len(results)} lookups, but "
-                "row_gradients has fewer: the variables given to apply must not hold the "
-                f'"{LOOKUPS}" of an earlier step'
-            )
-        rows = [gradients[name] for name in names]
-        result = results if len(results) > 1 else results[0]
-        gradient = rows if len(rows) > 1 else rows[0]
-        where = (*path, "table")
-        tables[where] = optimizer.update(tables[where], result, gradient, **extra)
+    lookups = _lookups(updated)
+    gradients = _gradients(lookups, row_gradients)
+    for path, kept in lookups.items():
+        where = "/".join(path)
+        tables[path] = _layers.updated(
+            where, tables[path], kept[0].optimizer, [k.result for k in kept], gradients[path], extra
+        )
     return unflatten_dict(tables)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step changes: dense parameters, tables, and both optimizers.
+
+    Attributes:
+      step: ``int32``, steps taken.
+      params: of the dense layers.
+      opt_state: of `tx`.
+      tables: with their optimizer rows.
+      variables: other collections (``batch_stats``).
+      loss_scale: for half precision, or None.
+      model: static.
+      tx: static, the optimizer of the dense parameters.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    tables: Any
+    variables: Any
+    loss_scale: LossScale | None
+    model: nn.Module = dataclasses.field(metadata={"static": True})
+    tx: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        model: nn.Module,
+        rng: Any,
+        *args: Any,
+        tx: Any,
+        loss_scale: LossScale | None = None,
+        **kwargs: Any,
+    ) -> TrainState:
+        """A fresh state.
+
+        Args:
+          model: that holds layers of this module.
+          rng: of ``model.init``.
+          *args: an example of the model's inputs.
+          tx: an ``optax.GradientTransformation`` for the dense parameters.
+          loss_scale: to train in half precision with.
+          **kwargs: of ``model.init``.
+        """
+        variables = dict(model.init(rng, *args, **kwargs))
+        params, tables = variables.pop("params", {}), variables.pop(TABLES, {})
+        for name in (LOOKUPS, PERTURBATIONS):
+            variables.pop(name, None)
+        step = jnp.zeros((), jnp.int32)
+        return cls(step, params, tx.init(params), tables, variables, loss_scale, model, tx)
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output in evaluation; nothing changes."""
+        variables = {"params": self.params, TABLES: self.tables, **self.variables}
+        return self.model.apply(variables, *args, **kwargs)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    max_norm: float | None = None,
+    donate: bool = True,
+) -> Callable[..., tuple[TrainState, StepInfo]]:
+    """A jitted training step of a model with tables.
+
+    Args:
+      loss_fn: of ``apply`` and the step's arguments; returns a scalar, or (scalar, anything) with
+        `has_aux`. ``apply(*args, train=True)`` calls the model, as often as need be.
+      has_aux: as for ``jax.grad``.
+      max_norm: the bound of the norm of all gradients together, dense ones and rows.
+      donate: whether the state that is given is used up, so that nothing is copied.
+
+    Returns:
+      A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
+      aux, the metrics of each table, and whether the gradients were finite.
+    """
+
+    def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
+        others = {TABLES: state.tables, **state.variables}
+        mutable = [*MUTABLE, *state.variables]
+
+        def run(params: Any, perturbed: Any, collections: Any, also: Any = ()) -> Any:
+            variables = dict(collections)
+            given = {} if perturbed is None else {PERTURBATIONS: perturbed}
+
+            def apply(*inputs: Any, **kwargs: Any) -> Any:
+                outputs, updated = state.model.apply(
+                    {"params": params, **given, **variables},
+                    *inputs,
+                    mutable=[*mutable, *also],
+                    **kwargs,
+                )
+                variables.update(updated)
+                return outputs
+
+            value = loss_fn(apply, *args)
+            loss, aux = value if has_aux else (value, None)
+            return _layers.scaled(loss, state.loss_scale), (loss, aux, variables)
+
+        zeros = _zeros(
+            lambda collections: run(state.params, None, collections, (PERTURBATIONS,))[1][2], others
+        )
+        (_, (loss, aux, updated)), gradients = jax.value_and_grad(
+            run, argnums=(0, 1), has_aux=True
+        )(state.params, zeros, others)
+        lookups = _lookups(updated)
+        results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
+        dense, rows = gradients[0], _gradients(lookups, gradients[1])
+        dense, rows, finite, scale = _layers.prepared(
+            dense, rows, results, state.loss_scale, max_norm
+        )
+        params, opt_state = _layers.dense_update(
+            state.tx, dense, state.opt_state, state.params, finite
+        )
+        tables: dict[Any, Any] = flatten_dict(
+            updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
+        )
+        extra = {} if finite is None else {"apply": finite}
+        metrics = {}
+        for path, kept in lookups.items():
+            where = "/".join(path)
+            tables[path] = _layers.updated(
+                where, tables[path], kept[0].optimizer, results[path], rows[path], extra
+            )
+            metrics[where] = _layers.metrics_of(tables[path], results[path])
+        after = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            tables=unflatten_dict(tables),
+            variables={name: updated[name] for name in state.variables},
+            loss_scale=scale,
+        )
+        return after, StepInfo(loss, aux, metrics, finite)
+
+    return jax.jit(step, donate_argnums=0) if donate else jax.jit(step)

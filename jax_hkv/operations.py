@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax_hkv._compat import is_traced
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv.index import NO_SLOT, Groups, Status
 from jax_hkv.table import (
+    Bags,
     Counts,
     Entries,
     EraseResult,
@@ -57,7 +58,7 @@ def _flat_rows(call: str, argument: str, values: Any, table: Table, keys: Keys) 
     return array.reshape(-1, table.dim)
 
 
-def _read_clock(table: Table, clock: jax.Array) -> Table:
+def after_read(table: Table, clock: jax.Array) -> Table:
     """A table after a read. Outside a trace nothing needs an order: the same object."""
     return with_clock(table, clock) if is_traced(clock) else table
 
@@ -189,7 +190,7 @@ def find(
         table, values, slots = _find_and_touch(table, flat, mask, fill=number)
     else:
         clock, values, slots = _find(table, flat, mask, fill=number)
-        table = _read_clock(table, clock)
+        table = after_read(table, clock)
     slots = slots.reshape(given.shape)
     return table, FindResult(values.reshape(*given.shape, table.dim), slots >= 0, slots)
 
@@ -229,7 +230,7 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
     """
     given, flat, mask = _batch("contains", table, keys, valid)
     clock, slots = _slots(table, flat, mask)
-    return _read_clock(table, clock), (slots >= 0).reshape(given.shape)
+    return after_read(table, clock), (slots >= 0).reshape(given.shape)
 
 
 @jitted()
@@ -315,28 +316,57 @@ def _find_or_insert(
     offered: jax.Array | None,
     evicted: bool,
 ) -> Any:
+    table, inserted = insert_rows(table, keys, valid, scores, offered, evicted)
+    initial = (table.initializer, table.seed, keys, valid)
+    table, values = gather_values(table, inserted.upserted.slots, initial=initial)
+    return table, insert_result(checkpoint_name(values, ROWS_NAME), keys, inserted)
+
+
+class Inserted(NamedTuple):
+    """What became of a batch: of the keys let in; those seen are more if some were not admitted."""
+
+    groups: Groups
+    seen: Groups
+    upserted: _index.Upserted
+    evicted: Entries | None
+
+
+def insert_rows(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array,
+    scores: Keys | None,
+    offered: jax.Array | None,
+    evicted: bool,
+) -> tuple[Table, Inserted]:
+    """Inserts absent keys with their initial or the given rows, and refreshes the others."""
     groups = seen = _index.unique(keys, valid)
     if table.admission is not None:
         table, groups = _let_in(table, keys, seen)
     table, upserted, entries = _upsert(table, groups, scores, evicted)
+    inserted = Inserted(groups, seen, upserted, entries)
     new_slots = _new_slots(upserted)
-    if offered is None:
-        clock, values = _rows.initialize(
-            table.index.clock,
-            table.values,
-            new_slots,
-            Keys(groups.keys),
-            table.initializer,
-            table.seed,
-            name=table.name,
-        )
-        table = dataclasses.replace(with_clock(table, clock), values=values)
-    else:
-        table = scatter_values(table, new_slots, groups.first, offered)
-    initial = (table.initializer, table.seed, keys, valid)
-    table, values = gather_values(table, upserted.slots, initial=initial)
+    if offered is not None:
+        return scatter_values(table, new_slots, groups.first, offered), inserted
+    clock, values = _rows.initialize(
+        table.index.clock,
+        table.values,
+        new_slots,
+        Keys(groups.keys),
+        table.initializer,
+        table.seed,
+        name=table.name,
+    )
+    return dataclasses.replace(with_clock(table, clock), values=values), inserted
+
+
+def insert_result(
+    values: jax.Array, keys: Keys, inserted: Inserted, bags: Bags | None = None
+) -> InsertResult:
+    """What became of the flat keys of a batch, with the rows that were read for them."""
+    groups, seen, upserted, entries = inserted
     result = InsertResult(
-        values=checkpoint_name(values, ROWS_NAME),
+        values=values,
         keys=keys,
         slots=upserted.slots,
         status=upserted.status,
@@ -344,8 +374,9 @@ def _find_or_insert(
         evicted=entries,
         groups=groups,
         unique_slots=upserted.unique_slots,
+        bags=bags,
     )
-    return table, result if table.admission is None else _with_refused(result, seen)
+    return result if seen is groups else _with_refused(result, seen)
 
 
 def insert_or_assign(

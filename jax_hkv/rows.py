@@ -65,6 +65,45 @@ def gather(
     return clock, rows
 
 
+def pool(
+    clock: Clock,
+    values: Float[Array, "S ..."],
+    slots: Int32[Array, " n"],
+    splits: Int32[Array, " b+1"],
+    *,
+    weights: Float32[Array, " n"] | None = None,
+    initial: tuple[Initializer, int, Keys, Bool[Array, " n"]] | None = None,
+    name: str,
+) -> tuple[Clock, Float32[Array, "b ..."]]:
+    """The sum of the rows of each bag, positions ``splits[j]`` to ``splits[j + 1] - 1``.
+
+    The sum is that of docs/semantics.md, section 8; an empty one is zero.
+
+    Args:
+      clock: of the table.
+      values: rows by slot.
+      slots: of the rows of positions; those without a slot are left out, unless:
+      splits: where bags begin and end.
+      weights: factors of the rows.
+      initial: initializer, seed, keys, and which positions without a slot add a first row.
+      name: of the table.
+    """
+    initializer, seed, keys, mask = initial or (Initializer(0), 0, None, None)
+    clock, pooled = _ffi.call(
+        "pool_rows",
+        clock,
+        values,
+        slots,
+        splits,
+        jnp.zeros((0,), jnp.float32) if weights is None else weights,
+        jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
+        jnp.zeros((0,), jnp.bool_) if mask is None else mask,
+        table=name,
+        **_attributes(initializer, seed),
+    )
+    return clock, pooled
+
+
 def scatter(
     clock: Clock,
     values: Num[Array, "S ..."],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, Num
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from jax_hkv import index as _index
 from jax_hkv import initializers
@@ -176,17 +176,20 @@ class FindResult(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """How the positions of a batch were pooled: bag j is positions splits[j] to splits[j + 1] - 1.
+    """What the `n` positions of a pooled lookup add to the rows of its `b` bags.
+
+    Position `i` adds ``weights[i]`` times its row to bag ``sources[i]``, so the gradient of its row
+    is ``weights[i] * d_pooled[sources[i]]``.
 
     Attributes:
-      sources: the bag of each position.
-      splits: where each bag begins, and where the last one ends.
-      weights: by which each row was multiplied; None: by one.
+      sources: the bag of each position; `b`, which is none, for padding.
+      splits: bag `j` is positions ``splits[j]`` to ``splits[j + 1] - 1``.
+      weights: the given ones over the divisor of the bag's combiner; None: all are one.
     """
 
     sources: Int32[Array, " n"]
-    splits: Int32[Array, " bags+1"]
-    weights: Float[Array, " n"] | None
+    splits: Int32[Array, " b+1"]
+    weights: Float32[Array, " n"] | None
 
 
 class InsertResult(NamedTuple):
@@ -201,7 +204,7 @@ class InsertResult(NamedTuple):
       evicted: the entries that were evicted, if asked for.
       groups: the distinct keys of the batch.
       unique_slots: of the distinct keys.
-      bags: of a pooled lookup, whose `values` have a row a bag; None otherwise.
+      bags: of a pooled lookup, whose values are float32 rows of bags; else None.
     """
 
     values: Float[Array, "*batch dim"]

@@ -5,6 +5,7 @@ Run by test_gpu_program.py in a process of its own: what XLA dumps is said befor
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -109,6 +110,23 @@ def programs():
     def is_old(keys, scores, values):
         return hkv.less(scores, hkv.Keys(jnp.array([10, 0], jnp.uint32)))
 
+    def find_bags(table, ids, weights):
+        return hkv.find_pooled(table, ids, weights=weights, combiner="mean")
+
+    def insert_bags(table, bags):
+        def loss(weights):
+            given = dataclasses.replace(bags, weights=weights)
+            after, result = hkv.find_or_insert_pooled(table, given, combiner="sqrtn")
+            return jnp.sum(result.values**2), (after, result)
+
+        gradient, (after, result) = jax.grad(loss, has_aux=True)(bags.weights)
+        return after, result, gradient
+
+    bags = BATCH // 4
+    dense_bags = (hkv.Keys(jax.ShapeDtypeStruct((bags, 4, 2), jnp.uint32)), floats(bags, 4))
+    splits = jax.ShapeDtypeStruct((bags + 1,), jnp.int32)
+    jagged_bags = hkv.Jagged(batch(), splits, floats(BATCH))
+
     yield "train_step", train_step, (state, batch(), floats(BATCH))
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
     yield "undonated_step", train_step, (state, batch(), floats(BATCH))
@@ -143,6 +161,8 @@ def programs():
             ("erase", hkv.erase, ()),
         ):
             yield f"{name}_{choices}", function, (table, batch(), *rest)
+        yield f"find_pooled_{choices}", find_bags, (table, *dense_bags)
+        yield f"find_or_insert_pooled_{choices}", insert_bags, (table, jagged_bags)
         scored = make(choices=choices, policy=hkv.Policy.CUSTOM)
         yield (
             f"scored_insert_{choices}",

@@ -69,7 +69,7 @@ def linen_step(model):
         (loss, updated), (gradients, rows) = jax.value_and_grad(
             loss_fn, argnums=(0, 1), has_aux=True
         )(params, zeros)
-        tables = hkv.linen.update_tables(SPARSE, updated, rows)
+        tables = hkv.linen.update_tables(updated, rows)
         updates, state = DENSE.update(gradients, state, params)
         return optax.apply_updates(params, updates), tables, state, loss
 
@@ -131,8 +131,8 @@ def test_row_gradients_through_the_perturbation_are_those_of_the_rows(rng):
 
     gradients = jax.grad(loss_fn)(zeros)["Embed_0"]
     expected = jax.grad(plain, argnums=(0, 1))(rows, rows[:, ::-1])
-    np.testing.assert_allclose(gradients["rows_0"], expected[0], rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(gradients["rows_1"], expected[1], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(gradients["table_rows_0"], expected[0], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(gradients["table_rows_1"], expected[1], rtol=1e-6, atol=1e-8)
 
 
 def test_linen_init_can_be_evaluated_abstractly():
@@ -177,7 +177,7 @@ def test_an_nnx_model_learns_and_evaluation_never_inserts(rng):
         traces.append(1)
         loss, gradients, rows = hkv.nnx.value_and_grad(loss_fn)(model, ids, labels)
         dense.update(model, gradients)
-        hkv.nnx.update_tables(SPARSE, model, rows)
+        hkv.nnx.update_tables(model, rows)
         return loss
 
     losses = [float(step(model, dense, ids, labels)) for ids, labels in batches(rng)]

@@ -78,6 +78,15 @@ HKV_HOST_DEVICE void store_element(RowType type, char* row, int64_t index, float
   }
 }
 
+// What an element of the type holds of a value.
+HKV_HOST_DEVICE float rounded(RowType type, float value) {
+  switch (type) {
+    case RowType::kBfloat16: return from_bfloat16(to_bfloat16(value));
+    case RowType::kFloat16: return from_float16(to_float16(value));
+    default: return value;
+  }
+}
+
 // Elements `first` to first + columns - 1 of a row, zero behind them. The loops have constant bounds:
 // compilers make vectors of them on the host and registers on the device.
 template <int kBlock>

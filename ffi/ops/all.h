@@ -6,6 +6,7 @@
 #include "ops/erase_slots.h"
 #include "ops/find_slots.h"
 #include "ops/gather_rows.h"
+#include "ops/pool_rows.h"
 #include "ops/read_slots.h"
 #include "ops/unique.h"
 #include "ops/update_rows.h"
@@ -24,9 +25,9 @@ struct OperationList {
 };
 
 using AllOperations =
-    OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows, FillRows,
-                  ScatterRows, InitRows, AddRows, CombineRows, UpdateRows<SgdRule>, UpdateRows<MomentumRule>,
-                  UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>,
-                  UpdateRows<FtrlRule>>;
+    OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows, PoolRows,
+                  FillRows, ScatterRows, InitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
+                  UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
+                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>>;
 
 }  // namespace hkv

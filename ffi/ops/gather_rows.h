@@ -33,6 +33,14 @@ HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initia
   }
 }
 
+HKV_HOST_DEVICE void prefetch_row(const RowsView& values, Slot slot) {
+  if (slot < 0 || slot >= values.count) return;
+  constexpr int64_t kLine = 64;
+  constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
+  const int64_t bytes = values.row_bytes < kMost ? values.row_bytes : kMost;
+  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(values.row(slot) + byte);
+}
+
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
   static constexpr bool kPerPosition = true;
@@ -69,13 +77,7 @@ struct GatherRows {
     const bool* initial;  // null: never
     RowsView rows;
 
-    void prefetch_far(int64_t i) const {
-      if (slots[i] < 0 || slots[i] >= values.count) return;
-      constexpr int64_t kLine = 64;
-      constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
-      const int64_t bytes = values.row_bytes < kMost ? values.row_bytes : kMost;
-      for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(values.row(slots[i]) + byte);
-    }
+    void prefetch_far(int64_t i) const { prefetch_row(values, slots[i]); }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

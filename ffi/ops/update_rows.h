@@ -3,6 +3,8 @@
 // element; everything else is the same for all of them.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/combine_rows.h"
 
 namespace hkv {

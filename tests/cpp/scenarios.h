@@ -266,6 +266,28 @@ class Scenario {
     machines_.set("initial", Buffer::of(initial));
     machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
     call<GatherRows>(init, {{"slots", "found_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
+    if (form_.type != RowType::kOther) pool(n, init);
+  }
+
+  // Bags of no, few and many positions, with weights now and then; some splits are outside the batch.
+  void pool(int64_t n, const Attributes& init) {
+    const int64_t longest = random_.chance(0.3) ? 3000 : 12;
+    std::vector<int32_t> splits = {0};
+    while (splits.back() < n) splits.push_back(splits.back() + static_cast<int32_t>(random_.below(longest)));
+    for (int32_t& split : splits) {
+      if (random_.chance(0.01)) split = random_.chance(0.5) ? -3 : static_cast<int32_t>(2 * n + 1);
+    }
+    std::vector<float> weights;
+    const bool is_weighted = random_.chance(0.5);
+    for (int64_t i = 0; is_weighted && i < n; ++i) {
+      weights.push_back(static_cast<float>(random_.real() - 0.3));
+    }
+    machines_.set("splits", Buffer::of(splits));
+    machines_.set("pool_weights", Buffer::of(weights));
+    call<PoolRows>(init, {{"slots", "found_slots"},
+                          {"keys", "initial_keys"},
+                          {"weights", "pool_weights"},
+                          {"pooled", "pooled_bags"}});
   }
 
   void erase() {

@@ -109,6 +109,7 @@ class StoreBinder {
   Buffer& operand(const char* name, const char* shape) {
     Buffer& buffer = named(name);
     const std::string axis = split(shape)[0];
+    if (axis.ends_with("+1")) sizes_.try_emplace(axis.substr(0, axis.size() - 2), buffer.rows - 1);
     if (axis.find_first_of("?+0123456789") == std::string::npos) sizes_[axis] = buffer.rows;
     return buffer;
   }

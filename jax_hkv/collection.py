@@ -1,0 +1,384 @@
+"""Many features over few tables, declared once and looked up together.
+
+Tables that agree in everything but their names are one physical table; a model of 26 features then
+costs one lookup. Ids of different tables are told apart by a number in the highest bits of the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jax_hkv import initializers, pooled, whole_table
+from jax_hkv._keys import Keys, as_keys, less
+from jax_hkv.features import Bagged, Jagged, Padded
+from jax_hkv.index import Policy
+from jax_hkv.table import Bags, InsertResult, Table, create
+
+_WORD_BITS = 32
+# Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
+_SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """A table of a collection.
+
+    Attributes:
+      name: of the table, for features, errors and metrics.
+      capacity: entries that it adds to its physical table.
+      dim: elements of a row.
+      dtype: of the rows.
+      policy: which entries a full table evicts.
+      choices: candidate buckets of an id, 1 or 2.
+      init: first rows, from ``jax_hkv.initializers``.
+      seed: of the first rows.
+      optimizer: whose rows the table carries; None for a table that is never trained.
+      admission: which new ids get a row, from ``jax_hkv.admission``.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    dtype: Any = jnp.float32
+    policy: Policy = Policy.LRU
+    choices: int = 1
+    init: initializers.Initializer | None = None
+    seed: int = 0
+    optimizer: Any = None
+    admission: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature of a collection.
+
+    Attributes:
+      name: of the feature.
+      table: the name of its table; features may share one.
+      combiner: of the rows of one example: "sum", "mean" or "sqrtn"; None: every id's row.
+    """
+
+    name: str
+    table: str
+    combiner: str | None = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tables that are one physical table.
+
+    Attributes:
+      name: of the physical table.
+      tables: that it holds, in the order of their numbers in the keys.
+      features: that are looked up in it.
+    """
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    features: tuple[Feature, ...]
+
+    @property
+    def bits(self) -> int:
+        """Highest bits of a key that hold the number of the table."""
+        return (len(self.tables) - 1).bit_length()
+
+    def number(self, table: str) -> int:
+        """Of one of the tables."""
+        return [config.name for config in self.tables].index(table)
+
+    def create(self) -> Table:
+        """The physical table, empty."""
+        config = self.tables[0]
+        table = create(
+            sum(config.capacity for config in self.tables),
+            config.dim,
+            dtype=config.dtype,
+            policy=config.policy,
+            choices=config.choices,
+            init=config.init,
+            seed=config.seed,
+            name=self.name,
+            admission=config.admission,
+        )
+        return table if config.optimizer is None else config.optimizer.init(table)
+
+
+class Part(NamedTuple):
+    """Where a feature's rows lie among those of its group."""
+
+    feature: str
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collection:
+    """The tables and features of a model.
+
+    Args:
+      tables: with different names.
+      features: with different names; each table has at least one.
+      fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer
+        and admission are one physical table. Then ids are exact below 2**(64 - b), b the bits of
+        the number of tables (5 for 26), and ids above (64-bit hashes, negative numbers) are folded
+        to 64 - b bits: of 10**8 hashes a table any two meet with probability 0.9 %.
+
+    Raises:
+      ValueError: naming what disagrees.
+
+    Example:
+      >>> collection = Collection(
+      ...     [TableConfig("users", 1000, 8), TableConfig("items", 5000, 8)],
+      ...     [Feature("user", "users"), Feature("seen", "items", "mean")])
+      >>> [group.name for group in collection.groups]
+      ['users+items']
+    """
+
+    tables: Sequence[TableConfig]
+    features: Sequence[Feature]
+    fuse: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "features", tuple(self.features))
+        _check(self.tables, self.features)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The physical tables."""
+        together: dict[Any, list[TableConfig]] = {}
+        for config in self.tables:
+            together.setdefault(_agreement(config) if self.fuse else config.name, []).append(config)
+        groups = []
+        for configs in together.values():
+            names = [config.name for config in configs]
+            own = tuple(feature for feature in self.features if feature.table in names)
+            many = f"{names[0]}+{len(names) - 1} others"
+            groups.append(Group("+".join(names) if len(names) < 4 else many, tuple(configs), own))
+        return tuple(groups)
+
+    def create(self) -> dict[str, Table]:
+        """The physical tables, empty, by the names of their groups."""
+        return {group.name: group.create() for group in self.groups}
+
+    def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
+        """Entries of each table, by its own name."""
+        found = {}
+        for group in self.groups:
+            for number, config in enumerate(group.tables):
+                found[config.name] = whole_table.size_if(
+                    tables[group.name], functools.partial(_is_of_table, number, group.bits)
+                )
+        return found
+
+    def lookup(
+        self,
+        tables: Mapping[str, Table],
+        inputs: Mapping[str, Any],
+        *,
+        train: bool = False,
+        fill: float | str = "initial",
+    ) -> tuple[dict[str, Table], CollectionRows]:
+        """Looks up all features, a call for each physical table.
+
+        Args:
+          tables: of :meth:`create`.
+          inputs: of every feature: ids of shape ``[batch]`` or ``[batch, hotness]``, a
+            :class:`jax_hkv.Padded` (mask and weights beside them), or a :class:`jax_hkv.Jagged`.
+          train: whether absent ids are inserted.
+          fill: what ids without a row add: "initial", the rows that they would start with, or 0.
+
+        Returns:
+          The tables, and rows that :meth:`spread` gives to the features.
+
+        Raises:
+          ValueError: if a feature is missing, or a name is none of a feature.
+          TypeError: naming the feature, for inputs of another form.
+        """
+        self._check_names(inputs)
+        tables = dict(tables)
+        rows: dict[str, Any] = {}
+        results: dict[str, Any] = {}
+        parts: dict[str, tuple[Part, ...]] = {}
+        for group in self.groups:
+            batch, parts[group.name] = _batch(group, inputs)
+            tables[group.name], found = pooled.of_batch(
+                f"Collection.lookup of {group.name!r}",
+                tables[group.name],
+                batch,
+                train=train,
+                fill=fill,
+            )
+            rows[group.name], results[group.name] = found.values, found.result
+        return tables, CollectionRows(rows, results, parts)
+
+    def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
+        """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner."""
+        outputs = {}
+        for group in self.groups:
+            for name, first, shape in parts[group.name]:
+                count = int(np.prod(shape, dtype=np.int64))
+                own = jax.lax.slice_in_dim(rows[group.name], first, first + count)
+                outputs[name] = own.reshape(*shape, own.shape[-1])
+        return {feature.name: outputs[feature.name] for feature in self.features}
+
+    def _check_names(self, inputs: Mapping[str, Any]) -> None:
+        known = [feature.name for feature in self.features]
+        if set(inputs) == set(known):
+            return
+        missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
+        raise ValueError(
+            f"Collection.lookup: inputs must be of the features {known}; missing: {missing}, "
+            f"unknown: {unknown}"
+        )
+
+
+class CollectionRows(NamedTuple):
+    """What a collection looked up, by group.
+
+    Attributes:
+      rows: ``float32[rows, dim]``; gradients by these train the table.
+      results: for the optimizers, and found: an InsertResult in training, else None.
+      parts: static, which rows are whose.
+    """
+
+    rows: dict[str, Float[Array, "rows dim"]]
+    results: dict[str, InsertResult | None]
+    parts: dict[str, tuple[Part, ...]]
+
+
+def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
+    call = "Collection"
+    by_name: dict[str, TableConfig] = {}
+    for config in tables:
+        other = by_name.setdefault(config.name, config)
+        if other is not config:
+            fields = [field.name for field in dataclasses.fields(config)]
+            differing = [f for f in fields if getattr(config, f) != getattr(other, f)]
+            raise ValueError(
+                f"{call}: the table {config.name!r} is declared twice, disagreeing in "
+                f"{differing or 'nothing'}: declare it once, features may share it"
+            )
+    names = [feature.name for feature in features]
+    for feature in features:
+        if names.count(feature.name) > 1:
+            raise ValueError(f"{call}: the feature {feature.name!r} is declared twice")
+        if feature.table not in by_name:
+            raise ValueError(
+                f"{call}: the feature {feature.name!r} names the table {feature.table!r}, but "
+                f"tables are {list(by_name)}"
+            )
+        if feature.combiner is not None and feature.combiner not in pooled.COMBINERS:
+            raise ValueError(
+                f"{call}: the combiner of {feature.name!r} must be one of {pooled.COMBINERS} or "
+                f"None, got {feature.combiner!r}"
+            )
+    idle = sorted(by_name.keys() - {feature.table for feature in features})
+    if idle:
+        raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
+
+
+def _agreement(config: TableConfig) -> Any:
+    """What tables must agree in to be one physical table."""
+    same = dataclasses.replace(config, name="", capacity=0)
+    return tuple(getattr(same, field.name) for field in dataclasses.fields(same))
+
+
+def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
+    """Keys with a table's number in their highest bits, which are folded into the others.
+
+    Keys whose highest bits are zero keep the rest, so different ones stay different.
+    """
+    if bits == 0:
+        return keys
+    above = keys.high >> np.uint32(_WORD_BITS - bits)
+    mask = np.uint32(2 ** (_WORD_BITS - bits) - 1)
+    high = (keys.high ^ (above * _SPREAD_HIGH)) & mask
+    high = high | np.uint32(number << (_WORD_BITS - bits))
+    return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
+
+
+def _is_of_table(number: int, bits: int, keys: Keys, scores: Keys, values: Any) -> Any:
+    del scores, values
+    if bits == 0:
+        return jnp.ones(keys.shape, jnp.bool_)
+    first, behind = number << (64 - bits), (number + 1) << (64 - bits)
+    below = less(keys, behind) if behind < 2**64 else jnp.ones(keys.shape, jnp.bool_)
+    return ~less(keys, first) & below
+
+
+def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...]]:
+    """All features of a group as one batch of bags, a bag for each row that comes back."""
+    batches, parts = [], []
+    positions = rows = 0
+    for feature in group.features:
+        own, shape = _bags_of(feature, inputs[feature.name])
+        keys = in_namespace(own.keys, group.number(feature.table), group.bits)
+        splits = own.bags.splits[:-1] + jnp.int32(positions)
+        sources = own.bags.sources + jnp.int32(rows)
+        batches.append(Bagged(keys, own.valid, Bags(sources, splits, own.bags.weights)))
+        parts.append(Part(feature.name, rows, shape))
+        positions += own.keys.shape[0]
+        rows += own.bags.splits.shape[0] - 1
+    weights = None
+    if any(batch.bags.weights is not None for batch in batches):
+        weights = jnp.concatenate([_weights(batch) for batch in batches])
+    bags = Bags(
+        sources=jnp.concatenate([batch.bags.sources for batch in batches]),
+        splits=jnp.concatenate(
+            [*(b.bags.splits for b in batches), jnp.array([positions], jnp.int32)]
+        ),
+        weights=weights,
+    )
+    words = jnp.concatenate([batch.keys.words for batch in batches])
+    valid = jnp.concatenate([batch.valid for batch in batches])
+    return Bagged(Keys(words), valid, bags), tuple(parts)
+
+
+def _weights(batch: Bagged) -> jax.Array:
+    given = batch.bags.weights
+    return jnp.ones(batch.valid.shape, jnp.float32) if given is None else given
+
+
+def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:
+    """The bags of one feature, with the weights that its combiner gives, and their shape."""
+    call = f"feature {feature.name!r}"
+    weights, valid = None, None
+    if isinstance(ids, Padded):
+        ids, valid, weights = ids.ids, ids.valid, ids.weights
+    if feature.combiner is None:
+        return _single(call, ids, weights, valid)
+    if not isinstance(ids, Jagged):
+        ids = as_keys(call, "ids", ids)
+        if len(ids.shape) == 1:
+            ids = ids.reshape(*ids.shape, 1)
+            weights = None if weights is None else weights[..., None]
+            valid = None if valid is None else valid[..., None]
+    batch, layout = pooled.as_batch(call, feature.combiner, ids, weights, valid)
+    return batch, layout.batch
+
+
+def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, tuple[int, ...]]:
+    """Without a combiner every id is a bag of its own."""
+    if isinstance(ids, Jagged):
+        raise TypeError(
+            f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or give "
+            "padded ids (jax_hkv.Padded)"
+        )
+    keys = as_keys(call, "ids", ids)
+    shape = keys.shape
+    keys = keys.reshape(*shape, 1)
+    own = [None if array is None else jnp.asarray(array)[..., None] for array in (weights, valid)]
+    batch, _ = pooled.as_batch(call, "sum", keys, *own)
+    return batch, shape

@@ -1,0 +1,299 @@
+"""What a batch of ids is made of: bags of ids (multi-hot features), and distinct ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jax_hkv import _checks
+from jax_hkv import index as _index
+from jax_hkv._compat import is_traced
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv.index import MAX_SLOTS
+from jax_hkv.table import Bags
+
+_LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Jagged:
+    """Bags of ids of any length, one after the other: the form of a ragged tensor.
+
+    Bag `j` is positions ``row_splits[j]`` to ``row_splits[j + 1] - 1``. Positions from
+    ``row_splits[-1]`` on are padding, so that batches of one capacity are traced once.
+
+    Attributes:
+      ids: flat, ``[n]``: Keys, or an integer array.
+      row_splits: ``int32[batch + 1]``, from 0 to at most n, not decreasing.
+      weights: ``float32[n]``, or None for ones.
+
+    Example:
+      >>> Jagged.from_lists([[5, 6], [], [7]], capacity=4).row_splits.tolist()
+      [0, 2, 2, 3]
+    """
+
+    ids: Any
+    row_splits: Int32[Array, " batch+1"]
+    weights: Float32[Array, " n"] | None = None
+
+    @classmethod
+    def from_lists(
+        cls,
+        lists: Sequence[Sequence[int]],
+        *,
+        capacity: int | None = None,
+        weights: Sequence[Sequence[float]] | None = None,
+    ) -> Jagged:
+        """From a list of ids for each bag, on the host; ids keep their 64 bits.
+
+        Args:
+          lists: integers from -2**63 to 2**64 - 1, as lists or integer arrays.
+          capacity: positions, with the padding; by default as many as there are ids.
+          weights: a list for each bag, as long as its ids; padding gets 0.
+
+        Raises:
+          TypeError, ValueError: naming the bag, or the argument.
+        """
+        words = [_words(number, bag) for number, bag in enumerate(lists)]
+        lengths = [len(bag) for bag in words]
+        total = sum(lengths)
+        capacity = total if capacity is None else capacity
+        capacity = _checks.as_integer("Jagged.from_lists", "capacity", capacity, 0, MAX_SLOTS)
+        if capacity < total:
+            raise ValueError(
+                f"Jagged.from_lists: capacity must be at least the number of ids, {total}, got "
+                f"{capacity}: raise it, or leave ids out"
+            )
+        ids = np.zeros(capacity, np.uint64)
+        splits = np.zeros(len(lengths) + 1, np.int32)
+        splits[1:] = np.cumsum(lengths, dtype=np.int64)
+        ids[:total] = np.concatenate([*words, np.zeros(0, np.uint64)])
+        factors = None if weights is None else jnp.asarray(_weights(weights, lengths, capacity))
+        return cls(Keys.from_numpy(ids), jnp.asarray(splits), factors)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """Bags of ids of one length, some of whose positions may be padding, with weights beside them.
+
+    Attributes:
+      ids: ``[*batch, hotness]``: Keys, or an integer array.
+      valid: ``bool`` of the ids' shape, False for padding; None: all are ids.
+      weights: ``float32`` of the ids' shape; None: ones.
+    """
+
+    ids: Any
+    valid: Bool[Array, "*batch hotness"] | None = None
+    weights: Float32[Array, "*batch hotness"] | None = None
+
+
+def _words(number: int, bag: Any) -> np.ndarray:
+    """The ids of a bag as 64-bit words."""
+    if isinstance(bag, np.ndarray):
+        if bag.ndim == 1 and bag.dtype.kind in "iu":
+            return bag.astype(np.int64 if bag.dtype.kind == "i" else np.uint64).view(np.uint64)
+        raise TypeError(
+            f"Jagged.from_lists: bag {number} must hold integers along one axis, got {bag.dtype}"
+            f"{list(bag.shape)}: hash or cast its ids to int64 or uint64 first"
+        )
+    words = np.zeros(len(bag), np.uint64)
+    for position, given in enumerate(bag):
+        try:
+            word = operator.index(given)
+        except TypeError:
+            raise TypeError(
+                f"Jagged.from_lists: bag {number} must hold integers, got "
+                f"{type(given).__name__} {given!r}: hash or cast its ids to int first"
+            ) from None
+        if not _LOWEST_ID <= word <= _HIGHEST_ID:
+            raise ValueError(
+                f"Jagged.from_lists: bag {number} must hold integers of 64 bits, got {word}: hash "
+                "its ids to 64 bits first"
+            )
+        words[position] = word & _HIGHEST_ID
+    return words
+
+
+def _weights(weights: Any, lengths: list[int], capacity: int) -> np.ndarray:
+    given = [len(bag) for bag in weights]
+    if given != lengths:
+        where = next(
+            (j for j, pair in enumerate(zip(given, lengths, strict=False)) if pair[0] != pair[1]),
+            min(len(given), len(lengths)),
+        )
+        raise ValueError(
+            "Jagged.from_lists: weights must be one for each id, bag by bag; the first bag where "
+            f"they are not is {where}: give {lengths[where : where + 1]} weights there, got "
+            f"{given[where : where + 1]}"
+        )
+    flat = np.zeros(capacity, np.float32)
+    flat[: sum(lengths)] = np.concatenate([np.asarray(bag, np.float32) for bag in weights] or [[]])
+    return flat
+
+
+class Bagged(NamedTuple):
+    """Ids in the form that pooling works on: flat, with the bag of each.
+
+    Attributes:
+      keys: ``[n]``.
+      valid: ``bool[n]``; padding is not.
+      bags: who is in which bag, with the weights as they were given.
+    """
+
+    keys: Keys
+    valid: Bool[Array, " n"]
+    bags: Bags
+
+
+class Layout(NamedTuple):
+    """The shapes of what a caller gave: of the ids, and of the batch of bags."""
+
+    ids: tuple[int, ...]
+    batch: tuple[int, ...]
+
+
+def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+    """What a caller gave as bags of ids, checked."""
+    if isinstance(ids, Jagged):
+        return _from_jagged(call, ids, weights, valid)
+    keys = as_keys(call, "ids", ids)
+    if not keys.shape:
+        raise ValueError(
+            f"{call}: ids must have the shape [batch, hotness], or be a jax_hkv.Jagged, got a "
+            "single id: give it as ids[None, None]"
+        )
+    mask = _checks.as_mask(call, "valid", valid, keys.shape).reshape(-1)
+    batch = keys.shape[:-1]
+    bags = dense_bags(batch, keys.shape[-1], as_weights(call, weights, keys.shape))
+    return Bagged(keys.reshape(-1), mask, bags), Layout(keys.shape, batch)
+
+
+def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+    for name, argument in (("weights", weights), ("valid", valid)):
+        if argument is not None:
+            raise ValueError(
+                f"{call}: {name} cannot be given beside a Jagged, got {type(argument).__name__}: "
+                "weights are Jagged(ids, row_splits, weights), and padding lies behind row_splits"
+            )
+    keys = as_keys(call, "ids.ids", given.ids)
+    if len(keys.shape) != 1:
+        raise ValueError(
+            f"{call}: the ids of a Jagged must be flat, got shape {list(keys.shape)}: reshape them "
+            "to [n], with row_splits that say where bags begin"
+        )
+    splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
+    bags = jagged_bags(splits, keys.shape[0], as_weights(call, given.weights, keys.shape))
+    layout = Layout(keys.shape, (splits.shape[0] - 1,))
+    return Bagged(keys, bags.sources < layout.batch[0], bags), layout
+
+
+def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array, " n"] | None:
+    """Weights of the given shape, flat."""
+    if weights is None:
+        return None
+    array = jnp.asarray(weights)
+    if array.dtype != jnp.float32 or array.shape != shape:
+        raise TypeError(
+            f"{call}: weights must be float32{list(shape)}, one for each id, got {array.dtype}"
+            f"{list(array.shape)}: cast with .astype(jnp.float32), or reshape"
+        )
+    return array.reshape(-1)
+
+
+def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array, " batch+1"]:
+    """Row splits, their values checked where they are known."""
+    dtype, shape = getattr(splits, "dtype", None), getattr(splits, "shape", ())
+    if dtype != np.int32 or len(shape) != 1 or shape[0] < 1:
+        got = type(splits).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise TypeError(
+            f"{call}: {argument} must be int32[batch + 1], got {got}: make it with "
+            "np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), or use Jagged.from_lists"
+        )
+    if not is_traced(splits):
+        known = np.asarray(splits)
+        if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > count:
+            raise ValueError(
+                f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
+                f"of positions) or before, got {known.tolist() if len(known) < 20 else known}: "
+                "they are the cumulative lengths of the bags, with 0 in front"
+            )
+    return jnp.asarray(splits)
+
+
+def dense_bags(batch: tuple[int, ...], hotness: int, weights: jax.Array | None) -> Bags:
+    """Bags of `hotness` positions each."""
+    count = int(np.prod(batch, dtype=np.int64))
+    numbers = jax.lax.iota(jnp.int32, count * hotness)
+    splits = jax.lax.iota(jnp.int32, count + 1) * jnp.int32(hotness)
+    return Bags(numbers // jnp.int32(max(hotness, 1)), splits, weights)
+
+
+def jagged_bags(splits: jax.Array, count: int, weights: jax.Array | None) -> Bags:
+    """Bags of `count` positions by their row splits; padding is in bag `batch`, which is none."""
+    # The bag of a position is the number of splits at or before it, which integers count in any
+    # order: no search.
+    ends = jnp.zeros((count,), jnp.int32).at[splits[1:]].add(1, mode="drop")
+    return Bags(jnp.cumsum(ends, dtype=jnp.int32), splits, weights)
+
+
+class Unique(NamedTuple):
+    """The distinct keys of a batch of n; see :func:`unique`.
+
+    Attributes:
+      keys: ``[size]``, in order of first occurrence; zero behind `count`.
+      inverse: of the batch's shape: the number of each position's key in `keys`, -1 where it is
+        masked or its key was left out.
+      counts: ``int32[size]``, how often each key occurs; zero behind `count`.
+      count: how many keys there are in `keys`.
+      overflow: how many distinct keys were left out.
+    """
+
+    keys: Keys
+    inverse: Int32[Array, "*batch"]
+    counts: Int32[Array, " size"]
+    count: Int32[Array, ""]
+    overflow: Int32[Array, ""]
+
+
+def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
+    """The distinct keys of a batch, in order of first occurrence (docs/semantics.md, section 6).
+
+    Args:
+      keys: of any shape: Keys, or an integer array.
+      valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
+      size: room for distinct keys, by default as many as there are positions. Where there are more
+        distinct keys, those of the latest first occurrences are left out, and counted.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> found = unique(np.array([7, 5, 7], np.int32), size=2)
+      >>> found.keys.to_numpy().tolist(), found.inverse.tolist(), found.counts.tolist()
+      ([7, 5], [0, 1, 0], [2, 1])
+    """
+    given = as_keys("unique", "keys", keys)
+    flat = given.reshape(-1)
+    mask = _checks.as_mask("unique", "valid", valid, given.shape).reshape(-1)
+    positions = flat.shape[0]
+    size = positions if size is None else _checks.as_integer("unique", "size", size, 0, MAX_SLOTS)
+    groups = _index.unique(flat, mask)
+    kept, missing = min(size, positions), max(size - positions, 0)
+    count = groups.count[0]
+    inverse = jnp.where(groups.inverse < size, groups.inverse, _index.NO_SLOT)
+    return Unique(
+        keys=Keys(jnp.pad(groups.keys[:kept], ((0, missing), (0, 0)))),
+        inverse=inverse.reshape(given.shape),
+        counts=jnp.pad(jnp.diff(groups.offsets)[:kept], (0, missing)),
+        count=jnp.minimum(count, size),
+        overflow=jnp.maximum(count - size, 0),
+    )

@@ -1,0 +1,463 @@
+"""Pooled lookups: the rows of each bag of ids come back as one.
+
+The sum of a bag is taken natively while rows are read, by the fixed tree of docs/semantics.md,
+section 8, so that no row of a single id is written. Everything that adds floating-point numbers of
+several positions, here and in the derivatives, goes through that tree: the same bits on every run
+and backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jax_hkv import _checks, _ffi, features
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
+from jax_hkv._compat import match_varying
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv.features import Bagged
+from jax_hkv.index import NO_SLOT
+from jax_hkv.initializers import Initializer
+from jax_hkv.operations import ROWS_NAME, after_read, insert_result, insert_rows
+from jax_hkv.table import Bags, InsertResult, Table, check_table, jitted, with_clock
+
+COMBINERS = ("sum", "mean", "sqrtn")
+_ROW_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class PooledFindResult(NamedTuple):
+    """A row for each bag, and whether each id is present (masked ones and padding are not)."""
+
+    values: Float32[Array, "*batch dim"]
+    found: Bool[Array, "*ids"]
+
+
+def find_pooled(
+    table: Table,
+    ids: Any,
+    *,
+    combiner: str = "sum",
+    weights: Any = None,
+    valid: Any = None,
+    fill: float | str = "initial",
+) -> tuple[Table, PooledFindResult]:
+    """Looks up bags of ids; the rows of a bag come back combined. Absent ids stay absent.
+
+    Args:
+      table: to look in.
+      ids: ``[*batch, hotness]``, Keys or an integer array; or a :class:`Jagged`, which brings its
+        own weights and padding.
+      combiner: what becomes of the rows of a bag, with a weight ``w`` each (1 without weights):
+        "sum": sum(w * row); "mean": that divided by sum(w); "sqrtn": that divided by
+        sqrt(sum(w**2)). A bag without ids, or whose divisor is 0, gets zeros.
+      weights: ``float32`` of the shape of `ids`. Differentiable.
+      valid: ``bool`` of the shape of `ids`; masked ids are not in their bag.
+      fill: what absent ids add: "initial" for the rows that they would start with, or 0 for
+        nothing; they count in the divisor either way.
+
+    Returns:
+      The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(128, dim=2)
+      >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> table, _ = hkv.insert_or_assign(table, np.array([5, 6], np.int32), rows)
+      >>> bags = hkv.Jagged.from_lists([[5, 6], []])
+      >>> hkv.find_pooled(table, bags, combiner="mean")[1].values.tolist()
+      [[2.0, 3.0], [0.0, 0.0]]
+    """
+    check_table("find_pooled", table)
+    if isinstance(fill, bool) or fill not in ("initial", 0):
+        raise ValueError(
+            f'find_pooled: fill must be "initial" or 0, got {fill!r}: another row of absent ids is '
+            "one of find, then pool"
+        )
+    batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
+    clock, values, slots = _find(table, batch, initial=fill == "initial")
+    return after_read(table, clock), PooledFindResult(
+        values.reshape(*layout.batch, table.dim), (slots >= 0).reshape(layout.ids)
+    )
+
+
+@jitted("initial")
+def _find(table: Table, batch: Bagged, initial: bool) -> Any:
+    index, slots = _index.find(table.index, batch.keys, batch.valid)
+    table = with_clock(table, index.clock)
+    mask = batch.valid if initial else None
+    table, values = _pool_stored(table, batch.keys, slots, batch.bags, mask)
+    return table.index.clock, values, slots
+
+
+def find_or_insert_pooled(
+    table: Table,
+    ids: Any,
+    *,
+    combiner: str = "sum",
+    weights: Any = None,
+    valid: Any = None,
+    scores: Any = None,
+    return_evicted: bool = False,
+) -> tuple[Table, InsertResult]:
+    """As :func:`find_or_insert` for bags of ids; the rows of a bag come back combined.
+
+    Args:
+      table: to change.
+      ids: see :func:`find_pooled`.
+      combiner: see :func:`find_pooled`.
+      weights: see :func:`find_pooled`.
+      valid: see :func:`find_pooled`.
+      scores: of the shape of `ids`; see :func:`find_or_insert`.
+      return_evicted: whether the result carries the evicted entries.
+
+    Returns:
+      The table, and an :class:`InsertResult` whose values are float32 ``[*batch, dim]`` and whose
+      `bags` say what each id added. The gradient by ``values`` goes to
+      ``jax_hkv.optim.sparse(...).update`` with that result. Refused ids add their initial rows.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> bags = hkv.Jagged.from_lists([[5, 6, 5], []])
+      >>> table, result = hkv.find_or_insert_pooled(hkv.create(128, dim=2), bags)
+      >>> result.values.shape, int(hkv.size(table))
+      ((2, 2), 2)
+    """
+    call = "find_or_insert_pooled"
+    check_table(call, table)
+    batch, layout = as_batch(call, combiner, ids, weights, valid)
+    pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
+    table, result = _find_or_insert(table, batch, pairs, initial=True, evicted=return_evicted)
+    return table, result._replace(
+        values=result.values.reshape(*layout.batch, table.dim),
+        keys=result.keys.reshape(*layout.ids),
+        slots=result.slots.reshape(layout.ids),
+        status=result.status.reshape(layout.ids),
+    )
+
+
+@jitted("initial", "evicted")
+def _find_or_insert(
+    table: Table, batch: Bagged, scores: Keys | None, initial: bool, evicted: bool
+) -> Any:
+    keys, valid, bags = batch
+    table, inserted = insert_rows(table, keys, valid, scores, None, evicted)
+    mask = valid if initial else None
+    table, values = _pool_stored(table, keys, inserted.upserted.slots, bags, mask)
+    return table, insert_result(values, keys, inserted, bags)
+
+
+class BagRows(NamedTuple):
+    """What a lookup of a batch of bags found.
+
+    Attributes:
+      values: a row for each bag.
+      slots: of each id, -1 where it has no row.
+      result: of a training lookup, for the optimizer; its `values` are these. None otherwise.
+    """
+
+    values: Float32[Array, "b dim"]
+    slots: Int32[Array, " n"]
+    result: InsertResult | None
+
+
+def of_batch(
+    call: str, table: Table, batch: Bagged, *, train: bool, fill: float | str, scores: Any = None
+) -> tuple[Table, BagRows]:
+    """The rows of a batch of bags, whose weights are those of its combiner: for layers.
+
+    Args:
+      call: for errors.
+      table: to look in.
+      batch: of :func:`as_batch`, or several put together.
+      train: whether absent ids are inserted.
+      fill: what ids without a row add; see :func:`find_pooled`.
+      scores: of training lookups, one for each id.
+    """
+    initial = fill == "initial"
+    if not train:
+        clock, values, slots = _find(table, batch, initial=initial)
+        return after_read(table, clock), BagRows(values, slots, None)
+    if scores is not None:
+        scores = as_keys(call, "scores", scores).reshape(-1)
+    pairs = _checks.as_scores(call, table.policy, scores, batch.keys.shape)
+    table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=False)
+    return table, BagRows(result.values, result.slots, result)
+
+
+def with_unseen(
+    rows: Float32[Array, "b dim"], batch: Bagged, slots: Int32[Array, " n"], unseen: Any
+) -> Float32[Array, "b dim"]:
+    """Rows of bags to which every id without a row adds the given one, by its weight.
+
+    Args:
+      rows: to which such ids have added nothing.
+      batch: that was looked up.
+      slots: of its ids.
+      unseen: a row, or a number; None or 0: nothing is added.
+    """
+    if unseen is None or (isinstance(unseen, float) and unseen == 0.0):
+        return rows
+    absent = (batch.valid & (slots < 0)).astype(jnp.float32)[:, None]
+    share = _pool_given(absent, batch.bags, batch.valid)
+    return rows + share * jnp.asarray(unseen, jnp.float32)
+
+
+def pool(
+    rows: Any,
+    *,
+    row_splits: Any = None,
+    weights: Any = None,
+    valid: Any = None,
+    combiner: str = "sum",
+) -> Float32[Array, "*batch dim"]:
+    """Combines the rows of each bag, as :func:`find_pooled` does; differentiable.
+
+    Args:
+      rows: float32, bfloat16 or float16: ``[*batch, hotness, dim]``, or ``[n, dim]`` where
+        `row_splits` are given. Differentiable.
+      row_splits: ``int32[batch + 1]``; see :class:`Jagged`.
+      weights: ``float32``, one for each row. Differentiable.
+      valid: ``bool``, one for each row; masked rows are not in their bag.
+      combiner: see :func:`find_pooled`.
+
+    Returns:
+      ``float32[*batch, dim]``.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> pool(jnp.array([[[1.0], [3.0]]]), combiner="mean").tolist()
+      [[2.0]]
+    """
+    check_combiner("pool", combiner)
+    array = jnp.asarray(rows)
+    rank = 2 if row_splits is not None else 3
+    if array.dtype not in _ROW_DTYPES or array.ndim < 2 or (rank == 2 and array.ndim != 2):
+        raise TypeError(
+            "pool: rows must be float32, bfloat16 or float16 of shape [batch, hotness, dim], or "
+            f"[n, dim] with row_splits, got {array.dtype}{list(array.shape)}: cast or reshape them"
+        )
+    shape, dim = array.shape[:-1], array.shape[-1]
+    mask = _checks.as_mask("pool", "valid", valid, shape).reshape(-1)
+    factors = features.as_weights("pool", weights, shape)
+    if row_splits is None:
+        batch = shape[:-1]
+        bags = features.dense_bags(batch, shape[-1], factors)
+    else:
+        splits = features.as_splits("pool", "row_splits", row_splits, shape[0])
+        batch = (splits.shape[0] - 1,)
+        bags = features.jagged_bags(splits, shape[0], factors)
+        mask = mask & (bags.sources < batch[0])
+    return _pool(array.reshape(-1, dim), mask, bags, combiner=combiner).reshape(*batch, dim)
+
+
+@jitted("combiner")
+def _pool(rows: jax.Array, valid: jax.Array, bags: Bags, combiner: str) -> jax.Array:
+    return _pool_given(rows, _effective(bags, valid, combiner=combiner), valid)
+
+
+def check_combiner(call: str, combiner: Any) -> None:
+    """Raises unless rows can be combined so."""
+    if combiner not in COMBINERS:
+        raise ValueError(
+            f"{call}: combiner must be one of {', '.join(map(repr, COMBINERS))}, got {combiner!r}; "
+            "rows that are not combined come from find_or_insert and find"
+        )
+
+
+# --- Weights -------------------------------------------------------------------------------------
+
+
+def as_batch(
+    call: str, combiner: str, ids: Any, weights: Any, valid: Any
+) -> tuple[Bagged, features.Layout]:
+    """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
+    check_combiner(call, combiner)
+    batch, layout = features.as_bagged(call, ids, weights, valid)
+    return batch._replace(bags=_effective(batch.bags, batch.valid, combiner=combiner)), layout
+
+
+@jitted("combiner")
+def _effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
+    """Bags whose weighted sum is what the combiner says: weights over the bag's divisor."""
+    given = None if bags.weights is None else jnp.where(valid, bags.weights, 0.0)
+    if combiner == "sum":
+        return bags._replace(weights=given)
+    if given is None:
+        divisors = _valid_ids(bags, valid).astype(jnp.float32)
+    else:
+        terms = given if combiner == "mean" else given * given
+        divisors = _pool_given(terms[:, None], bags._replace(weights=None), valid)[:, 0]
+    is_zero = divisors == 0
+    if combiner == "sqrtn":
+        divisors = jnp.sqrt(jnp.where(is_zero, 1.0, divisors))  # the derivative at 0 is not finite
+    divisors = _of_bags(jnp.where(is_zero, jnp.inf, divisors)[:, None], bags)[:, 0]
+    numerators = valid.astype(jnp.float32) if given is None else given
+    return bags._replace(weights=numerators / jnp.where(valid, divisors, 1.0))
+
+
+def _valid_ids(bags: Bags, valid: jax.Array) -> jax.Array:
+    """How many valid ids each bag has."""
+    before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(valid, dtype=jnp.int32)])
+    at_splits = _index.take(before, bags.splits)
+    return at_splits[1:] - at_splits[:-1]
+
+
+# --- Sums over bags, and their derivatives -------------------------------------------------------
+
+
+def _aligned(*tree: Any) -> tuple[Any, ...]:
+    """Leaves that vary over the same axes of a shard_map: derivatives come back as they went in."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, match_varying(tuple(leaves)))
+
+
+def _pool_given(rows: jax.Array, bags: Bags, valid: jax.Array) -> jax.Array:
+    """The weighted sum of each bag's valid rows."""
+    weights, layout = bags.weights, bags._replace(weights=None)
+    return _sum_rows(*_aligned(rows, weights, layout, valid))
+
+
+@jax.custom_vjp
+def _sum_rows(
+    rows: Float[Array, "n dim"],
+    weights: Float32[Array, " n"] | None,
+    bags: Bags,
+    valid: Bool[Array, " n"],
+) -> Float32[Array, "b dim"]:
+    slots = jnp.where(valid, _rows.positions(rows.shape[0]), NO_SLOT)
+    clock = jnp.zeros((2,), jnp.uint32)
+    return _rows.pool(clock, rows, slots, bags.splits, weights=weights, name="rows")[1]
+
+
+def _sum_rows_forward(rows: Any, weights: Any, bags: Bags, valid: Any) -> Any:
+    return _sum_rows(rows, weights, bags, valid), (rows, weights, bags, valid)
+
+
+def _sum_rows_backward(saved: Any, of_bags: jax.Array) -> Any:
+    rows, weights, bags, valid = saved
+    by_position = jnp.where(valid[:, None], _of_bags(of_bags, bags), 0.0)
+    if weights is None:
+        return by_position.astype(rows.dtype), None, None, None
+    of_rows = (weights[:, None] * by_position).astype(rows.dtype)
+    return of_rows, jnp.sum(rows * by_position, axis=-1), None, None
+
+
+_sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
+
+
+def _of_bags(per_bag: Float32[Array, "b dim"], bags: Bags) -> Float32[Array, "n dim"]:
+    """What bags have, for each of their positions; zero for padding."""
+    return _spread(*_aligned(per_bag, bags._replace(weights=None)))
+
+
+@jax.custom_vjp
+def _spread(per_bag: jax.Array, bags: Bags) -> jax.Array:
+    if per_bag.shape[0] == 0:
+        return jnp.zeros((*bags.sources.shape, *per_bag.shape[1:]), per_bag.dtype)
+    return per_bag.at[bags.sources].get(mode="fill", fill_value=0)
+
+
+def _spread_forward(per_bag: Any, bags: Bags) -> Any:
+    return _spread(per_bag, bags), bags
+
+
+def _spread_backward(bags: Bags, by_position: jax.Array) -> Any:
+    # JAX's own would be a scatter that adds in the order in which a GPU comes to it.
+    everywhere = jnp.ones(by_position.shape[:1], jnp.bool_)
+    return _pool_given(by_position, bags, everywhere), None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+class _Stored(NamedTuple):
+    """What a pooled read of a table takes, besides weights."""
+
+    clock: jax.Array
+    values: jax.Array
+    slots: jax.Array
+    splits: jax.Array
+    keys: Keys
+    initial: jax.Array | None
+
+
+class _Source(NamedTuple):
+    """What is static of the table."""
+
+    initializer: Initializer
+    seed: int
+    name: str
+
+    def initial(self, stored: _Stored) -> Any:
+        if stored.initial is None:
+            return None
+        return self.initializer, self.seed, stored.keys, stored.initial
+
+
+def _pool_stored(
+    table: Table, keys: Keys, slots: jax.Array, bags: Bags, initial: jax.Array | None
+) -> tuple[Table, jax.Array]:
+    """The weighted sum of each bag's rows in a table, with first rows where the mask says so."""
+    source = _Source(table.initializer, table.seed, table.name)
+    stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, initial)
+    if bags.weights is None:
+        clock, values = _read_bags(source, stored, None)
+    else:
+        read: Any = _sum_stored(source, *_aligned(stored, bags))
+        clock, values = read
+    return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
+
+
+def _read_bags(source: _Source, stored: _Stored, weights: jax.Array | None) -> Any:
+    return _rows.pool(
+        *(stored.clock, stored.values, stored.slots, stored.splits),
+        weights=weights,
+        initial=source.initial(stored),
+        name=source.name,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_stored(source: _Source, stored: _Stored, bags: Bags) -> Any:
+    return _read_bags(source, stored, bags.weights)
+
+
+def _sum_stored_forward(source: _Source, stored: Any, bags: Any) -> Any:
+    if stored.values.perturbed:
+        _ffi.refuse_derivative("pool_rows")
+    stored, bags = jax.tree.map(lambda primal: primal.value, (stored, bags))
+    clock, values = _read_bags(source, stored, bags.weights)
+    # The rows of positions are read here, in the order of the clock, and kept: the table may have
+    # changed by the time of the backward pass.
+    clock, rows = _rows.gather(
+        clock, stored.values, stored.slots, initial=source.initial(stored), name=source.name
+    )
+    return (clock, values), (checkpoint_name(rows, ROWS_NAME), bags)
+
+
+def _sum_stored_backward(_: _Source, saved: Any, cotangents: Any) -> Any:
+    rows, bags = saved
+    of_bags = cotangents[1]
+    if isinstance(of_bags, SymbolicZero):
+        return None, None
+    of_weights = jnp.sum(rows * _of_bags(of_bags, bags), axis=-1)
+    return None, Bags(None, None, of_weights)  # pyright: ignore[reportArgumentType]
+
+
+_sum_stored.defvjp(_sum_stored_forward, _sum_stored_backward, symbolic_zeros=True)
