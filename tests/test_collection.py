@@ -1,0 +1,282 @@
+"""Collections: many features over few tables, fused or not, and what a wrong declaration says."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_hkv as hkv
+from jax_hkv import collection as collections
+
+DIM = 8
+ADAM = hkv.optim.adam(1e-2)
+TABLES = [
+    hkv.TableConfig("users", 512, DIM, optimizer=ADAM),
+    hkv.TableConfig("items", 1024, DIM, optimizer=ADAM),
+    hkv.TableConfig("words", 512, 2 * DIM, optimizer=ADAM),
+]
+FEATURES = [
+    hkv.Feature("user", "users"),
+    hkv.Feature("item", "items", None),
+    hkv.Feature("seen", "items", "mean"),
+    hkv.Feature("title", "words", "sqrtn"),
+]
+BATCH = 6
+WORD = 2**32
+
+
+def jagged(rng, capacity=40):
+    lengths = rng.integers(0, 5, BATCH)
+    rows = [rng.integers(0, 50, length) for length in lengths]
+    return hkv.Jagged.from_lists(rows, capacity=capacity)
+
+
+def inputs_of(rng):
+    seen = rng.integers(0, 50, (BATCH, 4), dtype=np.int32)
+    weights = rng.random((BATCH, 4), np.float32)
+    return {
+        "user": rng.integers(0, 50, BATCH, dtype=np.int32),
+        "item": rng.integers(0, 50, (BATCH, 3), dtype=np.int32),
+        "seen": hkv.Padded(seen, valid=rng.random((BATCH, 4)) < 0.7, weights=weights),
+        "title": jagged(rng),
+    }
+
+
+def train(collection, tables, inputs):
+    """A step with loss sum(rows**2) over all features, and their rows."""
+    tables, found = collection.lookup(tables, inputs, train=True)
+
+    def loss(rows):
+        spread = collection.spread(rows, found.parts)
+        return sum(jnp.sum(part**2) for part in spread.values()), spread
+
+    gradients, spread = jax.grad(loss, has_aux=True)(found.rows)
+    for group in collection.groups:
+        tables[group.name] = ADAM.update(
+            tables[group.name], found.results[group.name], gradients[group.name]
+        )
+    return tables, spread
+
+
+def test_tables_that_agree_are_one_and_others_are_not():
+    """Different dims group by themselves; each feature goes where its table is."""
+    fused = hkv.Collection(TABLES, FEATURES)
+    assert [group.name for group in fused.groups] == ["users+items", "words"]
+    tables = fused.create()
+    assert [table.dim for table in tables.values()] == [DIM, 2 * DIM]
+    assert tables["users+items"].capacity >= 512 + 1024
+    assert tables["users+items"].name == "users+items"
+    apart = hkv.Collection(TABLES, FEATURES, fuse=False)
+    assert [group.name for group in apart.groups] == ["users", "items", "words"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("dtype", jnp.bfloat16),
+        ("policy", hkv.Policy.LFU),
+        ("choices", 2),
+        ("init", hkv.initializers.normal(0.1)),
+        ("seed", 1),
+        ("optimizer", hkv.optim.adam(2e-2)),
+        ("admission", hkv.admission.probability(0.5)),
+    ],
+)
+def test_tables_that_differ_in_one_setting_stay_apart(field, value):
+    """A physical table has one setting of each."""
+    configs = [TABLES[0], hkv.TableConfig("items", 1024, DIM, **{"optimizer": ADAM, field: value})]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    assert len(hkv.Collection(configs, features).groups) == 2
+
+
+def test_fusing_tables_changes_no_feature(rng):
+    """The rows start differently (the key holds the table), so both start from the same ones."""
+    ids = np.arange(50, dtype=np.int32)
+    start = {name: rng.standard_normal((50, DIM), np.float32) for name in ("users", "items")}
+    words = rng.standard_normal((50, 2 * DIM), np.float32)
+    outputs = {}
+    state = rng.bit_generator.state
+    for fuse in (True, False):
+        collection = hkv.Collection(TABLES, FEATURES, fuse=fuse)
+        tables = collection.create()
+        for group in collection.groups:
+            for config in group.tables:
+                keys = hkv.Keys.from_numpy(ids.astype(np.int64))
+                keys = collections.in_namespace(keys, group.number(config.name), group.bits)
+                rows = start.get(config.name, words)
+                tables[group.name], _ = hkv.insert_or_assign(tables[group.name], keys, rows)
+        rng.bit_generator.state = state
+        outputs[fuse] = []
+        for _ in range(4):
+            tables, spread = train(collection, tables, inputs_of(rng))
+            outputs[fuse].append(spread)
+        sizes = collection.sizes(tables)
+        assert {name: int(size) for name, size in sizes.items()} == dict.fromkeys(sizes, 50)
+    for one, other in zip(outputs[True], outputs[False], strict=True):
+        for name, rows in one.items():
+            np.testing.assert_array_equal(rows, other[name])
+
+
+def test_each_feature_gets_the_rows_of_its_own_table(rng):
+    """Combiners, masks and weights, computed again from the rows of a plain lookup."""
+    collection = hkv.Collection(TABLES, FEATURES)
+    tables, inputs = collection.create(), inputs_of(rng)
+    tables, found = collection.lookup(tables, inputs, train=True)
+    spread = collection.spread(found.rows, found.parts)
+    assert list(spread) == [feature.name for feature in FEATURES]
+    (big, _) = collection.groups
+
+    def rows_of(table, ids):
+        keys = hkv.Keys.from_numpy(np.asarray(ids, np.int64))
+        keys = collections.in_namespace(keys, big.number(table), big.bits)
+        _, result = hkv.find(tables[big.name], keys)
+        assert np.asarray(result.found).all()
+        return np.asarray(result.values)
+
+    np.testing.assert_array_equal(spread["user"], rows_of("users", inputs["user"]))
+    np.testing.assert_array_equal(spread["item"], rows_of("items", inputs["item"]))
+    seen = inputs["seen"]
+    weights = np.where(seen.valid, seen.weights, 0)
+    rows = np.zeros((BATCH, 4, DIM))
+    rows[seen.valid] = rows_of("items", seen.ids[seen.valid])
+    total = weights.sum(axis=1)
+    mean = (rows * weights[..., None]).sum(axis=1) / np.where(total, total, 1)[:, None]
+    np.testing.assert_allclose(spread["seen"], mean, rtol=1e-5, atol=1e-7)
+    assert spread["title"].shape == (BATCH, 2 * DIM)
+
+
+def test_evaluation_inserts_nothing(rng):
+    """Unseen ids get the rows that they would start with, or zeros."""
+    collection = hkv.Collection(TABLES, FEATURES)
+    inputs = inputs_of(rng)
+    tables, found = collection.lookup(collection.create(), inputs)
+    assert all(int(hkv.size(table)) == 0 for table in tables.values())
+    assert list(found.results.values()) == [None, None]
+    _, trained = collection.lookup(tables, inputs, train=True)
+    for name, rows in found.rows.items():
+        np.testing.assert_array_equal(rows, trained.rows[name])
+    _, empty = collection.lookup(tables, inputs, fill=0.0)
+    assert not any(np.asarray(rows).any() for rows in empty.rows.values())
+
+
+@pytest.mark.parametrize("bits", [1, 5, 8])
+def test_a_namespace_keeps_small_ids_exact_and_large_ones_apart(rng, bits):
+    """Ids below 2**(64 - bits) come back; hashes differ from each other and from other tables."""
+    small = rng.integers(0, 2 ** (64 - bits), 1000, dtype=np.uint64)
+    number = 2**bits - 1
+    keys = collections.in_namespace(hkv.Keys.from_numpy(small), number, bits).to_numpy()
+    np.testing.assert_array_equal(keys, small | np.uint64(number << (64 - bits)))
+    hashes = np.unique(rng.integers(0, 2**64, 10**5, dtype=np.uint64))
+    folded = [
+        collections.in_namespace(hkv.Keys.from_numpy(hashes), n, bits).to_numpy() for n in (0, 1)
+    ]
+    assert len(np.unique(np.concatenate(folded))) == 2 * len(hashes)
+    negative = np.arange(-1000, 0, dtype=np.int64)
+    assert len(np.unique(
+        collections.in_namespace(hkv.Keys.from_numpy(negative), 1, bits).to_numpy()
+    )) == 1000  # fmt: skip
+
+
+def test_sizes_count_the_entries_of_each_table(rng):
+    """By the names that were declared, whatever table they are in."""
+    collection = hkv.Collection(TABLES, FEATURES)
+    inputs = inputs_of(rng) | {"user": np.array([7, 7, 7, 8, -1, -1], np.int32)}
+    tables, _ = collection.lookup(collection.create(), inputs, train=True)
+    seen = inputs["seen"]
+    items = set(inputs["item"].reshape(-1)) | set(seen.ids[seen.valid])
+    sizes = {name: int(size) for name, size in collection.sizes(tables).items()}
+    assert sizes["users"] == 3 and sizes["items"] == len(items)
+    assert sum(sizes.values()) == sum(int(hkv.size(table)) for table in tables.values())
+
+
+def declared(tables=None, features=None):
+    return lambda: hkv.Collection(tables or TABLES, features or FEATURES)
+
+
+def looked_up(**changes):
+    """A lookup in which some inputs are replaced; None leaves one out."""
+
+    def call():
+        inputs = inputs_of(np.random.default_rng(0)) | changes
+        kept = {name: given for name, given in inputs.items() if given is not None}
+        collection = hkv.Collection(TABLES, FEATURES)
+        jax.eval_shape(lambda: collection.lookup(collection.create(), kept, train=True))
+
+    return call
+
+
+WRONG = {
+    "tables that disagree": (
+        declared([*TABLES, hkv.TableConfig("items", 1024, 16, optimizer=ADAM)]),
+        ValueError,
+        "table 'items' is declared twice, disagreeing in ['dim']",
+    ),
+    "a feature declared twice": (
+        declared(features=[*FEATURES, FEATURES[0]]),
+        ValueError,
+        "feature 'user' is declared twice",
+    ),
+    "a table that is not there": (
+        declared(features=[*FEATURES, hkv.Feature("city", "cities")]),
+        ValueError,
+        "feature 'city' names the table 'cities', but tables are ['users', 'items', 'words']",
+    ),
+    "a table without features": (
+        declared([*TABLES, hkv.TableConfig("cities", 128, DIM)]),
+        ValueError,
+        "no feature is looked up in ['cities']",
+    ),
+    "a combiner that is none": (
+        declared(features=[*FEATURES, hkv.Feature("last", "items", "max")]),
+        ValueError,
+        "combiner of 'last' must be one of",
+    ),
+    "an optimizer that mixes rows": (
+        lambda: declared([
+            hkv.TableConfig(
+                "users", 128, DIM, optimizer=hkv.optim.sparse(optax.clip_by_global_norm(1.0))
+            )
+        ], FEATURES[:1])().create(),
+        ValueError,
+        "clip_by_global_norm",
+    ),
+    "an unknown feature": (
+        looked_up(city=np.zeros(BATCH, np.int32)),
+        ValueError,
+        "missing: [], unknown: ['city']",
+    ),
+    "a missing feature": (looked_up(seen=None), ValueError, "missing: ['seen'], unknown: []"),
+    "ids of a float dtype": (
+        looked_up(user=np.zeros(BATCH, np.float32)),
+        TypeError,
+        "feature 'user': ids must hold integers of 32 or 64 bits, got float32",
+    ),
+    "mismatched weights": (
+        looked_up(seen=hkv.Padded(np.zeros((BATCH, 4), np.int32), weights=np.ones((BATCH, 3)))),
+        TypeError,
+        "feature 'seen': weights must be float32[6, 4], one for each id, got float32[6, 3]",
+    ),
+    "row splits that do not fit": (
+        looked_up(title=hkv.Jagged(hkv.Keys.from_numpy(np.arange(9)), np.ones(4, np.float32))),
+        TypeError,
+        "feature 'title': ids.row_splits must be int32[batch + 1], got float32[4]",
+    ),
+    "jagged ids without a combiner": (
+        looked_up(item=jagged(np.random.default_rng(0))),
+        TypeError,
+        "feature 'item': a Jagged has no rows of equal shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name):
+    """31: which feature or table, what was expected, what came."""
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
