@@ -247,11 +247,16 @@ def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
+def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # under jax.disable_jit() it would come back here for ever
+        return _eager(primitive, tuple(sorted(params.items())))(*operands)
+
+
 def _make_primitive(signature: Signature) -> Primitive:
     primitive = Primitive(signature.name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(functools.partial(_abstract, signature))
-    primitive.def_impl(lambda *xs, **params: _eager(primitive, tuple(sorted(params.items())))(*xs))
+    primitive.def_impl(functools.partial(_run, primitive))
     for platform in _MODULES:
         rule = mlir.lower_fun(
             functools.partial(_lowering, signature, platform), multiple_results=True

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
-from jax_hkv.table import InsertResult
 
 
 def clip_by_global_norm(
@@ -59,8 +58,7 @@ def clip_by_global_norm(
 
 
 def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
-    results = [result] if isinstance(result, InsertResult) else list(result)
-    gradients = [row_gradients] if isinstance(result, InsertResult) else list(row_gradients)
+    results, gradients = _updates.listed(result, row_gradients)
     terms = _updates.terms_of(results, gradients)
     groups, slots = _updates.merged_groups(results)
     sums = _index.combine(groups, terms)

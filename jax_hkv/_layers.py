@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,14 @@ class StepInfo(NamedTuple):
     finite: Bool[Array, ""] | None
 
 
-def check_unseen(call: str, unseen: str, *allowed: str) -> None:
+def check_unseen(call: str, unseen: Unseen) -> None:
     """Raises unless `unseen` says what ids without a row get."""
-    known = allowed or ("initial", "zeros", "learned")
-    if unseen not in known:
-        raise ValueError(f"{call}: unseen must be one of {list(known)}, got {unseen!r}")
+    if unseen not in get_args(Unseen):
+        raise ValueError(f"{call}: unseen must be one of {list(get_args(Unseen))}, got {unseen!r}")
 
 
-def fill_of(call: str, unseen: str) -> float | str:
-    """The fill of lookups that have no parameter for ids without a row."""
-    check_unseen(call, unseen, "initial", "zeros")
+def fill_of(unseen: Unseen) -> float | str:
+    """What a lookup gives ids without a row; a learned row is added later."""
     return "initial" if unseen == "initial" else 0.0
 
 

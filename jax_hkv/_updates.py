@@ -68,9 +68,7 @@ def batch_of(
     table: Table, result: Any, row_gradients: Any, apply: Bool[Array, ""] | None
 ) -> tuple[Table, Batch]:
     """Checks the arguments of an update; several results are merged into one batch."""
-    results = [result] if isinstance(result, InsertResult) else list(result)
-    gradients = [row_gradients] if isinstance(result, InsertResult) else list(row_gradients)
-    _check_results(results, gradients)
+    results, gradients = listed(result, row_gradients)
     terms = terms_of(results, gradients)
     index, groups, slots, stale = _verified(table.index, results)
     if apply is not None:
@@ -116,51 +114,66 @@ def _weights(result: InsertResult) -> jax.Array:
     return result.bags.weights
 
 
-def _check_results(results: list[Any], gradients: list[Any]) -> None:
-    call = "optim.update"
-    for result in results:
-        if not isinstance(result, InsertResult):
+def listed(result: Any, row_gradients: Any) -> tuple[list[InsertResult], list[Any]]:
+    """Checked results and gradients as lists; what ``jax.lax.scan`` stacked is taken apart."""
+    is_one = isinstance(result, InsertResult)
+    results = [result] if is_one else list(result)
+    gradients = [row_gradients] if is_one else list(row_gradients)
+    for each in results:
+        if not isinstance(each, InsertResult):
             raise TypeError(
-                f"{call}: result must be what find_or_insert returned (or a sequence of such), got "
-                f"{type(result).__name__}"
-            )
-        if result.unique_slots.ndim != 1:
-            raise ValueError(
-                f"{call}: result has a leading axis {list(result.unique_slots.shape[:-1])}, as "
-                "jax.lax.scan stacks them; update inside the scan, or give a list of results"
+                "optim.update: result must be what find_or_insert returned (or a sequence of "
+                f"such), got {type(each).__name__}"
             )
     if not results or len(results) != len(gradients):
         raise ValueError(
-            f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
+            f"optim.update: row_gradients must be one for each result, got {len(gradients)} for "
             f"{len(results)} results"
         )
+    apart: list[tuple[InsertResult, Any]] = []
+    for pair in zip(results, gradients, strict=True):
+        apart += _apart(*pair)
+    return [own for own, _ in apart], [own for _, own in apart]
+
+
+def _apart(result: InsertResult, gradients: Any) -> list[tuple[InsertResult, Any]]:
+    if result.unique_slots.ndim == 1:
+        return [(result, gradients)]
+    rows = _as_rows(result, gradients)
+
+    def step(number: int) -> tuple[InsertResult, Any]:
+        return jax.tree.map(lambda leaf: leaf[number], (result, rows))
+
+    return [pair for n in range(len(rows)) for pair in _apart(*step(n))]
 
 
 def _flat(result: InsertResult, gradients: Any) -> jax.Array:
+    rows = _as_rows(result, gradients)
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _as_rows(result: InsertResult, gradients: Any) -> jax.Array:
     array = jnp.asarray(gradients)
     if array.dtype not in _FLOATS:
         raise TypeError(
             f"optim.update: row_gradients must be float32, bfloat16 or float16, got {array.dtype}: "
             "cast with .astype(jnp.float32)"
         )
-    shape = np.shape(result.values)
-    rows = as_rows("optim.update", "row_gradients", array, shape, array.dtype)
-    return rows.reshape(-1, shape[-1])
+    return as_rows("optim.update", "row_gradients", array, np.shape(result.values), array.dtype)
 
 
 def _verified(
     index: _index.Index, results: list[InsertResult]
 ) -> tuple[_index.Index, _index.Groups, jax.Array, jax.Array]:
     """What the results say that still holds."""
-    verified = []
-    stale = jnp.zeros((), jnp.uint32)
-    for result in results:
-        index, slots = _index.verify(index, Keys(result.groups.keys), result.unique_slots)
-        verified.append(slots)
-        stale = stale + jnp.sum((result.unique_slots >= 0) & (slots < 0), dtype=jnp.uint32)
+    keys = jnp.concatenate([result.groups.keys for result in results])
+    looked_up = jnp.concatenate([result.unique_slots for result in results])
+    index, slots = _index.verify(index, Keys(keys), looked_up)
+    stale = jnp.sum((looked_up >= 0) & (slots < 0), dtype=jnp.uint32)
     if len(results) == 1:
-        return index, results[0].groups, verified[0], stale
-    return index, *_merge(results, verified), stale
+        return index, results[0].groups, slots, stale
+    ends = np.cumsum([result.unique_slots.shape[0] for result in results])[:-1]
+    return index, *_merge(results, jnp.split(slots, ends)), stale
 
 
 def _merge(

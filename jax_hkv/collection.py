@@ -211,6 +211,8 @@ class Collection:
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
         parts: dict[str, tuple[Part, ...]] = {}
+        batches: dict[str, Bagged] = {}
+        slots: dict[str, Any] = {}
         for group in self.groups:
             batch, parts[group.name] = _batch(group, inputs)
             tables[group.name], found = pooled.of_batch(
@@ -221,7 +223,35 @@ class Collection:
                 fill=fill,
             )
             rows[group.name], results[group.name] = found.values, found.result
-        return tables, CollectionRows(rows, results, parts)
+            batches[group.name], slots[group.name] = batch, found.slots
+        return tables, CollectionRows(rows, results, parts, batches, slots)
+
+    def with_unseen(
+        self,
+        rows: Mapping[str, jax.Array],
+        found: CollectionRows,
+        unseen: Mapping[str, Float[Array, " dim"]],
+    ) -> dict[str, Float[Array, "rows dim"]]:
+        """Rows to which every id without one adds the row of its table for such ids.
+
+        Args:
+          rows: ``found.rows``, or those rows with a perturbation.
+          found: of a lookup with ``fill=0.0``.
+          unseen: a row for each table, by name; differentiable.
+        """
+        added = {}
+        for group in self.groups:
+            own = jnp.stack([jnp.asarray(unseen[config.name]) for config in group.tables])
+            tables = {feature.name: group.number(feature.table) for feature in group.features}
+            number = np.concatenate(
+                [
+                    np.full(int(np.prod(part.shape, dtype=np.int64)), tables[part.feature])
+                    for part in found.parts[group.name]
+                ]
+            )
+            share = pooled.unseen_shares(found.batches[group.name], found.slots[group.name])
+            added[group.name] = rows[group.name] + share * own.astype(jnp.float32)[number]
+        return added
 
     def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
         """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner."""
@@ -251,11 +281,15 @@ class CollectionRows(NamedTuple):
       rows: ``float32[rows, dim]``; gradients by these train the table.
       results: for the optimizers, and found: an InsertResult in training, else None.
       parts: static, which rows are whose.
+      batches: the ids that were looked up, as bags.
+      slots: of those ids, -1 where they have no row.
     """
 
     rows: dict[str, Float[Array, "rows dim"]]
     results: dict[str, InsertResult | None]
     parts: dict[str, tuple[Part, ...]]
+    batches: dict[str, Bagged]
+    slots: dict[str, Int32[Array, " n"]]
 
 
 def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:

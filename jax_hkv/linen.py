@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from jax_hkv import _layers, initializers, pooled
 from jax_hkv import operations as _operations
 from jax_hkv._layers import StepInfo
-from jax_hkv.collection import Collection
+from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer
 from jax_hkv.table import Table, create
@@ -218,7 +218,7 @@ class EmbedCollection(_Layer):
     Attributes:
       collection: the tables and features; its tables name their optimizers.
       dtype: of the outputs; None: float32.
-      unseen: "initial" or "zeros"; see :class:`Embed`.
+      unseen: see :class:`Embed`; "learned" is a row for each table.
     """
 
     collection: Collection
@@ -235,7 +235,7 @@ class EmbedCollection(_Layer):
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
         """
-        fill = _layers.fill_of(type(self).__name__, self.unseen)
+        _layers.check_unseen(type(self).__name__, self.unseen)
         groups = self.collection.groups
         variables = {g.name: self.variable(TABLES, g.name, g.create) for g in groups}
         is_training = self._begin(train)
@@ -243,7 +243,7 @@ class EmbedCollection(_Layer):
             {name: variable.value for name, variable in variables.items()},
             inputs,
             train=is_training,
-            fill=fill,
+            fill=_layers.fill_of(self.unseen),
         )
         rows = dict(looked_up.rows)
         for group in groups:
@@ -255,8 +255,15 @@ class EmbedCollection(_Layer):
                 )
             else:
                 self._store(variables[group.name], tables[group.name])
+        if self.unseen == "learned":
+            learned = {config.name: self._learned(config) for config in self.collection.tables}
+            rows = self.collection.with_unseen(rows, looked_up, learned)
         spread = self.collection.spread(rows, looked_up.parts)
         return {name: _layers.cast(own, self.dtype) for name, own in spread.items()}
+
+    def _learned(self, config: TableConfig) -> jax.Array:
+        init = nn.initializers.zeros
+        return self.param(f"unseen_{config.name}", init, (config.dim,), config.dtype)
 
 
 def perturbations(

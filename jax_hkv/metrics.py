@@ -72,8 +72,9 @@ def of(
                 "metrics.of: result must be what find_or_insert or a write returned (or a sequence "
                 f"of such), got {type(each).__name__}"
             )
-    zero = Counts(*(jnp.int32(0) for _ in Counts._fields))
-    totals = jax.tree.map(lambda *counts: sum(counts), zero, *(each.counts for each in results))
+    totals = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    for each in results:  # jnp.sum: those that a scan stacked
+        totals = jax.tree.map(lambda total, own: total + jnp.sum(own), totals, each.counts)
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(overflow, jnp.int32),

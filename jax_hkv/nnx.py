@@ -37,6 +37,7 @@ from jax_hkv.table import Table, create
 
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
+_UNSEEN = "unseen_{}"
 
 
 class TableVariable(nnx.Variable):
@@ -233,7 +234,7 @@ class EmbedCollection(_Layer):
     Args:
       collection: the tables and features; its tables name their optimizers.
       dtype: of the outputs; None: float32.
-      unseen: "initial" or "zeros"; see :class:`Embed`.
+      unseen: see :class:`Embed`; "learned" is a row for each table.
     """
 
     def __init__(
@@ -242,7 +243,11 @@ class EmbedCollection(_Layer):
         super().__init__()
         self.collection = collection
         self.dtype = dtype
-        self.fill = _layers.fill_of(type(self).__name__, unseen)
+        _layers.check_unseen(type(self).__name__, unseen)
+        self.unseen: _layers.Unseen = unseen
+        for config in collection.tables if unseen == "learned" else ():
+            row = nnx.Param(jnp.zeros((config.dim,), config.dtype))
+            setattr(self, _UNSEEN.format(config.name), row)
         for (attribute, _), group in zip(self._owners(), collection.groups, strict=True):
             setattr(self, attribute, TableVariable(group.create()))
 
@@ -257,12 +262,20 @@ class EmbedCollection(_Layer):
         """
         attributes = [attribute for attribute, _ in self._owners()]
         names = [group.name for group in self.collection.groups]
-        tables, looked_up = self.collection.lookup(self.tables, inputs, train=train, fill=self.fill)
+        tables, looked_up = self.collection.lookup(
+            self.tables, inputs, train=train, fill=_layers.fill_of(self.unseen)
+        )
         rows = dict(looked_up.rows)
         for attribute, name in zip(attributes, names, strict=True):
             getattr(self, attribute).set_value(tables[name])
             if train:
                 rows[name] = self._record(attribute, looked_up.results[name])
+        if self.unseen == "learned":
+            learned = {
+                config.name: getattr(self, _UNSEEN.format(config.name)).get_value()
+                for config in self.collection.tables
+            }
+            rows = self.collection.with_unseen(rows, looked_up, learned)
         spread = self.collection.spread(rows, looked_up.parts)
         return {name: _layers.cast(own, self.dtype) for name, own in spread.items()}
 

@@ -211,9 +211,13 @@ def with_unseen(
     """
     if unseen is None or (isinstance(unseen, float) and unseen == 0.0):
         return rows
+    return rows + unseen_shares(batch, slots) * jnp.asarray(unseen, jnp.float32)
+
+
+def unseen_shares(batch: Bagged, slots: Int32[Array, " n"]) -> Float32[Array, "b 1"]:
+    """The sum of the weights of each bag's ids that have no row."""
     absent = (batch.valid & (slots < 0)).astype(jnp.float32)[:, None]
-    share = _pool_given(absent, batch.bags, batch.valid)
-    return rows + share * jnp.asarray(unseen, jnp.float32)
+    return _pool_given(absent, batch.bags, batch.valid)
 
 
 def pool(

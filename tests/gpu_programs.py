@@ -6,6 +6,7 @@ Run by test_gpu_program.py in a process of its own: what XLA dumps is said befor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -128,6 +129,7 @@ def programs():
     jagged_bags = hkv.Jagged(batch(), splits, floats(BATCH))
 
     yield "train_step", train_step, (state, batch(), floats(BATCH))
+    yield "collection_step", *collection_step()
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
     yield "undonated_step", train_step, (state, batch(), floats(BATCH))
     yield "advance_epoch", hkv.advance_epoch, (make(),)
@@ -171,6 +173,43 @@ def programs():
         )
         admitting = make(choices=choices, admission=hkv.admission.frequency(3))
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
+
+
+def collection_step():
+    """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jax_hkv as hkv
+    import jax_hkv.linen
+
+    names = [f"feature_{number}" for number in range(26)]
+    optimizer = hkv.optim.adam(1e-3)
+    collection = hkv.Collection(
+        [hkv.TableConfig(name, CAPACITY // 26, DIM, optimizer=optimizer) for name in names],
+        [hkv.Feature(name, name, ("sum", "mean", None)[n % 3]) for n, name in enumerate(names)],
+    )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, inputs, train=False):
+            rows = hkv.linen.EmbedCollection(collection)(inputs, train=train)
+            flat = [own.reshape(BATCH, -1) for own in rows.values()]
+            return nn.Dense(1)(jnp.concatenate(flat, axis=-1))[:, 0]
+
+    def loss_fn(apply, inputs, labels):
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(apply(inputs, train=True), labels))
+
+    inputs = {
+        name: hkv.Keys(jax.ShapeDtypeStruct((BATCH, 1 + n % 4, 2), jnp.uint32))
+        for n, name in enumerate(names)
+    }
+    create = functools.partial(hkv.linen.TrainState.create, Model(), tx=optax.adam(1e-3))
+    state = shapes(jax.eval_shape(create, jax.random.key(0), inputs))
+    step = hkv.linen.train_step(loss_fn, donate=False)  # the report donates
+    return step, (state, inputs, jax.ShapeDtypeStruct((BATCH,), jnp.float32))
 
 
 def sharded_programs(mesh):
@@ -235,6 +274,7 @@ def report(dump: str, name: str, function, arguments, on_one_device) -> dict:
     return {
         "copies": testing.copies_in(hlo, first_table(on_one_device)),
         "host": lines_with(HOST, hlo),
+        "calls": re.findall(r'custom_call_target="jax_hkv\.(\w+)"', hlo),
         "uncounted_loops": [
             line for line in lines_with(LOOP, hlo) if "known_trip_count" not in line
         ],

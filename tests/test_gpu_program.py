@@ -39,7 +39,14 @@ BATCHES = [
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
 WHOLE += ["halve_sightings"]
-STRAIGHT = ["train_step", "shard_map_step", "leading_axis_step", *WHOLE, *BATCHES]
+STRAIGHT = [
+    "train_step",
+    "collection_step",
+    "shard_map_step",
+    "leading_axis_step",
+    *WHOLE,
+    *BATCHES,
+]
 LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if"]
 
 
@@ -117,6 +124,13 @@ def test_a_step_is_one_command_buffer(compiled, name):
 def test_the_body_of_a_loop_is_one_command_buffer(compiled, name):
     assert compiled[name]["uncounted_loops"] == []
     assert command_buffers(body_of(compiled[name]["thunks"])) == (1, []), compiled[name]["thunks"]
+
+
+def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
+    calls = compiled["collection_step"]["calls"]
+    for name in ("unique", "upsert", "verify_slots", "pool_rows", "update_adam"):
+        assert calls.count(name) == 1, calls
+    assert len(calls) <= 8, calls
 
 
 def test_the_copies_of_a_table_that_is_not_donated_are_seen(compiled):

@@ -197,8 +197,29 @@ def test_wrong_results_and_gradients_are_named():
     with pytest.raises(TypeError, match=r"row_gradients must be float32.*got int32"):
         opt.update(table, result, jnp.ones((3, DIM), jnp.int32))
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), result)
-    with pytest.raises(ValueError, match=r"leading axis \[2\].*scan"):
-        opt.update(table, stacked, jnp.stack([rows, rows]))
+    with pytest.raises(ValueError, match=r"row_gradients must have shape \[2, 3, 6\]"):
+        opt.update(table, stacked, rows)
+
+
+def test_results_that_a_scan_stacked_are_those_of_its_turns(rng):
+    """Gradients that a scan over micro-batches accumulates are applied once."""
+    opt = hkv.optim.adam(0.1)
+    table = opt.init(hkv.create(512, DIM))
+    parts = hkv.Keys.from_numpy(rng.integers(0, 40, (3, 20)))
+    gradients = jnp.asarray(rng.normal(size=(3, 20, DIM)), jnp.float32)
+    scanned, stacked = jax.lax.scan(hkv.find_or_insert, table, parts)
+    results = []
+    for number in range(3):
+        table, result = hkv.find_or_insert(table, parts[number])
+        results.append(result)
+    one, other = (
+        opt.update(scanned, stacked, gradients),
+        opt.update(table, results, list(gradients)),
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    counted = [hkv.metrics.of(*pair) for pair in ((one, stacked), (other, results))]
+    assert [int(c.unique) for c in counted] == [sum(int(r.counts.unique) for r in results)] * 2
 
 
 def test_refused_and_masked_positions_are_not_updated(rng):
