@@ -28,6 +28,7 @@ import jax_hkv as hkv
 
 RATE = 1e-3
 BATCHES = 8
+HASH = 2_654_435_761  # an odd factor (Knuth, The Art of Computer Programming 3, 6.4)
 # One candidate bucket evicts from about 65 % on: all rows fit.
 SLOTS_PER_ROW = 1.7
 # What is measured, and the least ratio.
@@ -35,20 +36,23 @@ TARGETS = {"dense": 3.0, "torch": 1.5}
 
 
 def power_law(exponent: float, most: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """The floor of a power law from 1 to `most`, shuffled: row numbers from 0 on."""
+    """The floor of a power law from 1 to `most`."""
     power = 1.0 - exponent
     drawn = (1.0 + rng.random(size) * (most**power - 1.0)) ** (1.0 / power)
-    return np.minimum(drawn.astype(np.int64), most) - 1
+    return np.minimum(drawn.astype(np.int64), most)
 
 
 def make_batches(options: argparse.Namespace, rng: np.random.Generator) -> list[np.ndarray]:
-    """Row numbers of a dense array, `int64[batch, features]`; each feature has its own rows."""
+    """Row numbers of a dense array, `int64[batch, features]`; each feature has its own rows.
+
+    The ids are hashed to them, because a dense array cannot hold a row for each of them.
+    """
     rows = options.rows // options.features
     first = np.arange(options.features) * rows
     shape = (options.batch, options.features)
-    places = rng.permutation(rows)  # frequent ids lie anywhere
+    size = int(np.prod(shape))
     return [
-        places[power_law(options.exponent, rows, int(np.prod(shape)), rng)].reshape(shape) + first
+        (power_law(options.exponent, options.ids, size, rng) * HASH % rows).reshape(shape) + first
         for _ in range(BATCHES)
     ]
 
@@ -77,6 +81,10 @@ def own_times(
         table = optimizer.update(tables[group.name], result, gradients)
         outputs = collection.spread(found.rows, found.parts)
         return table, sum(jnp.sum(rows) for rows in outputs.values())
+
+    # A collection's rows are those of its first feature, then those of its second, ...
+    gradients = gradients.reshape(-1, options.features, options.dim).swapaxes(0, 1)
+    gradients = gradients.reshape(-1, options.dim)
 
     def inputs_of(rows: np.ndarray) -> dict[str, hkv.Keys]:
         return {f"feature {f}": hkv.Keys.from_numpy(rows[:, f]) for f in features}
@@ -184,6 +192,7 @@ def main() -> None:
     """Measures, checks, prints ratios and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--ids", type=int, default=100_000_000, help="of each feature")
     parser.add_argument("--features", type=int, default=26)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=64)
@@ -209,10 +218,13 @@ def main() -> None:
         seconds["torch"] = peer["seconds"]
         record["versions"] |= peer["versions"]
         errors["torch"] = check(options, batches, gradients, start, peer["rows"])
-    assert max(errors.values()) < 1e-5, errors
+    # Where a gradient is next to zero PyTorch's eps, which is not corrected for its bias, shows.
+    assert errors["jax_hkv"] < 1e-5 and errors.get("torch", 0.0) < RATE, errors
     medians = {name: measure.median(runs) for name, runs in seconds.items()}
     ratios = {n: medians[n] / medians["jax_hkv"] for n in medians if n != "jax_hkv"}
-    settings = {n: getattr(options, n) for n in ("rows", "features", "batch", "dim", "exponent")}
+    settings = {
+        n: getattr(options, n) for n in ("rows", "ids", "features", "batch", "dim", "exponent")
+    }
     settings["unique"] = int(np.mean([len(np.unique(batch)) for batch in batches]))
     record |= settings | {"seconds": seconds, "errors": errors}
     record |= {"ratios": ratios, "targets": TARGETS}

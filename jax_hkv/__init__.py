@@ -1,5 +1,8 @@
 """Dynamic embedding tables with cache semantics for JAX."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jax_hkv import admission, initializers, metrics, optim, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
@@ -41,6 +44,11 @@ from jax_hkv.whole_table import (
     size,
     size_if,
 )
+
+if TYPE_CHECKING:
+    from jax_hkv import linen as linen
+    from jax_hkv import nnx as nnx
+    from jax_hkv import plots as plots
 
 __version__ = "0.1.0"
 
@@ -97,3 +105,11 @@ __all__ = [
     "testing",
     "unique",
 ]
+
+_EXTRAS = ("linen", "nnx", "plots")  # each needs a package that jax_hkv itself does not
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXTRAS:
+        return importlib.import_module(f"jax_hkv.{name}")
+    raise AttributeError(f"module 'jax_hkv' has no attribute {name!r}")

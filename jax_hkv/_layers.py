@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv import metrics
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
-from jax_hkv.table import Table
+from jax_hkv.table import Counts, Table
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -21,7 +21,9 @@ class StepInfo(NamedTuple):
     Attributes:
       loss: of the batch, not scaled.
       aux: what the loss function returned beside it.
-      tables: the metrics of each table, by its path.
+      tables: the metrics of each physical table, by its path.
+      counts: what became of the ids of each table of a collection, by the collection's path and the
+        table's name; see :meth:`jax_hkv.collection.Group.counts`.
       finite: whether the gradients were finite, so that the step was taken; None without a loss
         scale, when nobody looks.
     """
@@ -29,6 +31,7 @@ class StepInfo(NamedTuple):
     loss: Float[Array, ""]
     aux: Any
     tables: dict[str, metrics.Metrics]
+    counts: dict[str, Counts]
     finite: Bool[Array, ""] | None
 
 
@@ -117,6 +120,13 @@ def updated(
     return optimizer.update(table, results, gradients, **extra)
 
 
-def metrics_of(table: Table, results: list[Any]) -> metrics.Metrics:
-    """Of all lookups of a table in a training step."""
-    return metrics.of(table, results)
+def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:
+    """The counts of all lookups of a training step, by path; a scan may have stacked them."""
+    totals: dict[str, Counts] = {}
+    for part in parts:
+        for name, counts in part.items():
+            where = f"{scope}/{name}" if scope else name
+            own = jax.tree.map(jnp.sum, counts)
+            before = totals.get(where)
+            totals[where] = own if before is None else jax.tree.map(jnp.add, before, own)
+    return totals

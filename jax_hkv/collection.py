@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int32
 from jax_hkv import initializers, pooled, whole_table
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv.features import Bagged, Jagged, Padded
-from jax_hkv.index import Policy
-from jax_hkv.table import Bags, InsertResult, Table, create
+from jax_hkv.index import Policy, Status, all_of, take
+from jax_hkv.table import Bags, Counts, InsertResult, Table, create
 
 _WORD_BITS = 32
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
@@ -96,6 +96,31 @@ class Group:
     def number(self, table: str) -> int:
         """Of one of the tables."""
         return [config.name for config in self.tables].index(table)
+
+    def counts(self, result: InsertResult) -> dict[str, Counts]:
+        """What became of the distinct ids of each table.
+
+        Here `evicted` is how many entries a table's ids displaced, of whatever table of the group.
+        """
+        if len(self.tables) == 1:
+            return {self.tables[0].name: result.counts}
+        groups = result.groups
+        status = take(result.status.reshape(-1), groups.first)
+        number = (groups.keys[:, 1] >> np.uint32(_WORD_BITS - self.bits)).astype(jnp.int32)
+        kinds = len(Status)
+        size = len(self.tables) * kinds
+        code = jnp.where(all_of(groups), number * kinds + status, size)
+        counted = jnp.zeros((size,), jnp.int32).at[code].add(1, mode="drop")
+        return {
+            config.name: Counts(
+                unique=jnp.sum(own),
+                hits=own[Status.FOUND],
+                inserted=own[Status.INSERTED] + own[Status.EVICTED],
+                evicted=own[Status.EVICTED],
+                refused=own[Status.REFUSED],
+            )
+            for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
+        }
 
     def create(self) -> Table:
         """The physical table, empty."""

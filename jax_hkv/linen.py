@@ -30,13 +30,13 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, initializers, pooled
+from jax_hkv import _layers, initializers, metrics, pooled
 from jax_hkv import operations as _operations
 from jax_hkv._layers import StepInfo
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Table, create
+from jax_hkv.table import Counts, Table, create
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -49,9 +49,16 @@ MUTABLE = (TABLES, LOOKUPS)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """What a training lookup left for the update: its result, and who updates its table."""
+    """What a training lookup left for the update.
+
+    Attributes:
+      result: of the lookup.
+      counts: of the tables that are in its table.
+      optimizer: static, who updates its table.
+    """
 
     result: Any
+    counts: dict[str, Counts]
     optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
 
 
@@ -74,10 +81,12 @@ class _Layer(nn.Module):
         if self.is_mutable_collection(TABLES) and not self.is_initializing():
             variable.value = table
 
-    def _record(self, name: str, result: Any, optimizer: Optimizer | None) -> jax.Array:
+    def _record(
+        self, name: str, result: Any, optimizer: Optimizer | None, counts: Any = None
+    ) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
         number = len(self.get_variable(LOOKUPS, name, ()))
-        self.sow(LOOKUPS, name, Lookup(result, optimizer))
+        self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
         return self.perturb(f"{name}_rows_{number}", result.values, PERTURBATIONS)
 
 
@@ -249,9 +258,10 @@ class EmbedCollection(_Layer):
         for group in groups:
             if is_training:
                 variables[group.name].value = tables[group.name]
-                optimizer = group.tables[0].optimizer
+                result = looked_up.results[group.name]
+                assert result is not None
                 rows[group.name] = self._record(
-                    group.name, looked_up.results[group.name], optimizer
+                    group.name, result, group.tables[0].optimizer, group.counts(result)
                 )
             else:
                 self._store(variables[group.name], tables[group.name])
@@ -413,7 +423,7 @@ def train_step(
 
     Returns:
       A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
-      aux, the metrics of each table, and whether the gradients were finite.
+      aux, the metrics of each table, its counts, and whether the gradients were finite.
     """
 
     def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
@@ -457,13 +467,14 @@ def train_step(
             updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
         )
         extra = {} if finite is None else {"apply": finite}
-        metrics = {}
+        measured, counts = {}, {}
         for path, kept in lookups.items():
             where = "/".join(path)
             tables[path] = _layers.updated(
                 where, tables[path], kept[0].optimizer, results[path], rows[path], extra
             )
-            metrics[where] = _layers.metrics_of(tables[path], results[path])
+            measured[where] = metrics.of(tables[path], results[path])
+            counts |= _layers.summed([lookup.counts for lookup in kept], "/".join(path[:-1]))
         after = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -473,6 +484,6 @@ def train_step(
             variables={name: updated[name] for name in state.variables},
             loss_scale=scale,
         )
-        return after, StepInfo(loss, aux, metrics, finite)
+        return after, StepInfo(loss, aux, measured, counts, finite)
 
     return jax.jit(step, donate_argnums=0) if donate else jax.jit(step)

@@ -20,20 +20,20 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, initializers, pooled
+from jax_hkv import _layers, initializers, metrics, pooled
 from jax_hkv import operations as _operations
 from jax_hkv._layers import StepInfo
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Table, create
+from jax_hkv.table import Counts, Table, create
 
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
@@ -44,8 +44,15 @@ class TableVariable(nnx.Variable):
     """Holds a :class:`jax_hkv.Table`."""
 
 
+class Looked(NamedTuple):
+    """What a training lookup returned, and the counts of the tables that are in its table."""
+
+    result: Any
+    counts: dict[str, Counts]
+
+
 class Lookup(nnx.Variable):
-    """What a training lookup returned; it lives from the forward pass to the update."""
+    """Holds a :class:`Looked`; it lives from the forward pass to the update."""
 
 
 class RowPerturbation(nnx.Variable):
@@ -69,12 +76,12 @@ class _Layer(nnx.Module):
     def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
         return list(_numbered(self, _LOOKUP, attribute))
 
-    def _record(self, attribute: str, result: Any) -> jax.Array:
+    def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
         if not self.is_recording:
             return result.values
         number = len(self._lookups(attribute))
-        setattr(self, _LOOKUP.format(attribute, number), Lookup(result))
+        setattr(self, _LOOKUP.format(attribute, number), Lookup(Looked(result, counts or {})))
         perturbation = getattr(self, _ROWS.format(attribute, number), None)
         return result.values if perturbation is None else result.values + perturbation.get_value()
 
@@ -261,15 +268,16 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`.
         """
         attributes = [attribute for attribute, _ in self._owners()]
-        names = [group.name for group in self.collection.groups]
         tables, looked_up = self.collection.lookup(
             self.tables, inputs, train=train, fill=_layers.fill_of(self.unseen)
         )
         rows = dict(looked_up.rows)
-        for attribute, name in zip(attributes, names, strict=True):
-            getattr(self, attribute).set_value(tables[name])
+        for attribute, group in zip(attributes, self.collection.groups, strict=True):
+            getattr(self, attribute).set_value(tables[group.name])
             if train:
-                rows[name] = self._record(attribute, looked_up.results[name])
+                result = looked_up.results[group.name]
+                assert result is not None
+                rows[group.name] = self._record(attribute, result, group.counts(result))
         if self.unseen == "learned":
             learned = {
                 config.name: getattr(self, _UNSEEN.format(config.name)).get_value()
@@ -358,7 +366,7 @@ def _row_shapes(
         loss_fn(copy, *args, **kwargs)
         return {
             _path_text(path): {
-                _ROWS.format(attribute, number): lookup.get_value().values
+                _ROWS.format(attribute, number): lookup.get_value().result.values
                 for attribute, _ in layer._owners()
                 for number, (_, lookup) in enumerate(layer._lookups(attribute))
             }
@@ -368,7 +376,14 @@ def _row_shapes(
     return jax.eval_shape(run, state)
 
 
-Place = tuple[_Layer, str, Optimizer | None]
+class Place(NamedTuple):
+    """Where a table is that was looked up, and the counts of its lookups."""
+
+    path: tuple[Any, ...]
+    layer: _Layer
+    attribute: str
+    optimizer: Optimizer | None
+    counts: list[dict[str, Counts]]
 
 
 def _looked_up(
@@ -385,8 +400,10 @@ def _looked_up(
             if not lookups:
                 continue
             where = _path_text((*path, attribute))
-            places[where] = (layer, attribute, optimizer)
-            results[where] = [lookup.get_value() for _, lookup in lookups]
+            looked = [lookup.get_value() for _, lookup in lookups]
+            counts = [each.counts for each in looked]
+            places[where] = Place(path, layer, attribute, optimizer, counts)
+            results[where] = [each.result for each in looked]
             names = [_ROWS.format(attribute, number) for number in range(len(lookups))]
             gradients[where] = [flat[_path_text((*path, name))] for name in names]
     return places, results, gradients
@@ -416,13 +433,13 @@ def _update(
 ) -> dict[str, Any]:
     """Updates every table in its place; their metrics."""
     measured = {}
-    for where, (layer, attribute, optimizer) in places.items():
-        variable = getattr(layer, attribute)
+    for where, place in places.items():
+        variable = getattr(place.layer, place.attribute)
         table = _layers.updated(
-            where, variable.get_value(), optimizer, results[where], gradients[where], extra
+            where, variable.get_value(), place.optimizer, results[where], gradients[where], extra
         )
         variable.set_value(table)
-        measured[where] = _layers.metrics_of(table, results[where])
+        measured[where] = metrics.of(table, results[where])
     return measured
 
 
@@ -459,8 +476,8 @@ def train_step(
 
     Returns:
       A function of (state, *args) that changes the :class:`TrainState` and returns a
-      :class:`jax_hkv.nnx.StepInfo`: loss, aux, the metrics of each table, and whether the gradients
-      were finite.
+      :class:`jax_hkv.nnx.StepInfo`: loss, aux, the metrics of each table, its counts, and whether
+      the gradients were finite.
     """
 
     def step(state: TrainState, *args: Any) -> StepInfo:
@@ -481,10 +498,13 @@ def train_step(
         _dense_update(state, dense, finite)
         extra = {} if finite is None else {"apply": finite}
         measured = _update(places, results, gradients, extra)
+        counts: dict[str, Counts] = {}
+        for place in places.values():
+            counts |= _layers.summed(place.counts, _path_text(place.path))
         _forget(state.model)
         if state.loss_scale is not None:
             state.loss_scale.set_value(scale)
-        return StepInfo(loss, aux, measured, finite)
+        return StepInfo(loss, aux, measured, counts, finite)
 
     return nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
 

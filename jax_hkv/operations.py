@@ -137,7 +137,10 @@ def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
     away = (seen.inverse >= 0) & (result.groups.inverse < 0)
     unique = seen.count[0]
     refused = result.counts.refused + unique - result.counts.unique
+    slots = jnp.where(_index.all_of(seen), _index.take(result.slots, seen.first), NO_SLOT)
     return result._replace(
+        groups=seen,
+        unique_slots=slots,
         status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
         counts=result.counts._replace(unique=unique, refused=refused),
     )

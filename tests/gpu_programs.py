@@ -183,7 +183,6 @@ def collection_step():
     import optax
 
     import jax_hkv as hkv
-    import jax_hkv.linen
 
     names = [f"feature_{number}" for number in range(26)]
     optimizer = hkv.optim.adam(1e-3)

@@ -14,8 +14,6 @@ import pytest
 from flax import nnx
 
 import jax_hkv as hkv
-import jax_hkv.linen
-import jax_hkv.nnx
 from jax_hkv.collection import in_namespace
 
 VOCABULARY, DIM, BATCH, STEPS = 300, 8, 64, 200

@@ -11,8 +11,6 @@ import pytest
 from flax import nnx
 
 import jax_hkv as hkv
-import jax_hkv.linen
-import jax_hkv.nnx
 
 FEATURES = 8
 SPARSE = hkv.optim.sparse(optax.adam(0.05))

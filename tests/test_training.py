@@ -14,8 +14,6 @@ import pytest
 from flax import nnx
 
 import jax_hkv as hkv
-import jax_hkv.linen
-import jax_hkv.nnx
 
 DIM, BATCH = 8, 48
 OPTIMIZER = hkv.optim.adagrad(0.1)  # no quotient of small gradients, which would enlarge rounding
@@ -276,6 +274,48 @@ def test_a_layer_inside_nn_scan_trains_as_the_unrolled_one(rng):
     np.testing.assert_allclose(
         *([info.loss for info in each] for each in (infos, expected)), rtol=1e-6
     )
+
+
+def test_a_step_counts_the_ids_of_each_table(made):
+    """By the names that were declared, though they are one physical table; linen and nnx."""
+    _, linen_infos = run(fresh_state(made[0][0]), made)
+    _, nnx_infos = nnx_run(NnxModel(nnx.Rngs(0)), made)
+    seen = {"users": set(), "items": set()}
+    for (inputs, _), one, other in zip(made, linen_infos, nnx_infos, strict=True):
+        ids = {"users": set(inputs["user"].tolist()), "items": set(inputs["seen"].ravel().tolist())}
+        for name, own in ids.items():
+            expected = hkv.Counts(len(own), len(own & seen[name]), len(own - seen[name]), 0, 0)
+            linen_name = f"block/EmbedCollection_0/{name}"
+            for found in (one.counts[linen_name], other.counts[f"embed/{name}"]):
+                assert jax.tree.map(int, found) == expected
+            seen[name] |= own
+        assert set(one.counts) == {f"block/EmbedCollection_0/{name}" for name in ids}
+
+
+def test_evictions_and_refusals_are_counted_by_the_table_whose_ids_asked(rng):
+    """In a table that is too small for both, their sum is that of the physical table."""
+    settings = {"capacity": 64, "dim": DIM, "optimizer": OPTIMIZER}
+    settings["admission"] = hkv.admission.probability(0.8)
+    collection = hkv.Collection(
+        [hkv.TableConfig("users", **settings), hkv.TableConfig("items", **settings)],
+        [hkv.Feature("user", "users"), hkv.Feature("seen", "items", None)],
+    )
+    state = hkv.linen.TrainState.create(
+        hkv.linen.EmbedCollection(collection),
+        jax.random.key(0),
+        {name: np.zeros((BATCH,), np.int32) for name in ("user", "seen")},
+        tx=optax.sgd(0.1),
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: sum(jnp.sum(rows) for rows in apply(ids, train=True).values())
+    )
+    for _ in range(4):
+        ids = {name: rng.integers(0, 1000, BATCH, dtype=np.int32) for name in ("user", "seen")}
+        state, info = step(state, ids)
+        (whole,) = info.tables.values()
+        total = jax.tree.map(lambda *counts: int(sum(counts)), *info.counts.values())
+        assert total == hkv.Counts(*(int(getattr(whole, name)) for name in hkv.Counts._fields))
+    assert total.evicted > 0 and total.refused > 0
 
 
 def nnx_run(model, made, loss_scale=None):
