@@ -71,7 +71,7 @@ class Optimizer(Protocol):
         """The table with fresh optimizer rows."""
         ...
 
-    def update(self, table: Table, result: Any, row_gradients: Any, **extra: Any) -> Table:
+    def update(self, table: Table, result: Any, row_gradients: Any, *, apply: Any = None) -> Table:
         """The table after one step."""
         ...
 
