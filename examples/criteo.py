@@ -75,8 +75,8 @@ class CriteoFile:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: not a regular file, which can be read more than once")
         rows = 0
-        for rows, line in enumerate(_lines(path), 1):
-            if isinstance(line, Exception) and not skip_bad_rows:
+        for rows, line in enumerate(read_lines(path), 1):
+            if isinstance(line, UserError) and not skip_bad_rows:
                 raise UserError(f"{path}:{rows}: {_fault(line)}")
         if rows == 0:
             raise UserError(f"{path}: the file is empty, expected rows of {COLUMNS} columns")
@@ -89,8 +89,8 @@ class CriteoFile:
             UserError: naming file and line, at a bad row, unless bad rows are skipped.
         """
         rows, skipped = [], 0
-        for number, line in enumerate(islice(_lines(self.path), start, stop), start + 1):
-            if isinstance(line, Exception) or not ROW.fullmatch(line):
+        for number, line in enumerate(islice(read_lines(self.path), start, stop), start + 1):
+            if isinstance(line, UserError) or not ROW.fullmatch(line):
                 if not self.skip_bad_rows:
                     raise UserError(f"{self.path}:{number}: {_fault(line)}")
                 skipped += 1
@@ -103,14 +103,14 @@ class CriteoFile:
             yield _batch(rows, skipped)
 
 
-def _lines(path: Path) -> Iterator[bytes | Exception]:
+def read_lines(path: Path) -> Iterator[bytes | UserError]:
     """Yields a file's lines without their ends; a broken archive's last item is the reason."""
     try:
         with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             for line in file:
                 yield line.rstrip(b"\r\n")
     except BROKEN_ARCHIVE as error:
-        yield error
+        yield UserError(f"the archive is damaged or cut short here ({error})")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
@@ -128,10 +128,10 @@ def _batch(lines: list[bytes], skipped: int) -> Batch:
     )
 
 
-def _fault(line: bytes | Exception) -> str:
+def _fault(line: bytes | UserError) -> str:
     """Says what is wrong with a bad row."""
-    if isinstance(line, Exception):
-        return f"the archive is damaged or cut short here ({line})"
+    if isinstance(line, UserError):
+        return str(line)
     fields = line.split(b"\t")
     if len(fields) != COLUMNS:
         return f"{len(fields)} columns between tabs, expected {COLUMNS}"
