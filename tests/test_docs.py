@@ -7,12 +7,17 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
+import numpy as np
 import pytest
 
 import jax_hkv
 
 ROOT = Path(__file__).parent.parent
+FENCED = r"```python\n(.*?)```"
+INDENTED = r"(?<=\n\n)((?: {4}[^\n]*\n|\n(?= {4}))+)"
 NATIVE = {"_cpu", "_cuda"}
 MODULES = [m.name for m in pkgutil.iter_modules(jax_hkv.__path__) if m.name not in NATIVE]
 
@@ -24,9 +29,52 @@ def test_the_examples_in_docstrings_hold(name):
     assert doctest.testmod(module, verbose=False).failed == 0
 
 
+def blocks_of(name: str, pattern: str) -> list[str]:
+    """The pieces of a document, with empty lines before them, so that errors name its lines."""
+    text = (ROOT / name).read_text()
+    spans = (match.span(match.lastindex) for match in re.finditer(pattern, text, re.DOTALL))
+    return ["\n" * text.count("\n", 0, first) + dedent(text[first:end]) for first, end in spans]
+
+
+def run(name: str, blocks: list[str], namespace: dict[str, Any]) -> dict[str, Any]:
+    """The namespace after all blocks, each continuing from those before it."""
+    for block in blocks:
+        exec(compile(block, ROOT / name, "exec"), namespace)
+    return namespace
+
+
 def test_the_code_in_the_readme_runs(capsys):
     """As it stands there."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = blocks_of("README.md", FENCED)
     assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
+    run("README.md", blocks, {"__name__": "readme"})
     assert "Table('table', capacity=100,096, dim=16" in capsys.readouterr().out
+
+
+def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
+    """Its blocks check what they claim."""
+    blocks = blocks_of("docs/tutorial.md", FENCED)
+    assert len(blocks) == 5
+    assert all("print(" in block and "assert" in block for block in blocks)
+    run("docs/tutorial.md", blocks, {"__name__": "tutorial"})
+    printed = capsys.readouterr().out
+    assert "policy           LFU, 2 candidate bucket(s)" in printed
+
+
+def test_the_code_in_the_guide_runs():
+    """Its pieces, given what they speak of: a table with its optimizer, keys, rows, gradients."""
+    opt = jax_hkv.optim.adagrad(0.1)
+    given = {
+        "hkv": jax_hkv,
+        "opt": opt,
+        "table": opt.init(jax_hkv.create(256, 4)),
+        "keys": np.array([1, 2, 3], np.int32),
+        "more": np.array([3, 4], np.int32),
+        "rows": np.ones((2, 4), np.float32),
+        "gradients": np.ones((3, 4), np.float32),
+    }
+    blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
+    assert len(blocks) >= 3
+    after = run("docs/guide.md", blocks, given)
+    assert int(after["erased"]) == 2  # the keys of `more`
+    assert int(jax_hkv.size(after["table"])) == 3  # the ids of `bags`
