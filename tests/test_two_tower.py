@@ -311,3 +311,13 @@ def test_a_wrong_option_is_named_with_what_was_expected(
         two_tower.main(["--epochs", "0"])
     assert caught.value.code == 2
     assert "argument --epochs: expected a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_arguments_recall_is_several_times_that_of_popularity() -> None:
+    done = _run()
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    print(figures)
+    assert figures["recall_at_10"] > 5 * figures["popularity_recall_at_10"]
+    assert figures["evicted"] == 0
