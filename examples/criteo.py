@@ -18,6 +18,7 @@ import numpy as np
 
 INTEGERS, CATEGORIES = 13, 26
 COLUMNS = 1 + INTEGERS + CATEGORIES
+ALL_COLUMNS = np.arange(CATEGORIES)
 INTEGER = rb"(?:-?[0-9]{1,18})?"  # 18 digits always fit into 64 bits
 CATEGORY = rb"[0-9a-fA-F]{0,8}"
 ROW = re.compile(rb"[01](?:\t" + INTEGER + rb"){13}(?:\t" + CATEGORY + rb"){26}")
@@ -37,8 +38,8 @@ class Batch(NamedTuple):
     Attributes:
         labels: float32[n], 1 for a click.
         integers: float32[n, 13], NaN where missing.
-        keys: uint64[n, 26], each naming its column. That a category is missing may say something
-            about the click, so "missing" has a key in every column, like any other category.
+        keys: uint64[n, k], each naming its column; k is 26, or more in multi-hot logs. That one is
+            missing may say something about the click, so "missing" is a key in every column.
         skipped: bad rows that were passed over while these were read.
     """
 
@@ -48,13 +49,13 @@ class Batch(NamedTuple):
     skipped: int = 0
 
 
-def pack_keys(values: np.ndarray) -> np.ndarray:
-    """Returns the table's keys of categories int64[n, 26], each 32 bits or -1 where missing.
+def pack_keys(values: np.ndarray, columns: np.ndarray = ALL_COLUMNS) -> np.ndarray:
+    """Returns the table's keys of categories int64[n, k], each 32 bits or -1 where missing.
 
     Packing is enough to keep columns apart: mixing the bits is the table's own hash's work.
     """
-    columns = np.arange(CATEGORIES, dtype=np.uint64) << np.uint64(COLUMN_SHIFT)
-    return columns | (values + 1).astype(np.uint64)
+    above = columns.astype(np.uint64) << np.uint64(COLUMN_SHIFT)
+    return above | (values + 1).astype(np.uint64)
 
 
 @dataclass(frozen=True)

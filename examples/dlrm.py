@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     Attributes:
         labels: float32[n], 1 for a click.
         integers: float32[n, 13], NaN where missing.
-        keys: what the embedding looks up, of leading shape [n, 26].
+        keys: what the embedding looks up, of leading shape [n, k], k ids a row.
         valid: bool[n], False for padding.
     """
 
@@ -29,6 +29,11 @@ class Inputs(NamedTuple):
     integers: jax.Array
     keys: Any
     valid: jax.Array
+
+
+def magnitudes(integers: jax.Array) -> jax.Array:
+    """Returns the logarithms of integers, with their signs; 0 where missing."""
+    return jnp.nan_to_num(jnp.sign(integers) * jnp.log1p(jnp.abs(integers)))
 
 
 class Dlrm(nn.Module):
@@ -40,8 +45,7 @@ class Dlrm(nn.Module):
     def __call__(self, integers: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns logits float32[n] of integers [n, 13] and embedding rows [n, 26, dim]."""
         missing = jnp.isnan(integers)
-        magnitudes = jnp.sign(integers) * jnp.log1p(jnp.abs(integers))
-        features = jnp.concatenate([jnp.where(missing, 0.0, magnitudes), missing], axis=1)
+        features = jnp.concatenate([magnitudes(integers), missing], axis=1)
         bottom = nn.Dense(self.dim)(nn.relu(nn.Dense(HIDDEN)(features)))
         vectors = jnp.concatenate([bottom[:, None], rows], axis=1)
         # Each pair's product stands here twice: picking one of them out costs more than it saves.
@@ -56,6 +60,10 @@ def loss_and_logits(
     """Returns the mean loss in nats over the rows that are not padding, and the logits."""
     logits = model.apply(params, inputs.integers, rows)
     assert isinstance(logits, jax.Array)
+    return mean_loss(logits, inputs), logits
+
+
+def mean_loss(logits: jax.Array, inputs: Inputs) -> jax.Array:
+    """Returns the mean loss in nats over the rows that are not padding."""
     losses = optax.sigmoid_binary_cross_entropy(logits, inputs.labels)
-    mean = jnp.sum(losses, where=inputs.valid) / jnp.maximum(inputs.valid.sum(), 1)
-    return mean, logits
+    return jnp.sum(losses, where=inputs.valid) / jnp.maximum(inputs.valid.sum(), 1)

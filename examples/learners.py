@@ -37,16 +37,16 @@ class Learner(NamedTuple):
     """A model with its embedding.
 
     Attributes:
-        state: the first one.
+        state: the first one; `State`, or what the step of another model changes.
         step: (state, inputs) -> (state, outcome), jitted; the state is donated.
         logits: (state, inputs) -> float32[n], jitted; changes nothing.
-        encode: keys uint64[n, 26] -> `Inputs.keys`.
+        encode: keys uint64[n, k] -> `Inputs.keys`.
         capacity: rows of the embedding.
     """
 
-    state: State
-    step: Callable[[State, Inputs], tuple[State, Outcome]]
-    logits: Callable[[State, Inputs], jax.Array]
+    state: Any
+    step: Callable[[Any, Inputs], tuple[Any, Outcome]]
+    logits: Callable[[Any, Inputs], jax.Array]
     encode: Callable[[np.ndarray], Any]
     capacity: int
 

@@ -1,11 +1,14 @@
-"""The command line of the example."""
+"""The command line of the examples."""
 
 import argparse
+import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import optax
+from criteo import UserError
 
 import jax_hkv as hkv
 
@@ -32,11 +35,8 @@ Number = TypeVar("Number", int, float)
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; exits with code 2 and a line that names the option if one is wrong."""
-    parser = argparse.ArgumentParser(description="Train a DLRM through a table that evicts.")
+    parser = log_parser("Train a DLRM through a table that evicts.", DEFAULT_ROWS)
     add = parser.add_argument
-    add("--data", type=Path, help="a Criteo TSV file, plain, .gz or .xz (default: a built-in log)")
-    add("--rows", type=count, help=f"use only the first ROWS (built-in log: {DEFAULT_ROWS:,})")
-    add("--skip-bad-rows", action="store_true", help="count rows that cannot be read, and go on")
     add("--embedding", choices=EMBEDDINGS, default="table", help=EMBEDDING_HELP)
     add("--capacity", type=count, default=DEFAULT_CAPACITY, help="rows of the table (%(default)s)")
     add("--dim", type=count, default=16, help="numbers in a row (%(default)s)")
@@ -44,13 +44,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policy", choices=policies, default="lru", help="who is evicted first (%(default)s)")
     add("--choices", type=int, choices=(1, 2), default=1, help="buckets a key may be in")
     add("--batch", type=count, default=2048, help="rows in a step (%(default)s)")
-    add("--epochs", type=count, default=1, help="passes over the training part (%(default)s)")
-    add("--eval-fraction", type=fraction, default=0.1, help="the log's last part (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of rows and dense parameters")
     add("--lr", type=rate, help="learning rate (default: one that suits the optimizer)")
-    add("--seed", type=seed, default=0, help="of everything that is random (%(default)s)")
     add("--out", type=Path, default=Path("dlrm_run"), help="folder for curves.png (%(default)s)")
     return parser.parse_args(arguments)
+
+
+def log_parser(description: str, default_rows: int) -> argparse.ArgumentParser:
+    """Returns a parser of the options that say which log is read, and how."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--data", type=Path, help="a Criteo TSV file, plain, .gz or .xz (default: a built-in log)")
+    add("--rows", type=count, help=f"use only the first ROWS (built-in log: {default_rows:,})")
+    add("--skip-bad-rows", action="store_true", help="count rows that cannot be read, and go on")
+    add("--epochs", type=count, default=1, help="passes over the training part (%(default)s)")
+    add("--eval-fraction", type=fraction, default=0.1, help="the log's last part (%(default)s)")
+    add("--seed", type=seed, default=0, help="of everything that is random (%(default)s)")
+    return parser
+
+
+def report(run: Callable[[argparse.Namespace], dict[str, object]], args: argparse.Namespace) -> int:
+    """Runs an example, prints its figures, and returns its exit code: 2 for a user's mistake."""
+    try:
+        figures = run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(figures, allow_nan=False))
+    return 0
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:

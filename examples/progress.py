@@ -21,12 +21,13 @@ class Progress:
     Attributes:
         examples: rows trained on, every epoch's.
         skipped: bad rows passed over, every epoch's.
+        steps: of training.
         counts: `hkv.Counts` by name, summed over the batches.
         size: keys in the embedding now.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.examples = self.skipped = self.size = 0
+        self.examples = self.skipped = self.steps = self.size = 0
         self.counts: Counter[str] = Counter()
         self._capacity = capacity
         self._auc = RunningAuc()
@@ -46,6 +47,7 @@ class Progress:
         if rows == 0:
             return
         self.examples += rows
+        self.steps += 1
         loss = float(outcome.loss)
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} at example {self.examples}: try a smaller --lr")

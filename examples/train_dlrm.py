@@ -7,9 +7,7 @@ The last line of standard output is a JSON object with the figures; the curves g
 judge the table, run the same with `--embedding dense` and with `--embedding frozen`.
 """
 
-import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -19,9 +17,8 @@ from clicks import ClickLog
 from criteo import CriteoFile, UserError
 from dlrm import INITIAL_STDDEV
 from learners import Learner, dense_learner, table_learner
-from metrics import auc, logloss
-from options import DEFAULT_ROWS, make_optimizer, parse
-from training import evaluate, train
+from options import DEFAULT_ROWS, make_optimizer, parse, report
+from training import split_of, train_and_evaluate
 
 import jax_hkv as hkv
 
@@ -32,14 +29,7 @@ VOCABULARY_ROWS = 65_536  # at a time, when the distinct keys of a log are colle
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the example and returns its exit code: 2 for a mistake of the user's."""
-    args = parse(arguments)
-    try:
-        figures = run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(figures, allow_nan=False))
-    return 0
+    return report(run, parse(arguments))
 
 
 def run(args: Namespace) -> dict[str, object]:
@@ -50,37 +40,14 @@ def run(args: Namespace) -> dict[str, object]:
     """
     _make_folder(args)
     log = _open_log(args)
-    rows = min(log.rows, args.rows or log.rows)
-    split = rows - max(1, round(rows * args.eval_fraction))
-    if split < 1:
-        raise UserError(f"{rows} row is too little to train on some and evaluate on others")
-    best_auc = log.best_auc(split, rows) if isinstance(log, ClickLog) else None
-    if best_auc is not None:
-        print(f"a built-in log of {rows:,} rows, where the best possible AUC is {best_auc:.4f}")
+    _, rows = split_of(args, log)
     try:
         learner = _make_learner(args, log, rows)
     except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
         raise UserError(f"--capacity {args.capacity} --dim {args.dim}: {error}") from error
-    start = time.perf_counter()
-    state, progress = train(args, learner, log, split)
-    seconds = time.perf_counter() - start
+    figures, progress = train_and_evaluate(args, learner, log)
     progress.save(args.out / CURVES_FILE)
-    seen = evaluate(args, learner, state, log.batches(split, rows, args.batch))
-    return {
-        "auc": auc(seen.labels, seen.logits),
-        "best_auc": best_auc,
-        "logloss": logloss(seen.labels, seen.logits),
-        "hit_rate": progress.counts["hits"] / progress.counts["unique"],
-        "size": progress.size,
-        "capacity": learner.capacity,
-        "evicted": progress.counts["evicted"],
-        "refused": progress.counts["refused"],
-        "examples": progress.examples,
-        "eval_examples": len(seen.labels),
-        "bad_rows": progress.skipped // args.epochs + seen.skipped,
-        "examples_per_second": round(progress.examples / seconds, 1),
-        "seed": args.seed,
-    }
+    return figures
 
 
 def _make_folder(args: Namespace) -> None:

@@ -1,16 +1,18 @@
 """Training on the first part of a click log, and evaluation on its last."""
 
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from clicks import ClickLog
 from criteo import Batch, CriteoFile, UserError
 from dlrm import Inputs
-from learners import Learner, State
+from learners import Learner
+from metrics import auc, logloss
 from progress import Progress
 
 
@@ -28,9 +30,57 @@ class Predictions(NamedTuple):
     skipped: int
 
 
+def split_of(args: Namespace, log: ClickLog | CriteoFile) -> tuple[int, int]:
+    """Returns where the part of a log begins that is evaluated on, and where it ends.
+
+    Raises:
+        UserError: if the log is too short.
+    """
+    rows = min(log.rows, args.rows or log.rows)
+    split = rows - max(1, round(rows * args.eval_fraction))
+    if split < 1:
+        raise UserError(f"{rows} row is too little to train on some and evaluate on others")
+    return split, rows
+
+
+def train_and_evaluate(
+    args: Namespace, learner: Learner, log: ClickLog | CriteoFile
+) -> tuple[dict[str, object], Progress]:
+    """Returns the figures of a run, and its curves.
+
+    Raises:
+        UserError: as the parts of it do.
+    """
+    split, rows = split_of(args, log)
+    best_auc = log.best_auc(split, rows) if isinstance(log, ClickLog) else None
+    if best_auc is not None:
+        print(f"a built-in log of {rows:,} rows, where the best possible AUC is {best_auc:.4f}")
+    start = time.perf_counter()
+    state, progress = train(args, learner, log, split)
+    seconds = time.perf_counter() - start
+    seen = evaluate(args, learner, state, log.batches(split, rows, args.batch))
+    figures = {
+        "auc": auc(seen.labels, seen.logits),
+        "best_auc": best_auc,
+        "logloss": logloss(seen.labels, seen.logits),
+        "hit_rate": progress.counts["hits"] / progress.counts["unique"],
+        "size": progress.size,
+        "capacity": learner.capacity,
+        "evicted": progress.counts["evicted"],
+        "refused": progress.counts["refused"],
+        "unique_per_step": round(progress.counts["unique"] / progress.steps, 1),
+        "examples": progress.examples,
+        "eval_examples": len(seen.labels),
+        "bad_rows": progress.skipped // args.epochs + seen.skipped,
+        "examples_per_second": round(progress.examples / seconds, 1),
+        "seed": args.seed,
+    }
+    return figures, progress
+
+
 def train(
     args: Namespace, learner: Learner, log: ClickLog | CriteoFile, split: int
-) -> tuple[State, Progress]:
+) -> tuple[Any, Progress]:
     """Trains on the rows before `split`, `args.epochs` times.
 
     Raises:
@@ -53,7 +103,7 @@ def train(
 
 
 def evaluate(
-    args: Namespace, learner: Learner, state: State, batches: Iterator[Batch]
+    args: Namespace, learner: Learner, state: Any, batches: Iterator[Batch]
 ) -> Predictions:
     """Predicts, and leaves the state as it is.
 
