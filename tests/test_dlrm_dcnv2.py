@@ -39,8 +39,8 @@ MLPERF_KERNELS = [
     *((CROSSED, 512), (512, CROSSED)) * 3,
     *((CROSSED, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)),
 ]
-SMALL = ("--rows", 16_000, "--scale", 1024, "--eval-fraction", 0.2, "--seed", SEED)
-CLEARLY = 0.6  # is an AUC that chance gives 3,200 rows never: its deviation is 0.011
+SMALL = ("--rows", 8000, "--scale", 1024, "--lr", 0.02, "--eval-fraction", 0.2, "--seed", SEED)
+CLEARLY = 0.62  # is an AUC that chance gives 1,600 rows never: its deviation is 0.015
 # These small programs take longer to compile well than to run.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -191,7 +191,7 @@ def test_a_small_table_learns_far_more_than_chance_and_the_same_twice_in_a_row()
     assert first.pop("examples_per_second") > 0
     second.pop("examples_per_second")
     assert first == second
-    assert (first["examples"], first["eval_examples"], first["bad_rows"]) == (12_800, 3200, 0)
+    assert (first["examples"], first["eval_examples"], first["bad_rows"]) == (6400, 1600, 0)
     assert first["evicted"] > 0
     assert 0.9 * first["capacity"] < first["size"] <= first["capacity"] < 25_000
     assert 0 < first["hit_rate"] < 1
