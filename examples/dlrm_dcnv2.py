@@ -88,8 +88,7 @@ def first_state(learning_rate: float, seed: int, model: DlrmDcnV2) -> TrainState
 
 def make_learner(args: Namespace, model: DlrmDcnV2) -> Learner:
     """Returns the model with its train step, which updates rows and parameters in place."""
-    # Jitted, because it takes several times as long op by op.
-    state = jax.jit(partial(first_state, args.lr, args.seed, model))()
+    state = first_state(args.lr, args.seed, model)
 
     def loss_of(apply: Any, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         logits = apply(inputs, train=True)
