@@ -10,6 +10,15 @@
 #define HKV_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
+// Before a loop: no turn of it writes what another one reads.
+#if defined(__CUDACC__)
+#define HKV_INDEPENDENT
+#elif defined(__clang__)
+#define HKV_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define HKV_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace hkv {
 
 // Adds to a counter that other workers add to as well. Addition of integers commutes, so the final

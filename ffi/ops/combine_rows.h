@@ -53,6 +53,15 @@ struct SumTerms {
     return span;
   }
 
+  // The row that is the sum of a span, if there is such a float32 row.
+  HKV_HOST_DEVICE const float* only_term(const TermSpan& span) const {
+    if (span.level > 0 || span.length != 1 || weights != nullptr || rows.type != RowType::kFloat32)
+      return nullptr;
+    const int32_t position = order[span.begin];
+    const int64_t source = sources != nullptr ? sources[position] : position;
+    return source >= 0 && source < rows.count ? reinterpret_cast<const float*>(rows.row(source)) : nullptr;
+  }
+
   // Elements column to column + columns - 1 of the sum of a span, from left to right.
   template <int kBlock>
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {

@@ -111,7 +111,7 @@ struct PoolRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
       const int64_t begin = clamp(splits[bag]);
       const int64_t end = clamp(splits[bag + 1]);
-      auto* row = reinterpret_cast<float*>(pooled.row(bag));
+      if (end - begin == 1 && weights == nullptr) return copy(group, begin, bag);
       for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
         TreeSum<kBlock> tree;
         for (int64_t position = begin; position < end; ++position) {
@@ -125,14 +125,27 @@ struct PoolRows {
         }
         float sum[kBlock] = {};  // of an empty bag
         if (tree.terms() > 0) tree.finish(sum);
-        const bool is_a_copy = weights == nullptr && tree.terms() <= 1;
-        for (int c = 0; c < kBlock; ++c) {
-          if (c < columns) row[column + c] = is_a_copy ? sum[c] : same_nan(sum[c]);
+        if (weights != nullptr || tree.terms() > 1) {  // else it is a copy
+          for (float& element : sum) element = same_nan(element);
         }
+        store_block(RowType::kFloat32, pooled.row(bag), column, columns, sum);
       });
     }
 
    private:
+    // What bags of one position without a weight are.
+    template <Group G>
+    HKV_HOST_DEVICE void copy(const G& group, int64_t position, int64_t bag) const {
+      if (group.rank() == 0) prefetch_ahead(position);
+      for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
+        float row[kBlock];
+        if (!load(position, column, columns, row)) {
+          for (float& element : row) element = 0.0f;
+        }
+        store_block(RowType::kFloat32, pooled.row(bag), column, columns, row);
+      });
+    }
+
     // Splits come from data: wrong ones make wrong sums, but nothing is read outside the batch.
     HKV_HOST_DEVICE int64_t clamp(int64_t split) const {
       const int64_t at_least_zero = split < 0 ? 0 : split;

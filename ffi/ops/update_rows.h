@@ -80,7 +80,8 @@ struct AdagradRule {
   HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
                                   const StepScales&) const {
     sum[0] = sum[0] + gradient * gradient;
-    if (sum[0] > 0.0f) row = row - rate * (gradient / square_root(sum[0] + static_cast<float>(eps)));
+    const float moved = row - rate * (gradient / square_root(sum[0] + static_cast<float>(eps)));
+    row = sum[0] > 0.0f ? moved : row;  // computed in any case, or compilers make no vectors of it
   }
 };
 
@@ -141,11 +142,11 @@ struct FtrlRule {
     const float root = square_root(state[0]);
     state[1] = state[1] + (gradient - ((root - old_root) / rate) * row);
     const float curvature = (static_cast<float>(beta) + root) / rate + static_cast<float>(l2);
-    if (!(curvature > 0.0f)) return;  // nothing has been seen
     const auto bound = static_cast<float>(l1);
     const float signed_bound = state[1] < 0.0f ? -bound : bound;
     const float magnitude = state[1] < 0.0f ? -state[1] : state[1];
-    row = magnitude > bound ? (signed_bound - state[1]) / curvature : 0.0f;
+    const float moved = magnitude > bound ? (signed_bound - state[1]) / curvature : 0.0f;
+    row = curvature > 0.0f ? moved : row;  // else nothing has been seen
   }
 };
 
@@ -256,11 +257,16 @@ struct UpdateRows {
       const StepScales scale = counts_rows ? rule.scales(step) : *scales;
       const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
       const float learning_rate = *rate;
+      const bool is_plain = has_float32_rows() && !is_stochastic;
       float row_state = 0.0f;
       if constexpr (kRowwise) {
         row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(key, span);
       }
       for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
+        if constexpr (G::size() == 1 && !kRowwise) {
+          if (is_plain && columns == kBlock)
+            return in_place<kBlock>(key, span, slot, column, learning_rate, scale);
+        }
         float gradient[kBlock];
         float row[kBlock];
         float state[kMostStates][kBlock] = {};
@@ -296,6 +302,39 @@ struct UpdateRows {
     }
 
    private:
+    HKV_HOST_DEVICE bool has_float32_rows() const {
+      bool are = values.type == RowType::kFloat32;
+      for (int i = 0; i < Rule::kStates; ++i) are = are && states[i].type == RowType::kFloat32;
+      return are;
+    }
+
+    // A whole block of float32 rows, which compilers turn into vector instructions from memory to memory.
+    template <int kBlock>
+    HKV_HOST_DEVICE void in_place(int64_t key, const TermSpan& span, Slot slot, int64_t column,
+                                  float learning_rate, const StepScales& scale) const {
+      float sum[kBlock];
+      const float* gradient = terms.only_term(span);
+      if (gradient != nullptr) {
+        gradient += column;
+      } else {
+        terms.sum_of(key, span, column, kBlock, sum);
+        gradient = sum;
+      }
+      float* row = reinterpret_cast<float*>(values.row(slot)) + column;
+      float* state[kMostStates] = {};
+      for (int i = 0; i < Rule::kStates; ++i)
+        state[i] = reinterpret_cast<float*>(states[i].row(slot)) + column;
+      HKV_INDEPENDENT
+      for (int c = 0; c < kBlock; ++c) {
+        float own[kMostStates] = {};
+        for (int i = 0; i < Rule::kStates; ++i) own[i] = state[i][c];
+        float element = row[c];
+        rule(element, own, gradient[c], learning_rate, scale);
+        row[c] = same_nan(element);
+        for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
+      }
+    }
+
     static void prefetch_row(const RowsView& rows, Slot slot) {
       constexpr int64_t kLine = 64;
       constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
