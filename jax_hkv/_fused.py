@@ -6,6 +6,7 @@ The formulas, in the order of their roundings, are in docs/semantics.md, section
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class FusedOptimizer:
         (count,) = before.shared
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = jnp.asarray(given(count[0]) if callable(given) else given, jnp.float32)
-        ahead = count + jnp.uint32(1) if apply is None else count + apply.astype(jnp.uint32)
+        ahead = count + (jnp.uint32(1) if apply is None else jnp.asarray(apply).astype(jnp.uint32))
         states = before.rows[: len(rule.starts)]
         steps = before.rows[-1] if rule.count_per_row else ahead
         groups = batch.groups
@@ -137,11 +138,16 @@ def _optimizer(
     is_rowwise: bool = False,
 ) -> FusedOptimizer:
     call = f"optim.{name}"
-    if not callable(learning_rate) and not isinstance(learning_rate, (int, float)):
+    if isinstance(learning_rate, numbers.Real):
+        learning_rate = float(learning_rate)
+    if not callable(learning_rate) and not isinstance(learning_rate, float):
         raise TypeError(
             f"{call}: learning_rate must be a number or a function of the step count, got "
             f"{type(learning_rate).__name__}: rates that are arrays go to update(learning_rate=...)"
         )
+    if isinstance(learning_rate, float) and not np.isfinite(learning_rate):
+        raise ValueError(f"{call}: learning_rate must be finite, got {learning_rate}")
+    constants = {n: v if isinstance(v, int) else float(v) for n, v in constants.items()}
     for constant, value in constants.items():
         if not 0 <= value < np.inf:
             raise ValueError(f"{call}: {constant} must be a number from 0 on, got {value}")

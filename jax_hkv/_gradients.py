@@ -8,10 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
+from jax_hkv._checks import as_integer
+from jax_hkv._compat import is_traced
+
+_MOST_SCALE = np.float32(2.0**127)  # twice as much is no float32
 
 
 def clip_by_global_norm(
@@ -44,6 +49,8 @@ def clip_by_global_norm(
       >>> float(norm), rows.tolist()
       (10.0, [[0.4000000059604645], [0.4000000059604645]])
     """
+    if not is_traced(max_norm) and not float(max_norm) > 0:
+        raise ValueError(f"optim.clip_by_global_norm: max_norm must be positive, got {max_norm}")
     if len(results) != len(row_gradients):
         raise ValueError(
             "optim.clip_by_global_norm: row_gradients must have one entry for each table, got "
@@ -97,12 +104,16 @@ class LossScale:
     @classmethod
     def create(cls, scale: float = 2.0**15, period: int = 2000) -> LossScale:
         """The factor to begin with, and after how many finite steps it doubles."""
+        if not 0 < float(scale) < np.inf:
+            raise ValueError(f"LossScale.create: scale must be a positive number, got {scale}")
+        period = as_integer("LossScale.create", "period", period, 1, 2**31 - 1)
         return cls(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), period)
 
     def adjust(self, finite: Bool[Array, ""]) -> LossScale:
         """After a step: halved if its gradients were not finite, doubled after a good period."""
         steps = self.good_steps + 1
         grown = jnp.where(steps >= self.period, 2 * self.scale, self.scale)
+        grown = jnp.minimum(grown, _MOST_SCALE)
         scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, 1.0))
         steps = jnp.where(finite & (steps < self.period), steps, 0)
         return dataclasses.replace(self, scale=scale, good_steps=steps)

@@ -6,11 +6,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_hkv import metrics
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
+from jax_hkv.features import Jagged, as_splits
 from jax_hkv.table import Counts, Table
+
+_CUT = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}  # with x64 off
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -33,6 +37,28 @@ class StepInfo(NamedTuple):
     tables: dict[str, metrics.Metrics]
     counts: dict[str, Counts]
     finite: Bool[Array, ""] | None
+
+
+def check_host(call: str, args: Any) -> None:
+    """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
+    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+            _check_fits(f"{call}: arguments{jax.tree_util.keystr(path)}", leaf)
+    for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
+        if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
+            count = np.shape(bags.ids)[0]
+            as_splits(call, "row_splits of a Jagged", bags.row_splits, count)
+
+
+def _check_fits(where: str, leaf: Any) -> None:
+    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in _CUT:
+        return
+    bounds = np.iinfo(_CUT[leaf.dtype])
+    if leaf.size and (leaf.min() < bounds.min or leaf.max() > bounds.max):
+        raise TypeError(
+            f"{where} holds {leaf.dtype} numbers that JAX would cut to 32 bits: make keys of ids "
+            "with jax_hkv.Keys.from_numpy(ids)"
+        )
 
 
 def check_unseen(call: str, unseen: Unseen) -> None:
@@ -92,6 +118,18 @@ def prepared(
     return dense, rows, finite, scale
 
 
+def copied(scale: LossScale | None) -> LossScale | None:
+    """A scale of one's own, which can be donated."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), scale)
+
+
+def kept_unless(finite: Bool[Array, ""] | None, new: Any, old: Any) -> Any:
+    """The new arrays; where a step is skipped, those before it."""
+    if finite is None:
+        return new
+    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
+
+
 def dense_update(
     tx: Any, gradients: Any, opt_state: Any, params: Any, finite: Bool[Array, ""] | None
 ) -> tuple[Any, Any]:
@@ -99,11 +137,7 @@ def dense_update(
     gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
     updates, state = tx.update(gradients, opt_state, params)
     moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
-    if finite is None:
-        return moved, state
-    return jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (moved, state), (params, opt_state)
-    )
+    return kept_unless(finite, (moved, state), (params, opt_state))
 
 
 def updated(

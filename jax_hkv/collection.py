@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax_hkv import initializers, pooled, whole_table
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv.features import Bagged, Jagged, Padded
 from jax_hkv.index import Policy, Status, all_of, take
+from jax_hkv.optim import check_optimizer
 from jax_hkv.table import Bags, Counts, InsertResult, Table, create
 
 _WORD_BITS = 32
@@ -57,6 +59,12 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        check_optimizer(f"TableConfig {self.name!r}", self.optimizer)
+        if self.policy is Policy.CUSTOM:
+            raise ValueError(
+                f"TableConfig {self.name!r}: policy CUSTOM needs scores, which features do not "
+                "have: use a layer of its own (Embed, with scores=), or another policy"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +101,11 @@ class Group:
         """Highest bits of a key that hold the number of the table."""
         return (len(self.tables) - 1).bit_length()
 
+    @property
+    def optimizer(self) -> Any:
+        """Of all its tables."""
+        return self.tables[0].optimizer
+
     def number(self, table: str) -> int:
         """Of one of the tables."""
         return [config.name for config in self.tables].index(table)
@@ -125,18 +138,22 @@ class Group:
     def create(self) -> Table:
         """The physical table, empty."""
         config = self.tables[0]
-        table = create(
-            sum(config.capacity for config in self.tables),
-            config.dim,
-            dtype=config.dtype,
-            policy=config.policy,
-            choices=config.choices,
-            init=config.init,
-            seed=config.seed,
-            name=self.name,
-            admission=config.admission,
-        )
-        return table if config.optimizer is None else config.optimizer.init(table)
+        try:
+            table = create(
+                sum(config.capacity for config in self.tables),
+                config.dim,
+                dtype=config.dtype,
+                policy=config.policy,
+                choices=config.choices,
+                init=config.init,
+                seed=config.seed,
+                name=self.name,
+                admission=config.admission,
+            )
+            return table if config.optimizer is None else config.optimizer.init(table)
+        except (TypeError, ValueError) as error:
+            names = [config.name for config in self.tables]
+            raise type(error)(f"Collection: tables {names}: {error}") from error
 
 
 class Part(NamedTuple):
@@ -155,9 +172,11 @@ class Collection:
       tables: with different names.
       features: with different names; each table has at least one.
       fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer
-        and admission are one physical table. Then ids are exact below 2**(64 - b), b the bits of
-        the number of tables (5 for 26), and ids above (64-bit hashes, negative numbers) are folded
-        to 64 - b bits: of 10**8 hashes a table any two meet with probability 0.9 %.
+        and admission are one physical table, which costs one lookup. They share its capacity then:
+        what a busy table inserts evicts the least valuable entries of all of them. Ids are exact
+        below 2**(64 - b), b the bits of the number of tables (5 for 26), and ids above (64-bit
+        hashes, negative numbers) are folded to 64 - b bits: of 10**8 hashes a table any two meet
+        with probability 0.9 %.
 
     Raises:
       ValueError: naming what disagrees.
@@ -178,6 +197,11 @@ class Collection:
         object.__setattr__(self, "tables", tuple(self.tables))
         object.__setattr__(self, "features", tuple(self.features))
         _check(self.tables, self.features)
+        names = [group.name for group in self.groups]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Collection: physical tables have equal names: {names}: rename a table"
+            )
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -189,8 +213,7 @@ class Collection:
         for configs in together.values():
             names = [config.name for config in configs]
             own = tuple(feature for feature in self.features if feature.table in names)
-            many = f"{names[0]}+{len(names) - 1} others"
-            groups.append(Group("+".join(names) if len(names) < 4 else many, tuple(configs), own))
+            groups.append(Group(_name_of(names), tuple(configs), own))
         return tuple(groups)
 
     def create(self) -> dict[str, Table]:
@@ -203,7 +226,7 @@ class Collection:
         for group in self.groups:
             for number, config in enumerate(group.tables):
                 found[config.name] = whole_table.size_if(
-                    tables[group.name], functools.partial(_is_of_table, number, group.bits)
+                    tables[group.name], _IsOfTable(number, group.bits)
                 )
         return found
 
@@ -221,7 +244,7 @@ class Collection:
           tables: of :meth:`create`.
           inputs: of every feature: ids of shape ``[batch]`` or ``[batch, hotness]``, a
             :class:`jax_hkv.Padded` (mask and weights beside them), or a :class:`jax_hkv.Jagged`.
-          train: whether absent ids are inserted.
+          train: whether absent ids are inserted, in the tables that have an optimizer.
           fill: what ids without a row add: "initial", the rows that they would start with, or 0.
 
         Returns:
@@ -232,24 +255,26 @@ class Collection:
           TypeError: naming the feature, for inputs of another form.
         """
         self._check_names(inputs)
+        self._check_tables(tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
-        parts: dict[str, tuple[Part, ...]] = {}
+        parts: list[tuple[Part, ...]] = []
         batches: dict[str, Bagged] = {}
         slots: dict[str, Any] = {}
         for group in self.groups:
-            batch, parts[group.name] = _batch(group, inputs)
+            batch, own_parts = _batch(group, inputs)
+            parts.append(own_parts)
             tables[group.name], found = pooled.of_batch(
                 f"Collection.lookup of {group.name!r}",
                 tables[group.name],
                 batch,
-                train=train,
+                train=train and group.optimizer is not None,
                 fill=fill,
             )
             rows[group.name], results[group.name] = found.values, found.result
             batches[group.name], slots[group.name] = batch, found.slots
-        return tables, CollectionRows(rows, results, parts, batches, slots)
+        return tables, CollectionRows(rows, results, tuple(parts), batches, slots)
 
     def with_unseen(
         self,
@@ -265,13 +290,13 @@ class Collection:
           unseen: a row for each table, by name; differentiable.
         """
         added = {}
-        for group in self.groups:
+        for group, parts in zip(self.groups, found.parts, strict=True):
             own = jnp.stack([jnp.asarray(unseen[config.name]) for config in group.tables])
             tables = {feature.name: group.number(feature.table) for feature in group.features}
             number = np.concatenate(
                 [
                     np.full(int(np.prod(part.shape, dtype=np.int64)), tables[part.feature])
-                    for part in found.parts[group.name]
+                    for part in parts
                 ]
             )
             share = pooled.unseen_shares(found.batches[group.name], found.slots[group.name])
@@ -281,12 +306,20 @@ class Collection:
     def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
         """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner."""
         outputs = {}
-        for group in self.groups:
-            for name, first, shape in parts[group.name]:
+        for group, own_parts in zip(self.groups, parts, strict=True):
+            for name, first, shape in own_parts:
                 count = int(np.prod(shape, dtype=np.int64))
                 own = jax.lax.slice_in_dim(rows[group.name], first, first + count)
                 outputs[name] = own.reshape(*shape, own.shape[-1])
         return {feature.name: outputs[feature.name] for feature in self.features}
+
+    def _check_tables(self, tables: Mapping[str, Any]) -> None:
+        names = [group.name for group in self.groups]
+        if set(tables) != set(names):
+            raise ValueError(
+                f"Collection.lookup: tables must be those of create(), {names}, got "
+                f"{list(tables)}: were they made by a collection with other tables?"
+            )
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         known = [feature.name for feature in self.features]
@@ -299,20 +332,26 @@ class Collection:
         )
 
 
-class CollectionRows(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "results", "batches", "slots"],
+    meta_fields=["parts"],
+)
+@dataclasses.dataclass(frozen=True)
+class CollectionRows:
     """What a collection looked up, by group.
 
     Attributes:
       rows: ``float32[rows, dim]``; gradients by these train the table.
-      results: for the optimizers, and found: an InsertResult in training, else None.
-      parts: static, which rows are whose.
+      results: for the optimizers: an InsertResult in training, else None.
+      parts: static, of each group: which rows are whose.
       batches: the ids that were looked up, as bags.
       slots: of those ids, -1 where they have no row.
     """
 
     rows: dict[str, Float[Array, "rows dim"]]
     results: dict[str, InsertResult | None]
-    parts: dict[str, tuple[Part, ...]]
+    parts: tuple[tuple[Part, ...], ...]
     batches: dict[str, Bagged]
     slots: dict[str, Int32[Array, " n"]]
 
@@ -321,8 +360,9 @@ def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
     call = "Collection"
     by_name: dict[str, TableConfig] = {}
     for config in tables:
-        other = by_name.setdefault(config.name, config)
-        if other is not config:
+        other = by_name.get(config.name)
+        by_name[config.name] = config
+        if other is not None:
             fields = [field.name for field in dataclasses.fields(config)]
             differing = [f for f in fields if getattr(config, f) != getattr(other, f)]
             raise ValueError(
@@ -348,6 +388,14 @@ def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
         raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
 
 
+def _name_of(names: list[str]) -> str:
+    """Of a physical table; it changes with the order of its tables, which is in the keys."""
+    if len(names) < 4:
+        return "+".join(names)
+    fingerprint = zlib.crc32("\n".join(names).encode())
+    return f"{names[0]}+{len(names) - 1} others {fingerprint:08x}"
+
+
 def _agreement(config: TableConfig) -> Any:
     """What tables must agree in to be one physical table."""
     same = dataclasses.replace(config, name="", capacity=0)
@@ -368,13 +416,20 @@ def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
     return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
 
 
-def _is_of_table(number: int, bits: int, keys: Keys, scores: Keys, values: Any) -> Any:
-    del scores, values
-    if bits == 0:
-        return jnp.ones(keys.shape, jnp.bool_)
-    first, behind = number << (64 - bits), (number + 1) << (64 - bits)
-    below = less(keys, behind) if behind < 2**64 else jnp.ones(keys.shape, jnp.bool_)
-    return ~less(keys, first) & below
+@dataclasses.dataclass(frozen=True)
+class _IsOfTable:
+    """A predicate, equal for equal tables, so that it is compiled once."""
+
+    number: int
+    bits: int
+
+    def __call__(self, keys: Keys, scores: Keys, values: Any) -> Any:
+        del scores, values
+        everything = jnp.ones(keys.shape, jnp.bool_)
+        first, behind = (n << (64 - self.bits) for n in (self.number, self.number + 1))
+        if self.bits == 0:
+            return everything
+        return ~less(keys, first) & (less(keys, behind) if behind < 2**64 else everything)
 
 
 def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...]]:
@@ -415,7 +470,9 @@ def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:
     call = f"feature {feature.name!r}"
     weights, valid = None, None
     if isinstance(ids, Padded):
-        ids, valid, weights = ids.ids, ids.valid, ids.weights
+        given = (ids.valid, ids.weights)
+        valid, weights = (None if array is None else jnp.asarray(array) for array in given)
+        ids = ids.ids
     if feature.combiner is None:
         return _single(call, ids, weights, valid)
     if not isinstance(ids, Jagged):
@@ -438,6 +495,6 @@ def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, tupl
     keys = as_keys(call, "ids", ids)
     shape = keys.shape
     keys = keys.reshape(*shape, 1)
-    own = [None if array is None else jnp.asarray(array)[..., None] for array in (weights, valid)]
+    own = [None if array is None else array[..., None] for array in (weights, valid)]
     batch, _ = pooled.as_batch(call, "sum", keys, *own)
     return batch, shape

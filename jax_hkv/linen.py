@@ -21,6 +21,7 @@ Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, different
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ from jax_hkv import operations as _operations
 from jax_hkv._layers import StepInfo
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer
+from jax_hkv.optim import LossScale, Optimizer, check_optimizer
 from jax_hkv.table import Counts, Table, create
 
 TABLES = "tables"
@@ -156,6 +157,7 @@ class Embed(_Layer):
         return None if self.unseen == "initial" else 0.0
 
     def _create(self) -> Table:
+        check_optimizer(type(self).__name__, self.optimizer)
         table = create(
             self.capacity,
             self.features,
@@ -256,12 +258,11 @@ class EmbedCollection(_Layer):
         )
         rows = dict(looked_up.rows)
         for group in groups:
-            if is_training:
+            result = looked_up.results[group.name]
+            if result is not None:
                 variables[group.name].value = tables[group.name]
-                result = looked_up.results[group.name]
-                assert result is not None
                 rows[group.name] = self._record(
-                    group.name, result, group.tables[0].optimizer, group.counts(result)
+                    group.name, result, group.optimizer, group.counts(result)
                 )
             else:
                 self._store(variables[group.name], tables[group.name])
@@ -401,7 +402,14 @@ class TrainState:
             return jnp.zeros((), jnp.int32), params, tx.init(params), tables, variables
 
         # Jitted: many features take several times as long op by op.
-        return cls(*jax.jit(first)(), loss_scale, model, tx)
+        step, params, opt_state, tables, variables = jax.jit(first)()
+        scale = _layers.copied(loss_scale)
+        return cls(step, params, opt_state, tables, variables, scale, model, tx)
+
+    def map_tables(self, fn: Callable[[Table], Table]) -> TrainState:
+        """The state with its tables changed by a function, as :func:`jax_hkv.advance_epoch`."""
+        tables = jax.tree.map(fn, self.tables, is_leaf=lambda node: isinstance(node, Table))
+        return dataclasses.replace(self, tables=tables)
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in evaluation; nothing changes."""
@@ -485,9 +493,26 @@ def train_step(
             params=params,
             opt_state=opt_state,
             tables=unflatten_dict(tables),
-            variables={name: updated[name] for name in state.variables},
+            variables={
+                name: _next_of(old, updated[name], finite) for name, old in state.variables.items()
+            },
             loss_scale=scale,
         )
         return after, StepInfo(loss, aux, measured, counts, finite)
 
-    return jax.jit(step, donate_argnums=0) if donate else jax.jit(step)
+    jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)
+
+    @functools.wraps(step)
+    def checked(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
+        _layers.check_host("train_step", args)
+        return jitted(state, *args)
+
+    checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
+    return checked
+
+
+def _next_of(old: Any, new: Any, finite: Any) -> Any:
+    """A collection (of statistics) after a step; one that a model sows into is left as it was."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return old
+    return _layers.kept_unless(finite, new, old)

@@ -19,6 +19,7 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from jax_hkv import operations as _operations
 from jax_hkv._layers import StepInfo
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer
+from jax_hkv.optim import LossScale, Optimizer, check_optimizer
 from jax_hkv.table import Counts, Table, create
 
 _LOOKUP = "lookup_{}_{}"
@@ -63,15 +64,29 @@ class LossScaleVariable(nnx.Variable):
     """Holds a :class:`jax_hkv.optim.LossScale`."""
 
 
+class Owner(NamedTuple):
+    """An attribute that holds a table, the table's name, and who updates it."""
+
+    attribute: str
+    name: str
+    optimizer: Optimizer | None
+
+
 class _Layer(nnx.Module):
     """What the layers have in common: tables, who updates them, and a record of lookups."""
 
     def __init__(self) -> None:
         self.is_recording = False  # whether lookups are kept for an update
 
-    def _owners(self) -> Iterator[tuple[str, Optimizer | None]]:
-        """The attributes that hold tables, and their optimizers."""
+    def _owners(self) -> Iterator[Owner]:
+        """The attributes that hold tables."""
         raise NotImplementedError
+
+    def _store(self, attribute: str, table: Table, train: bool) -> None:
+        # After a read the entries are the same. In a training step what comes later is ordered
+        # behind it; elsewhere the model is left alone, so that it can be called in any trace.
+        if train or self.is_recording:
+            getattr(self, attribute).set_value(table)
 
     def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
         return list(_numbered(self, _LOOKUP, attribute))
@@ -88,9 +103,9 @@ class _Layer(nnx.Module):
     def _forget(self) -> None:
         """Removes what lookups left, so that a model has the same structure before every step."""
         self.is_recording = False
-        for attribute, _ in self._owners():
+        for owner in self._owners():
             for pattern in (_LOOKUP, _ROWS):
-                for name, _ in list(_numbered(self, pattern, attribute)):
+                for name, _ in list(_numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
 
 
@@ -132,6 +147,7 @@ class Embed(_Layer):
     ):
         super().__init__()
         _layers.check_unseen(type(self).__name__, unseen)
+        check_optimizer(type(self).__name__, optimizer)
         table = create(
             capacity,
             features,
@@ -172,7 +188,7 @@ class Embed(_Layer):
                 self.table.get_value(), ids, valid=valid, fill="initial"
             )
             rows = result.values
-        self.table.set_value(table)  # after a read: the same entries; what comes later is behind
+        self._store("table", table, train)
         rows = _layers.with_unseen(rows, result.slots, valid, self._unseen_row())
         return _layers.cast(rows, self.dtype)
 
@@ -181,8 +197,8 @@ class Embed(_Layer):
             return self.unseen_row.get_value()
         return None if self.unseen == "initial" else 0.0
 
-    def _owners(self) -> Iterator[tuple[str, Optimizer | None]]:
-        yield "table", self.optimizer
+    def _owners(self) -> Iterator[Owner]:
+        yield Owner("table", "table", self.optimizer)
 
 
 class EmbedBag(Embed):
@@ -229,7 +245,7 @@ class EmbedBag(Embed):
             fill=fill,
             scores=scores,
         )
-        self.table.set_value(table)
+        self._store("table", table, train)
         rows = self._record("table", found.result) if train else found.values
         rows = pooled.with_unseen(rows, batch, found.slots, unseen)
         return _layers.cast(rows.reshape(*layout.batch, self.features), self.dtype)
@@ -255,8 +271,8 @@ class EmbedCollection(_Layer):
         for config in collection.tables if unseen == "learned" else ():
             row = nnx.Param(jnp.zeros((config.dim,), config.dtype))
             setattr(self, _UNSEEN.format(config.name), row)
-        for (attribute, _), group in zip(self._owners(), collection.groups, strict=True):
-            setattr(self, attribute, TableVariable(group.create()))
+        for owner, group in zip(self._owners(), collection.groups, strict=True):
+            setattr(self, owner.attribute, TableVariable(group.create()))
 
     def __call__(
         self, inputs: Mapping[str, Any], *, train: bool = False
@@ -267,17 +283,17 @@ class EmbedCollection(_Layer):
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
         """
-        attributes = [attribute for attribute, _ in self._owners()]
+        groups = {group.name: group for group in self.collection.groups}
         tables, looked_up = self.collection.lookup(
             self.tables, inputs, train=train, fill=_layers.fill_of(self.unseen)
         )
         rows = dict(looked_up.rows)
-        for attribute, group in zip(attributes, self.collection.groups, strict=True):
-            getattr(self, attribute).set_value(tables[group.name])
-            if train:
-                result = looked_up.results[group.name]
-                assert result is not None
-                rows[group.name] = self._record(attribute, result, group.counts(result))
+        for owner in self._owners():
+            result = looked_up.results[owner.name]
+            self._store(owner.attribute, tables[owner.name], train)
+            if result is not None:
+                counts = groups[owner.name].counts(result)
+                rows[owner.name] = self._record(owner.attribute, result, counts)
         if self.unseen == "learned":
             learned = {
                 config.name: getattr(self, _UNSEEN.format(config.name)).get_value()
@@ -290,12 +306,11 @@ class EmbedCollection(_Layer):
     @property
     def tables(self) -> dict[str, Table]:
         """The physical tables, by the names of their groups."""
-        pairs = zip(self._owners(), self.collection.groups, strict=True)
-        return {group.name: getattr(self, name).get_value() for (name, _), group in pairs}
+        return {own.name: getattr(self, own.attribute).get_value() for own in self._owners()}
 
-    def _owners(self) -> Iterator[tuple[str, Optimizer | None]]:
+    def _owners(self) -> Iterator[Owner]:
         for number, group in enumerate(self.collection.groups):
-            yield f"table_{number}", group.tables[0].optimizer
+            yield Owner(f"table_{number}", group.name, group.optimizer)
 
 
 def _numbered(module: nnx.Module, pattern: str, attribute: str) -> Iterator[tuple[str, Any]]:
@@ -318,9 +333,23 @@ def _forget(model: nnx.Module) -> None:
         layer._forget()
 
 
+class RowGradients(NamedTuple):
+    """What the training lookups of a table left for its update.
+
+    Attributes:
+      results: of the lookups.
+      gradients: by their rows.
+      counts: of the tables that are in the table, for each lookup.
+    """
+
+    results: list[Any]
+    gradients: list[jax.Array]
+    counts: list[dict[str, Counts]]
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any, Any]]:
+) -> Callable[..., tuple[Any, Any, dict[str, RowGradients]]]:
     """Differentiates a loss with respect to dense parameters and to the rows looked up.
 
     Args:
@@ -330,23 +359,27 @@ def value_and_grad(
 
     Returns:
       A function of the same arguments that returns the loss (with `has_aux`: loss and the rest),
-      the gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows, for
-      :func:`update_tables`.
+      the gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows by the path of their
+      table, for :func:`update_tables`. The model's tables have the new ids.
     """
     state = nnx.DiffState(0, nnx.Any(wrt, RowPerturbation))
     differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux)
 
-    def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        _forget(model)
-        for _, layer in _layers_of(model):
-            layer.is_recording = True
-        shapes = _row_shapes(loss_fn, model, args, kwargs)
-        for path, layer in _layers_of(model):
-            for name, shape in shapes.get(_path_text(path), {}).items():
-                setattr(layer, name, RowPerturbation(jnp.zeros(shape.shape, shape.dtype)))
-        value, gradients = differentiate(model, *args, **kwargs)
-        rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
-        return value, dense, rows
+    def compute(
+        model: nnx.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, dict[str, RowGradients]]:
+        try:
+            for _, layer in _layers_of(model):
+                layer.is_recording = True
+            shapes = _row_shapes(loss_fn, model, args, kwargs)
+            for path, layer in _layers_of(model):
+                for name, shape in shapes.get(_path_text(path), {}).items():
+                    setattr(layer, name, RowPerturbation(jnp.zeros(shape.shape, shape.dtype)))
+            value, gradients = differentiate(model, *args, **kwargs)
+            rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
+            return value, dense, _row_gradients(model, rows)
+        finally:
+            _forget(model)
 
     return compute
 
@@ -359,16 +392,16 @@ def _row_shapes(
     loss_fn: Callable[..., Any], model: nnx.Module, args: Any, kwargs: Any
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """Shapes of the rows that each layer looks up, by layer and name of the perturbation."""
-    graph, state = nnx.split(model)
+    graph, state = nnx.split((model, args, kwargs))  # arguments can be objects that change too
 
     def run(state: Any) -> dict[str, dict[str, jax.Array]]:
-        copy = nnx.merge(graph, state)
+        copy, args, kwargs = nnx.merge(graph, state)
         loss_fn(copy, *args, **kwargs)
         return {
             _path_text(path): {
-                _ROWS.format(attribute, number): lookup.get_value().result.values
-                for attribute, _ in layer._owners()
-                for number, (_, lookup) in enumerate(layer._lookups(attribute))
+                _ROWS.format(owner.attribute, number): lookup.get_value().result.values
+                for owner in layer._owners()
+                for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
             }
             for path, layer in _layers_of(copy)
         }
@@ -376,71 +409,66 @@ def _row_shapes(
     return jax.eval_shape(run, state)
 
 
-class Place(NamedTuple):
-    """Where a table is that was looked up, and the counts of its lookups."""
-
-    path: tuple[Any, ...]
-    layer: _Layer
-    attribute: str
-    optimizer: Optimizer | None
-    counts: list[dict[str, Counts]]
-
-
-def _looked_up(
-    model: nnx.Module, row_gradients: Any
-) -> tuple[dict[str, Place], dict[str, list[Any]], dict[str, list[Any]]]:
-    """Of each table that was looked up: where it is, the results, and the row gradients."""
-    flat = {_path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(row_gradients)}
-    places: dict[str, Place] = {}
-    results: dict[str, list[Any]] = {}
-    gradients: dict[str, list[Any]] = {}
+def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
+    """What the layers recorded, with the gradients of the perturbations, by path of the table."""
+    flat = {_path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
+    found = {}
     for path, layer in _layers_of(model):
-        for attribute, optimizer in layer._owners():
-            lookups = layer._lookups(attribute)
-            if not lookups:
+        for attribute, name, _ in layer._owners():
+            looked = [lookup.get_value() for _, lookup in layer._lookups(attribute)]
+            if not looked:
                 continue
-            where = _path_text((*path, attribute))
-            looked = [lookup.get_value() for _, lookup in lookups]
-            counts = [each.counts for each in looked]
-            places[where] = Place(path, layer, attribute, optimizer, counts)
-            results[where] = [each.result for each in looked]
-            names = [_ROWS.format(attribute, number) for number in range(len(lookups))]
-            gradients[where] = [flat[_path_text((*path, name))] for name in names]
-    return places, results, gradients
+            names = [_ROWS.format(attribute, number) for number in range(len(looked))]
+            found[_path_text((*path, name))] = RowGradients(
+                [each.result for each in looked],
+                [flat[_path_text((*path, row))] for row in names],
+                [each.counts for each in looked],
+            )
+    return found
 
 
-def update_tables(model: nnx.Module, row_gradients: Any, **extra: Any) -> None:
+def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **extra: Any) -> None:
     """One step of their optimizers on the rows that the model's layers looked up.
 
     Args:
-      model: after the forward pass of :func:`value_and_grad`; it is changed.
-      row_gradients: from there.
+      model: it is changed.
+      row_gradients: of :func:`value_and_grad`. Rows whose id has lost its slot since are skipped,
+        and counted by the table.
       **extra: for the optimizers (`apply`, `learning_rate`, ...).
 
     Raises:
-      ValueError: if a layer that was trained has no optimizer.
+      ValueError: if the model has no such table, or if a layer that was trained has no optimizer.
     """
-    places, results, gradients = _looked_up(model, row_gradients)
-    _update(places, results, gradients, extra)
-    _forget(model)
-
-
-def _update(
-    places: dict[str, Place],
-    results: dict[str, list[Any]],
-    gradients: dict[str, list[Any]],
-    extra: dict[str, Any],
-) -> dict[str, Any]:
-    """Updates every table in its place; their metrics."""
-    measured = {}
-    for where, place in places.items():
-        variable = getattr(place.layer, place.attribute)
+    places = {
+        _path_text((*path, owner.name)): (layer, owner)
+        for path, layer in _layers_of(model)
+        for owner in layer._owners()
+    }
+    if not places.keys() >= row_gradients.keys():
+        raise ValueError(
+            f"nnx.update_tables: row_gradients must be of the model's tables {sorted(places)}, got "
+            f"{sorted(row_gradients)}"
+        )
+    for where, (results, gradients, _) in row_gradients.items():
+        layer, owner = places[where]
+        variable = getattr(layer, owner.attribute)
         table = _layers.updated(
-            where, variable.get_value(), place.optimizer, results[where], gradients[where], extra
+            where, variable.get_value(), owner.optimizer, results, gradients, extra
         )
         variable.set_value(table)
-        measured[where] = metrics.of(table, results[where])
-    return measured
+
+
+def _tables(model: nnx.Module) -> dict[str, Table]:
+    """By path."""
+    return {
+        _path_text((*path, owner.name)): getattr(layer, owner.attribute).get_value()
+        for path, layer in _layers_of(model)
+        for owner in layer._owners()
+    }
+
+
+# What a skipped step leaves as it was, beside the rows: parameters, statistics, both optimizers.
+_SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState))
 
 
 class TrainState(nnx.Module):
@@ -455,7 +483,15 @@ class TrainState(nnx.Module):
     def __init__(self, model: nnx.Module, tx: Any, loss_scale: LossScale | None = None):
         self.model = model
         self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        self.loss_scale = None if loss_scale is None else LossScaleVariable(loss_scale)
+        scale = _layers.copied(loss_scale)
+        self.loss_scale = None if scale is None else LossScaleVariable(scale)
+
+    def map_tables(self, fn: Callable[[Table], Table]) -> None:
+        """Changes every table by a function, such as :func:`jax_hkv.advance_epoch`."""
+        for _, layer in _layers_of(self.model):
+            for owner in layer._owners():
+                variable = getattr(layer, owner.attribute)
+                variable.set_value(fn(variable.get_value()))
 
 
 def train_step(
@@ -488,35 +524,37 @@ def train_step(
             loss, aux = value if has_aux else (value, None)
             return _layers.scaled(loss, scale), (loss, aux)
 
+        parts = (state.model, state.optimizer)
+        before = jax.tree.map(lambda leaf: leaf, nnx.state(parts, _SKIPPED))  # the arrays as such
         (_, (loss, aux)), dense, rows = value_and_grad(scaled_loss, has_aux=True)(
             state.model, *args
         )
-        places, results, gradients = _looked_up(state.model, rows)
+        results = {where: own.results for where, own in rows.items()}
+        gradients = {where: own.gradients for where, own in rows.items()}
         dense, gradients, finite, scale = _layers.prepared(
             dense, gradients, results, scale, max_norm
         )
-        _dense_update(state, dense, finite)
+        state.optimizer.update(state.model, dense)
+        if finite is not None:
+            nnx.update(parts, _layers.kept_unless(finite, nnx.state(parts, _SKIPPED), before))
         extra = {} if finite is None else {"apply": finite}
-        measured = _update(places, results, gradients, extra)
-        counts: dict[str, Counts] = {}
-        for place in places.values():
-            counts |= _layers.summed(place.counts, _path_text(place.path))
-        _forget(state.model)
+        clipped = {where: own._replace(gradients=gradients[where]) for where, own in rows.items()}
+        update_tables(state.model, clipped, **extra)
         if state.loss_scale is not None:
             state.loss_scale.set_value(scale)
+        tables = _tables(state.model)
+        measured = {where: metrics.of(tables[where], results[where]) for where in rows}
+        counts: dict[str, Counts] = {}
+        for where, own in rows.items():
+            counts |= _layers.summed(own.counts, where.rpartition("/")[0])
         return StepInfo(loss, aux, measured, counts, finite)
 
-    return nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
+    jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
 
+    @functools.wraps(step)
+    def checked(state: TrainState, *args: Any) -> StepInfo:
+        _layers.check_host("train_step", args)
+        return jitted(state, *args)
 
-def _dense_update(state: TrainState, gradients: Any, finite: Any) -> None:
-    """A step of the dense optimizer; none where the gradients are not finite."""
-    changed = (state.model, state.optimizer)
-    before = [nnx.state(part, nnx.Any(nnx.Param, nnx.OptState)) for part in changed]
-    before = jax.tree.map(lambda leaf: leaf, before)  # a copy of the structure, not of the arrays
-    state.optimizer.update(state.model, gradients)
-    if finite is None:
-        return
-    for part, old in zip(changed, before, strict=True):
-        new = nnx.state(part, nnx.Any(nnx.Param, nnx.OptState))
-        nnx.update(part, jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old))
+    checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
+    return checked

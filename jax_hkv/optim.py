@@ -118,6 +118,7 @@ class SparseOptimizer:
         with jax.ensure_compile_time_eval():
             state = self._init(jnp.zeros((1, table.dim), self._dtype(table)))
             other = self._init(jnp.ones((1, table.dim), self._dtype(table)))
+            _check_no_micro_steps(state)
             fresh, shared = structure.split(state)
             for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
                 if not np.array_equal(np.asarray(leaf), np.asarray(leaf_of_ones), equal_nan=True):
@@ -238,6 +239,17 @@ def sparse(
     )
 
 
+def check_optimizer(call: str, optimizer: Any) -> None:
+    """Raises unless `optimizer` is None or can update a table."""
+    methods = [getattr(optimizer, name, None) for name in ("init", "update")]
+    if optimizer is None or (not isinstance(optimizer, tuple) and all(map(callable, methods))):
+        return
+    raise TypeError(
+        f"{call}: optimizer must come from jax_hkv.optim, got {type(optimizer).__name__}: take "
+        "jax_hkv.optim.adam(1e-3), say, or wrap an optax transformation: jax_hkv.optim.sparse(tx)"
+    )
+
+
 def _kind(path: Any, two: Any, three: Any) -> str:
     if two.shape[:1] == (2,) and three.shape == (3, *two.shape[1:]):
         return _ROW
@@ -248,6 +260,19 @@ def _kind(path: Any, two: Any, three: Any) -> str:
         f"{list(two.shape)} for rows of shape [2, dim]: neither a leaf with one entry a row nor a "
         "scalar, so it mixes rows. Use a transformation that treats each row by itself"
     )
+
+
+def _check_no_micro_steps(state: Any) -> None:
+    """Raises for optax.MultiSteps: rows that a micro-step did not touch would miss their turn."""
+
+    def is_one(node: Any) -> bool:
+        return type(node).__name__ == "MultiStepsState"
+
+    if any(is_one(node) for node in jax.tree.leaves(state, is_leaf=is_one)):
+        raise ValueError(
+            "optim.sparse: optax.MultiSteps counts micro-steps for all rows, but a batch touches "
+            "some: give the results and gradients of several lookups to one update instead"
+        )
 
 
 @functools.lru_cache
@@ -268,21 +293,22 @@ def _check_rows_are_apart(transformation: Transformation, dim: int) -> None:
         return jnp.stack([first, second])
 
     together = jax.jit(steps)
-    for magnitude in (1e-8, 1e-4, 1.0, 1e4, 1e8):
-        gradients = jnp.asarray(directions * magnitude, jnp.float32)
+    probes = {f"of magnitude {size:.0e}": directions * size for size in (1e-8, 1e-4, 1.0, 1e4, 1e8)}
+    probes["of which one is no number"] = directions * np.array([[np.nan], [1.0], [1.0]])
+    for what, probe in probes.items():
+        gradients = jnp.asarray(probe, jnp.float32)
         try:
             batch = np.asarray(together(gradients, rows), np.float64)
         except TypeError:
             return  # the update needs arguments that only a step has
         alone = [together(gradients[i : i + 1], rows[i : i + 1]) for i in range(3)]
         single = np.concatenate([np.asarray(row, np.float64) for row in alone], axis=1)
-        if np.allclose(batch, single, rtol=1e-4, atol=0):
+        if np.allclose(batch, single, rtol=1e-4, atol=0, equal_nan=True):
             continue
-        row = int(np.argmax(np.abs(batch - single).max(axis=(0, 2))))
         raise ValueError(
             f"optim.sparse: the update of a row changes with the other rows of its batch (seen for "
-            f"gradients of magnitude {magnitude * np.abs(directions[row]).max():.0e}), so this "
-            "transformation mixes rows: a norm over all of them, or noise by position. Clip before "
-            "it with optim.clip_by_global_norm, or use a transformation that treats each row by "
+            f"gradients {what}), so this transformation mixes rows: a norm over all of them, or "
+            "noise by position. Clip before it with optim.clip_by_global_norm, skip steps that are "
+            "not finite with update(..., apply=), or use a transformation that treats each row by "
             "itself"
         )

@@ -79,13 +79,9 @@ def find_pooled(
       [[2.0, 3.0], [0.0, 0.0]]
     """
     check_table("find_pooled", table)
-    if isinstance(fill, bool) or fill not in ("initial", 0):
-        raise ValueError(
-            f'find_pooled: fill must be "initial" or 0, got {fill!r}: another row of absent ids is '
-            "one of find, then pool"
-        )
+    initial = is_initial("find_pooled", fill)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
-    clock, values, slots = _find(table, batch, initial=fill == "initial")
+    clock, values, slots = _find(table, batch, initial=initial)
     return after_read(table, clock), PooledFindResult(
         values.reshape(*layout.batch, table.dim), (slots >= 0).reshape(layout.ids)
     )
@@ -160,6 +156,16 @@ def _find_or_insert(
     return table, insert_result(values, keys, inserted, bags)
 
 
+def is_initial(call: str, fill: Any) -> bool:
+    """Whether a fill is the rows that absent ids would start with; else they add nothing."""
+    if isinstance(fill, bool) or fill not in ("initial", 0):
+        raise ValueError(
+            f'{call}: fill must be "initial" or 0, got {fill!r}: another row of absent ids is one '
+            "of find, then pool"
+        )
+    return fill == "initial"
+
+
 class BagRows(NamedTuple):
     """What a lookup of a batch of bags found.
 
@@ -187,7 +193,7 @@ def of_batch(
       fill: what ids without a row add; see :func:`find_pooled`.
       scores: of training lookups, one for each id.
     """
-    initial = fill == "initial"
+    initial = is_initial(call, fill)
     if not train:
         clock, values, slots = _find(table, batch, initial=initial)
         return after_read(table, clock), BagRows(values, slots, None)
@@ -425,6 +431,8 @@ def _pool_stored(
     else:
         read: Any = _sum_stored(source, *_aligned(stored, bags))
         clock, values = read
+        # A clock from a differentiated function has a tangent, which no table operation takes.
+        clock = jnp.bitwise_or(clock, jnp.uint32(0))
     return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
 
 

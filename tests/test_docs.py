@@ -10,7 +10,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
+import optax
 import pytest
 
 import jax_hkv
@@ -62,10 +65,22 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
 
 
 def test_the_code_in_the_guide_runs():
-    """Its pieces, given what they speak of: a table with its optimizer, keys, rows, gradients."""
+    """Its pieces, given what they speak of: a table with its optimizer, keys, a model, ..."""
     opt = jax_hkv.optim.adagrad(0.1)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=False):
+            rows = jax_hkv.linen.Embed(256, 4, optimizer=opt, name="embed")(ids, train=train)
+            return nn.Dense(1)(rows)[:, 0]
+
     given = {
         "hkv": jax_hkv,
+        "jax": jax,
+        "optax": optax,
+        "model": Model(),
+        "ids": np.array([1, 2], np.int32),
+        "labels": np.array([0, 1], np.float32),
         "opt": opt,
         "table": opt.init(jax_hkv.create(256, 4)),
         "keys": np.array([1, 2, 3], np.int32),
@@ -74,7 +89,9 @@ def test_the_code_in_the_guide_runs():
         "gradients": np.ones((3, 4), np.float32),
     }
     blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
-    assert len(blocks) >= 3
+    assert len(blocks) >= 5
     after = run("docs/guide.md", blocks, given)
     assert int(after["erased"]) == 2  # the keys of `more`
     assert int(jax_hkv.size(after["table"])) == 3  # the ids of `bags`
+    assert int(after["info"].tables["embed/table"].inserted) == 2
+    assert [group.name for group in after["collection"].groups] == ["users+items"]

@@ -1,0 +1,340 @@
+"""What goes wrong around layers and collections is named; what looks alike behaves alike."""
+
+from __future__ import annotations
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+from jax_hkv import whole_table
+
+DIM = 4
+SGD = hkv.optim.sgd(0.1)
+IDS = np.array([1, 2, 3], np.int32)
+
+
+def collection(*names, **options):
+    options = {"capacity": 128, "dim": DIM, "optimizer": SGD, **options}
+    return hkv.Collection(
+        [hkv.TableConfig(name, **options) for name in names],
+        [hkv.Feature(f"f_{name}", name) for name in names],
+    )
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, **options):
+        self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD, **options)
+
+    def __call__(self, ids, train=False):
+        return self.embed(ids, train=train)
+
+
+def apis(**options):
+    """A training step of either kind, and a function that gives its table."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    states = [hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))]
+    linen_step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum(), **options)
+
+    def step_linen(ids):
+        states[0], info = linen_step(states[0], ids)
+        return info
+
+    nnx_state = hkv.nnx.TrainState(NnxModel(), optax.sgd(0.1))
+    nnx_step = hkv.nnx.train_step(lambda model, ids: model(ids, train=True).sum(), **options)
+    return {
+        "linen": (step_linen, lambda: states[0].tables["table"]),
+        "nnx": (
+            lambda ids: nnx_step(nnx_state, ids),
+            lambda: nnx_state.model.embed.table.get_value(),
+        ),
+    }
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_ids_that_jit_would_cut_are_refused_and_small_ones_are_not(api, request):
+    """NumPy's integers are 64-bit ones: those that fit are taken, those that do not are named."""
+    step, table = apis()[api]
+    before = int(hkv.size(table()))
+    if not request.config.getoption("--x64"):
+        for ids in (np.array([5, 5 + 2**32]), np.array([2**32], np.uint64)):
+            with pytest.raises(TypeError, match=r"arguments\[0\] holds u?int64.*Keys.from_numpy"):
+                step(ids)
+    assert int(hkv.size(table())) == before
+    step(hkv.Keys.from_numpy(np.array([5, 5 + 2**32])))
+    step(np.array([5, -7]))
+    assert int(hkv.size(table())) == before + 3
+
+
+@pytest.mark.parametrize("splits", [[0, 1, 9], [0, 3, 1], [1, 2, 3]])
+def test_row_splits_that_do_not_fit_are_refused_before_a_step(splits):
+    bags = hkv.Jagged(IDS, np.array(splits, np.int32))
+    layer = hkv.linen.EmbedBag(256, DIM, optimizer=SGD)
+    good = hkv.Jagged.from_lists([[1, 2], [3]])
+    state = hkv.linen.TrainState.create(layer, jax.random.key(0), good, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, bags: apply(bags, train=True).sum())
+    with pytest.raises(ValueError, match="row_splits of a Jagged must start at 0"):
+        step(state, bags)
+
+
+def test_tables_in_another_order_are_not_taken_for_each_other():
+    """Their number is in the keys: the name of the physical table says which it is."""
+    tables = collection(*"abcd").create()
+    inputs = {f"f_{name}": IDS for name in "abcd"}
+    collection(*"abcd").lookup(tables, inputs)
+    with pytest.raises(ValueError, match="tables must be those of create"):
+        collection(*"acbd").lookup(tables, inputs)
+
+
+@pytest.mark.parametrize(
+    "declare, kind, message",
+    [
+        (lambda: hkv.Collection(
+            [hkv.TableConfig("a", 128, 4), hkv.TableConfig("b", 128, 4),
+             hkv.TableConfig("a+b", 128, 8)],
+            [hkv.Feature(f"f_{name}", name) for name in ("a", "b", "a+b")],
+        ), ValueError, "physical tables have equal names"),
+        (lambda: collection("a", "a"), ValueError, "table 'a' is declared twice"),
+        (lambda: collection("a", policy=hkv.Policy.CUSTOM), ValueError,
+         "TableConfig 'a': policy CUSTOM needs scores"),
+        (lambda: collection("a", optimizer=optax.adam(1e-3)), TypeError,
+         "TableConfig 'a': optimizer must come from jax_hkv.optim"),
+        (lambda: collection("a", "b", capacity=0).create(), ValueError,
+         "Collection: tables ['a', 'b']: create: capacity must be"),
+        (lambda: hkv.nnx.Embed(128, DIM, optimizer=optax.adam(1e-3)), TypeError,
+         "Embed: optimizer must come from jax_hkv.optim"),
+        (lambda: hkv.linen.Embed(128, DIM, optimizer=optax.adam(1e-3)).init(
+            jax.random.key(0), IDS), TypeError, "Embed: optimizer must come from jax_hkv.optim"),
+        (lambda: collection("a").lookup(collection("a").create(), {"f_a": IDS}, fill="zeros"),
+         ValueError, 'fill must be "initial" or 0, got \'zeros\''),
+        (lambda: hkv.optim.LossScale.create(-1.0), ValueError, "scale must be a positive number"),
+        (lambda: hkv.optim.LossScale.create(period=0), ValueError, "period must be"),
+        (lambda: hkv.optim.clip_by_global_norm(-1.0, {}, [], []), ValueError,
+         "max_norm must be positive"),
+        (lambda: hkv.optim.adam(float("nan")), ValueError, "learning_rate must be finite"),
+        (lambda: hkv.optim.sparse(optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation())
+         .init(hkv.create(128, DIM)), ValueError, "give the results and gradients of several"),
+        (lambda: hkv.optim.sparse(optax.apply_if_finite(optax.sgd(1.0), 5))
+         .init(hkv.create(128, DIM)), ValueError, "of which one is no number"),
+        (lambda: hkv.nnx.update_tables(NnxModel(), {"other": hkv.nnx.RowGradients([], [], [])}),
+         ValueError, "must be of the model's tables ['embed/table'], got ['other']"),
+    ],
+)  # fmt: skip
+def test_a_wrong_declaration_is_named(declare, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        declare()
+
+
+def test_evaluation_of_an_nnx_model_changes_nothing_and_works_in_any_trace():
+    model = NnxModel()
+    model(IDS, train=True)
+    values = model.embed.table.get_value().values
+    rows = model(IDS)
+    assert model.embed.table.get_value().values is values
+    np.testing.assert_array_equal(jax.jit(lambda ids: model(ids))(IDS), rows)
+    np.testing.assert_array_equal(jax.lax.map(lambda i: model(i[None])[0], jnp.asarray(IDS)), rows)
+    assert jax.eval_shape(lambda ids: model(ids), IDS).shape == rows.shape
+
+
+def test_an_nnx_step_takes_arguments_that_change():
+    """Random streams, say."""
+    state = hkv.nnx.TrainState(NnxModel(), optax.sgd(0.1))
+
+    def loss_fn(model, ids, rngs):
+        return (model(ids, train=True) * jax.random.normal(rngs.noise(), (3, DIM))).sum()
+
+    step = hkv.nnx.train_step(loss_fn, donate=False)
+    rngs = nnx.Rngs(noise=0)
+    losses = [float(step(state, IDS, rngs).loss) for _ in range(2)]
+    assert losses[0] != losses[1] and int(rngs.noise.count[...]) == 2
+
+
+def test_gradients_of_an_earlier_nnx_batch_go_to_its_own_rows():
+    """They carry their keys; what happened to the model since does not matter."""
+    model, one, other = NnxModel(), np.array([1, 2], np.int32), np.array([7, 8], np.int32)
+    differentiate = hkv.nnx.value_and_grad(lambda model, ids: model(ids, train=True).sum())
+    _, _, rows = differentiate(model, one)
+    differentiate(model, other)
+    model(np.array([9], np.int32), train=True)
+    first = [np.asarray(model(ids)) for ids in (one, other)]
+    hkv.nnx.update_tables(model, rows)
+    np.testing.assert_allclose(model(one), first[0] - 0.1, rtol=1e-6)
+    np.testing.assert_array_equal(model(other), first[1])
+
+
+def test_an_error_in_an_nnx_loss_leaves_the_model_usable():
+    model = NnxModel()
+
+    def wrong(model, ids):
+        model(ids, train=True)
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        hkv.nnx.value_and_grad(wrong)(model, IDS)
+    assert set(nnx.to_pure_dict(nnx.state(model))["embed"]) == {"table"}
+    assert model(np.array([4, 5], np.int32), train=True).shape == (2, DIM)
+
+
+def test_weights_are_differentiable_where_the_table_is_read_again():
+    """The clock of a differentiated lookup goes on to a read."""
+    table = hkv.create(256, DIM)
+    keys = hkv.Keys.from_numpy(np.array([[1, 2], [3, 4]]))
+
+    def loss(weights, table):
+        table, pooled = hkv.find_or_insert_pooled(table, keys, weights=weights)
+        table, found = hkv.find(table, keys)
+        return jnp.sum(pooled.values * found.values[:, 0])
+
+    gradient = jax.jit(jax.grad(loss))(jnp.ones((2, 2)), table)
+    rows = hkv.initial_rows(table, keys)
+    np.testing.assert_allclose(gradient, jnp.sum(rows * rows[:, :1], axis=-1), rtol=1e-5)
+
+
+class LinenNormed(nn.Module):
+    @nn.compact
+    def __call__(self, ids, train=False):
+        x = hkv.linen.Embed(256, DIM, optimizer=SGD)(ids, train=train)
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+class NnxNormed(nnx.Module):
+    def __init__(self):
+        self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+        self.norm = nnx.BatchNorm(DIM, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids, factor, train=False):
+        return self.norm(self.embed(ids, train=train) * factor, use_running_average=not train)
+
+
+def test_a_skipped_step_keeps_the_statistics_of_batch_norm():
+    scale = hkv.optim.LossScale.create(4.0)
+    state = hkv.nnx.TrainState(NnxNormed(), optax.sgd(0.1), scale)
+    step = hkv.nnx.train_step(lambda m, ids, factor: jnp.sum(m(ids, factor, train=True) ** 2))
+    assert step(state, IDS, jnp.float32(1.0)).finite
+    before = np.asarray(state.model.norm.mean[...])
+    assert not step(state, IDS, jnp.float32(np.inf)).finite
+    np.testing.assert_array_equal(state.model.norm.mean[...], before)
+    assert before.any()
+
+    linen = hkv.linen.TrainState.create(
+        LinenNormed(), jax.random.key(0), IDS, tx=optax.sgd(0.1), loss_scale=scale
+    )
+    linen_step = hkv.linen.train_step(
+        lambda apply, ids, factor: jnp.sum((apply(ids, train=True) * factor) ** 2), donate=False
+    )
+    after, info = linen_step(linen, IDS, jnp.float32(np.inf))
+    assert not info.finite
+    jax.tree.map(np.testing.assert_array_equal, after.variables, linen.variables)
+    after, _ = linen_step(linen, IDS, jnp.float32(1.0))
+    assert not np.array_equal(
+        *(s.variables["batch_stats"]["BatchNorm_0"]["mean"] for s in (after, linen))
+    )
+
+
+def test_a_linen_model_that_sows_keeps_its_structure():
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=False):
+            rows = hkv.linen.Embed(256, DIM, optimizer=SGD)(ids, train=train)
+            self.sow("losses", "norm", jnp.sum(rows**2))
+            return rows
+
+    state = hkv.linen.TrainState.create(Sowing(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    traces = []
+
+    def loss_fn(apply, ids):
+        traces.append(1)
+        return apply(ids, train=True).sum()
+
+    step = hkv.linen.train_step(loss_fn)
+    for number in range(3):
+        state, _ = step(state, IDS)
+        if number == 0:
+            first = len(traces)
+    assert len(traces) == first
+
+
+def test_a_table_without_an_optimizer_is_only_read_beside_trained_ones():
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM, optimizer=SGD), hkv.TableConfig("fixed", 128, DIM)],
+        [hkv.Feature("f_a", "a"), hkv.Feature("f_fixed", "fixed")],
+    )
+    inputs = {"f_a": IDS, "f_fixed": IDS}
+    layer = hkv.linen.EmbedCollection(declared)
+    state = hkv.linen.TrainState.create(layer, jax.random.key(0), inputs, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(
+        lambda apply, x: sum(rows.sum() for rows in apply(x, train=True).values())
+    )
+    state, info = step(state, inputs)
+    assert {name: int(hkv.size(table)) for name, table in state.tables.items()} == {
+        "a": 3, "fixed": 0,
+    }  # fmt: skip
+    assert set(info.tables) == {"a"}
+    twin = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(declared), optax.sgd(0.1))
+    nnx_step = hkv.nnx.train_step(
+        lambda model, x: sum(rows.sum() for rows in model(x, train=True).values())
+    )
+    assert set(nnx_step(twin, inputs).tables) == {"a"}
+    assert int(hkv.size(twin.model.tables["fixed"])) == 0
+
+
+def test_a_lookup_of_a_collection_can_be_jitted_and_sizes_compile_once():
+    declared = collection("a", "b")
+    tables = declared.create()
+    inputs = {"f_a": IDS, "f_b": IDS}
+    lookup = jax.jit(declared.lookup, static_argnames="train")
+    tables, found = lookup(tables, inputs, train=True)
+    assert declared.spread(found.rows, found.parts)["f_a"].shape == (3, DIM)
+    declared.sizes(tables)
+    before = whole_table._size_if._cache_size()
+    assert {name: int(size) for name, size in declared.sizes(tables).items()} == {"a": 3, "b": 3}
+    assert whole_table._size_if._cache_size() == before > 0
+
+
+def test_a_loss_scale_ends_below_infinity_and_serves_two_states():
+    scale = hkv.optim.LossScale.create(2.0**126, period=1)
+    for _ in range(4):
+        scale = scale.adjust(jnp.bool_(True))
+    assert np.isfinite(scale.scale) and float(scale.adjust(jnp.bool_(False)).scale) == 2.0**126
+    shared = hkv.optim.LossScale.create(8.0)
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())
+    for _ in range(2):
+        state = hkv.linen.TrainState.create(
+            model, jax.random.key(0), IDS, tx=optax.sgd(0.1), loss_scale=shared
+        )
+        step(state, IDS)
+
+
+@pytest.mark.parametrize("opt", [SGD, hkv.optim.sparse(optax.adam(0.1))])
+def test_a_python_bool_says_whether_to_apply(opt):
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, IDS)
+    skipped = opt.update(table, result, jnp.ones((3, DIM)), apply=False)
+    jax.tree.map(np.testing.assert_array_equal, skipped.values, table.values)
+    applied = opt.update(table, result, jnp.ones((3, DIM)), apply=True)
+    assert (np.asarray(applied.values) != np.asarray(table.values)).any()
+
+
+def test_all_tables_of_a_state_can_be_changed():
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    state = state.map_tables(hkv.advance_epoch)
+    assert int(state.tables["table"].epoch[0]) == 1
+    twin = hkv.nnx.TrainState(NnxModel(policy=hkv.Policy.EPOCH_LRU), optax.sgd(0.1))
+    twin.map_tables(hkv.advance_epoch)
+    assert int(twin.model.embed.table.get_value().epoch[0]) == 1
+
+
+def test_masks_and_weights_of_a_feature_can_be_lists():
+    declared = collection("a")
+    padded = hkv.Padded(IDS[None], valid=[[True, True, False]], weights=[[1.0, 2.0, 3.0]])
+    _, found = declared.lookup(declared.create(), {"f_a": padded})
+    rows = np.asarray(hkv.initial_rows(declared.create()["a"], IDS))
+    np.testing.assert_allclose(found.rows["a"][0], rows[0] + 2 * rows[1], rtol=1e-6)
