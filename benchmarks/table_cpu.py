@@ -125,7 +125,7 @@ def dict_times(rows: int, batch: int, rng: np.random.Generator) -> list[float]:
 
 def adam_times(rows: int, rng: np.random.Generator) -> dict[str, list[float]]:
     """A sparse Adam step on distinct rows of a table, and Adam on a dense array of all rows."""
-    opt = hkv.optim.sparse(optax.adam(1e-3))
+    opt = hkv.optim.adam(1e-3)
     table = hkv.create(int(rows * SLOTS_PER_ROW[1]), ADAM_DIM)
     insert = jax.jit(hkv.find_or_insert, donate_argnums=0)
     for start in range(0, rows, 10 * ADAM_BATCH):
