@@ -32,7 +32,7 @@ HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, Key key) 
 }
 
 // Brings near what find_slot reads first.
-inline void prefetch_digests(const TableView& table, Key key) {
+HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
     const Digest* line = table.line(table.candidate(hash, choice));
@@ -44,7 +44,7 @@ inline void prefetch_digests(const TableView& table, Key key) {
 // Brings near what find_slot reads next, once the digests are near: the keys that it will compare
 // (and, with `to_score`, their scores).
 template <Group G>
-inline void prefetch_keys(const G& group, const TableView& table, Key key, bool to_score) {
+HKV_HOST_DEVICE void prefetch_keys(const G& group, const TableView& table, Key key, bool to_score) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
     const int64_t bucket = table.candidate(hash, choice);

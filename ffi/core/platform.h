@@ -58,7 +58,8 @@ HKV_HOST_DEVICE int count_trailing_zeros(uint64_t bits) {
 #endif
 }
 
-// Hints that a cache line will be read (or written) soon. The device hides latency by other warps.
+// Hints that a cache line will be read (or written) soon. The device hides latency by other warps. What
+// calls it must be always inline too: GCC 12 drops calls of a function that does nothing but hint.
 HKV_HOST_DEVICE void prefetch(const void* address) {
 #ifndef __CUDA_ARCH__
   __builtin_prefetch(address);

@@ -33,8 +33,10 @@ struct FindSlots {
     const bool* valid;
     Slot* slots;
 
-    void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
-    void prefetch_near(int64_t i) const { prefetch_keys(SerialGroup{}, table, batch[i].value(), false); }
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
+    HKV_HOST_DEVICE void prefetch_near(int64_t i) const {
+      prefetch_keys(SerialGroup{}, table, batch[i].value(), false);
+    }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

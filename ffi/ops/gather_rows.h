@@ -77,7 +77,7 @@ struct GatherRows {
     const bool* initial;  // null: never
     RowsView rows;
 
-    void prefetch_far(int64_t i) const { prefetch_row(values, slots[i]); }
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_row(values, slots[i]); }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

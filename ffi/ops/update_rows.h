@@ -240,7 +240,7 @@ struct UpdateRows {
     const StepScales* scales;
     SumTerms terms;
 
-    void prefetch_far(int64_t key) const {
+    HKV_HOST_DEVICE void prefetch_far(int64_t key) const {
       if (key >= *count || slots[key] < 0 || slots[key] >= values.count) return;
       prefetch_row(values, slots[key]);
       for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], slots[key]);
@@ -335,7 +335,7 @@ struct UpdateRows {
       }
     }
 
-    static void prefetch_row(const RowsView& rows, Slot slot) {
+    static HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, Slot slot) {
       constexpr int64_t kLine = 64;
       constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
       const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;

@@ -92,10 +92,10 @@ struct ProbeKey {
   static constexpr int kGroup = 8;
   UpsertState state;
 
-  void prefetch_far(int64_t u) const {
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
     if (u < *state.count) prefetch_digests(state.table, state.unique_keys[u].value());
   }
-  void prefetch_near(int64_t u) const {
+  HKV_HOST_DEVICE void prefetch_near(int64_t u) const {
     if (u >= *state.count) return;
     prefetch_keys(SerialGroup{}, state.table, state.unique_keys[u].value(), state.write_scores);
   }
@@ -222,7 +222,7 @@ struct FillBucket {
   static constexpr int kGroup = 8;
   UpsertState state;
 
-  void prefetch_far(int64_t i) const {
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
     if (i < *state.grouped) prefetch(state.table.line(state.buckets[i]));
   }
 
@@ -264,7 +264,7 @@ struct EvictFromBucket {
   static constexpr int kGroup = 8;
   UpsertState state;
 
-  void prefetch_far(int64_t i) const {
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
     if (i >= *state.grouped) return;
     constexpr int kLine = 64;
     const auto* scores =

@@ -31,7 +31,7 @@ struct VerifySlots {
     const Slot* slots;
     Slot* verified;
 
-    void prefetch_far(int64_t i) const {
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
       if (!in_table(slots[i])) return;
       prefetch(table.digests + slots[i]);
       prefetch(table.keys + slots[i]);
