@@ -8,7 +8,6 @@ Corrected Neural Modeling for Large Corpus Item Recommendations", 2019. The last
 output is a JSON object with the figures.
 """
 
-import json
 import math
 import sys
 import time
@@ -25,7 +24,7 @@ import optax
 from criteo import UserError
 from flax import nnx
 from interactions import Interactions, make_up, read
-from options import count, rate, seed
+from options import count, rate, report, seed
 from retrieval import leave_one_out, popularity_recall, recall
 from tqdm import tqdm
 
@@ -137,13 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--capacity", type=count, default=16_384, help="rows of each table (%(default)s)")
     add("--lr", type=rate, default=0.01, help="learning rate (%(default)s)")
     add("--seed", type=seed, default=0, help="of everything that is random (%(default)s)")
-    try:
-        figures = run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(figures, allow_nan=False))
-    return 0
+    return report(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def test_a_sample_of_real_clicks_runs_to_the_end() -> None:
     [
         (["--data", "none.tsv"], "none.tsv: No such file"),
         (["--data", "/dev/null"], "/dev/null: not a regular file"),
-        (["--capacity-factor", "1e9"], "--capacity-factor 1000000000.0: create: capacity must be"),
+        (["--capacity-factor", "1e9"], "create: capacity must be"),
     ],
 )
 def test_a_mistake_of_the_users_gives_one_line_and_code_2(
