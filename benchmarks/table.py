@@ -1,0 +1,277 @@
+"""Every operation of one table on a GPU: keys a second, and which share of the memory that is.
+
+    python benchmarks/table.py [--out results/table.json] [--budget SECONDS]
+
+The recipe of the peer (HierarchicalKV's own benchmark): the table is filled with consecutive keys
+until its load factor is reached, then batches of 2^20 keys are timed, of which 60 % are among those
+inserted last and 40 % are absent, or all of which are present. A call is timed twice: alone, until
+its result is there (wall), and in a row of calls that wait for each other on the device only
+(device). Calls that change what they measure start from a fresh copy of the table each, which is
+not timed.
+
+What does not fit into the budget is left out and said. Small sizes run on a CPU too, to try the
+script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+import jax_hkv as hkv
+
+IN_A_ROW = 10  # calls of one device measurement
+RECENT = 8  # batches: hits of the mixed pattern are among the keys of so many last ones
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Bytes of the index that a key moves at least: 128 of digests, 32 each of keys and scores.
+DIGESTS, SECTOR = 128, 32
+
+
+class Case(NamedTuple):
+    """A table to be measured."""
+
+    dim: int
+    load: float
+    choices: int
+
+
+class Timed(NamedTuple):
+    """Raw seconds of an operation's runs, and the bytes that it moves by count."""
+
+    wall: list[float]
+    device: list[float]
+    bytes: int
+
+
+def keys_of(numbers: np.ndarray) -> hkv.Keys:
+    """Keys of consecutive numbers."""
+    return hkv.Keys.from_numpy(numbers.astype(np.uint64))
+
+
+def copy_of(table: hkv.Table) -> hkv.Table:
+    """In memory of its own, so that it can be donated."""
+    return jax.block_until_ready(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), table))
+
+
+def filled(case: Case, slots: int, batch: int) -> tuple[hkv.Table, int]:
+    """A table at its load factor, and how many keys were offered: 0, 1, 2, ..."""
+    table = hkv.create(slots, case.dim, choices=case.choices, init=hkv.initializers.uniform(-1, 1))
+    insert = jax.jit(lambda table, keys: hkv.find_or_insert(table, keys)[0], donate_argnums=0)
+    offered = 0
+    while True:
+        load = float(hkv.load_factor(table))
+        full = case.load == 1 and offered >= 1.18 * slots and load > 0.99
+        if (case.load < 1 and load >= case.load) or full or offered >= 2 * slots:
+            return table, offered
+        table = insert(table, keys_of(np.arange(offered, offered + batch)))
+        offered += batch
+
+
+def batches(pattern: str, table: hkv.Table, offered: int, batch: int, rng: Any) -> hkv.Keys:
+    """A batch of different keys: all "present", "mixed" (60 % present), or all "absent"."""
+    absent = (np.arange(offered, offered + batch).astype(np.uint64) * GOLDEN) | np.uint64(1 << 63)
+    if pattern == "absent":
+        return keys_of(absent)
+    if pattern == "mixed":
+        first = max(0, offered - RECENT * batch)
+        hits = first + rng.permutation(offered - first)[: batch * 6 // 10]
+        return keys_of(rng.permutation(np.concatenate([hits, absent[: batch - len(hits)]])))
+    places = rng.integers(0, max(1, table.capacity - 4 * batch))
+    entries = hkv.export_batch(table, int(places), min(table.capacity, 4 * batch))
+    found = entries.keys.to_numpy()[: int(entries.count)]
+    return keys_of(rng.permutation(found)[:batch])
+
+
+def timed(
+    call: Callable[..., Any], table: hkv.Table, rest: Any, options: Any, is_fresh: bool
+) -> tuple[list[float], list[float], hkv.Table]:
+    """Wall and device seconds of a call from (table, *rest) to (table, result); it is donated."""
+    wall, device = [], []
+    for number in range(measure.WARM_UPS + options.runs):
+        start_from = copy_of(table) if is_fresh else table
+        start = time.perf_counter()
+        after = jax.block_until_ready(call(start_from, *rest))
+        seconds = time.perf_counter() - start
+        if not is_fresh:
+            table = after[0]
+        del after, start_from
+        if number >= measure.WARM_UPS:
+            wall.append(seconds)
+    if is_fresh:
+        return wall, wall, table
+    for _ in range(options.runs):
+        start = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            table, result = call(table, *rest)
+        jax.block_until_ready((table, result))
+        device.append((time.perf_counter() - start) / IN_A_ROW)
+    return wall, device, table
+
+
+def operations(dim: int, batch: int) -> Iterator[tuple[str, str, bool, Callable[..., Any], int]]:
+    """Name, pattern of keys, whether each call needs a fresh table, the call, bytes a key."""
+    rows = jax.random.normal(jax.random.key(0), (batch, dim))
+    exists = jnp.ones((batch,), jnp.bool_)
+    row = 4 * dim
+
+    def of(function: Callable[..., Any], *rest: Any) -> Callable[..., Any]:
+        return jax.jit(lambda table, keys: function(table, keys, *rest), donate_argnums=0)
+
+    index = DIGESTS + SECTOR
+    for pattern in ("mixed", "present"):
+        yield f"find {pattern}", pattern, False, of(hkv.find), index + 2 * row
+        yield f"contains {pattern}", pattern, False, of(hkv.contains), index
+    yield (
+        "find_or_insert present",
+        "present",
+        False,
+        of(hkv.find_or_insert),
+        index + SECTOR + 2 * row,
+    )
+    yield (
+        "insert_or_assign present",
+        "present",
+        False,
+        of(hkv.insert_or_assign, rows),
+        (index + SECTOR + 2 * row),
+    )
+    yield "assign present", "present", False, of(hkv.assign, rows), index + 2 * row
+    yield (
+        "accum_or_assign present",
+        "present",
+        False,
+        of(hkv.accum_or_assign, rows, exists),
+        (index + SECTOR + 3 * row),
+    )
+    yield (
+        "find_or_insert absent",
+        "absent",
+        True,
+        of(hkv.find_or_insert),
+        index + 2 * SECTOR + 2 * row,
+    )
+    yield (
+        "insert_or_assign absent",
+        "absent",
+        True,
+        of(hkv.insert_or_assign, rows),
+        (index + 2 * SECTOR + 2 * row),
+    )
+    yield (
+        "insert_and_evict absent",
+        "absent",
+        True,
+        of(hkv.insert_and_evict, rows),
+        (index + 2 * SECTOR + 4 * row),
+    )
+    yield "erase present", "present", True, of(hkv.erase), index + SECTOR
+
+
+def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]:
+    """Bytes a second of a plain copy, and of XLA's gather of random rows."""
+    values = jnp.ones((slots, dim), jnp.float32)
+    places = jax.random.randint(jax.random.key(1), (batch,), 0, slots)
+    gather = jax.jit(lambda values, places: values[places])
+    copy = jax.jit(lambda values: values + 1.0)
+
+    def fastest(call: Callable[[], Any]) -> float:
+        runs = measure.seconds(lambda _: [call() for _ in range(IN_A_ROW)], runs=options.runs)
+        return measure.median(runs) / IN_A_ROW
+
+    part = values[: min(slots, 2**28 // (4 * dim))]
+    return {
+        "copy": 2 * part.nbytes / fastest(lambda: copy(part)),
+        "xla gather": 2 * 4 * dim * batch / fastest(lambda: gather(values, places)),
+    }
+
+
+def check(table: hkv.Table, offered: int, rng: Any) -> None:
+    """Rows are those that their keys begin with, and no key is there that was never offered."""
+    numbers = rng.integers(0, offered, 1000)
+    _, found = hkv.find(table, keys_of(numbers))
+    first = np.asarray(hkv.initial_rows(table, keys_of(numbers)))
+    here = np.asarray(found.found)
+    assert here.any()
+    np.testing.assert_array_equal(np.asarray(found.values)[here], first[here])
+    assert not np.asarray(hkv.contains(table, keys_of(numbers + 2**40))[1]).any()
+
+
+def measured(case: Case, options: Any) -> dict[str, Any]:
+    """All operations on one table."""
+    slots = options.slots if case.dim < 64 else options.slots // 2
+    rng = np.random.default_rng(0)
+    table, offered = filled(case, slots, options.batch)
+    check(table, offered, rng)
+    record: dict[str, Any] = {
+        **case._asdict(), "slots": table.capacity, "reached": float(hkv.load_factor(table)),
+        "operations": {},
+    }  # fmt: skip
+    for name, pattern, is_fresh, call, bytes_a_key in operations(case.dim, options.batch):
+        keys = batches(pattern, table, offered, options.batch, rng)
+        if keys.shape[0] < options.batch:
+            continue  # a table this empty has no batch of present keys
+        wall, device, table = timed(call, table, (keys,), options, is_fresh)
+        result = Timed(wall, device, bytes_a_key * options.batch)
+        rate = options.batch / measure.median(device)
+        record["operations"][name] = result._asdict() | {"keys_per_second": rate}
+        print(f"  {name:26} {rate / 1e9:7.3f} billion keys/s", flush=True)
+    export = jax.jit(functools.partial(hkv.export_batch, count=options.batch))
+    runs = measure.seconds(lambda at: export(table, at), lambda: jnp.int32(0), runs=options.runs)
+    record["operations"]["export"] = {
+        "wall": runs, "bytes": options.batch * (49 + 8 * case.dim),
+        "keys_per_second": options.batch / measure.median(runs),
+    }  # fmt: skip
+    return record
+
+
+def main() -> None:
+    """Measures case by case, and writes the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
+    add("--loads", type=float, nargs="+", default=[0.5, 0.75, 0.95, 1.0])
+    add("--choices", type=int, nargs="+", default=[1, 2])
+    add("--slots", type=int, default=2**27, help="half as many from dim 64 on (%(default)s)")
+    add("--batch", type=int, default=2**20)
+    add("--runs", type=int, default=measure.RUNS)
+    add("--budget", type=float, default=400.0, help="seconds (%(default)s)")
+    add("--out", type=Path, default=measure.RESULTS / "table.json")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    record = measure.surroundings() | {
+        "batch": options.batch,
+        "ceilings": {},
+        "cases": [],
+        "left_out": [],
+    }
+    for dim in options.dims:
+        slots = options.slots if dim < 64 else options.slots // 2
+        record["ceilings"][str(dim)] = ceilings(dim, slots, options.batch, options)
+    cases = [
+        Case(dim, load, choices)
+        for choices in options.choices
+        for load in options.loads
+        for dim in options.dims
+    ]
+    for case in cases:
+        if time.perf_counter() - begin > options.budget:
+            record["left_out"].append(case._asdict())
+            continue
+        print(f"dim {case.dim}, load factor {case.load}, {case.choices} choice(s)", flush=True)
+        record["cases"].append(measured(case, options))
+        measure.write(options.out.stem, record, options.out.parent)
+    print(f"{len(record['left_out'])} cases left out; {options.out}")
+    measure.write(options.out.stem, record, options.out.parent)
+
+
+if __name__ == "__main__":
+    main()

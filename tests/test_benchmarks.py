@@ -1,0 +1,41 @@
+"""The benchmarks that wait for a GPU run, in small, on what there is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def run(script: str, out: Path, *options: str) -> dict:
+    """The record that a benchmark writes."""
+    command = [sys.executable, str(BENCHMARKS / script), "--out", str(out), "--runs", "1", *options]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--slots", "2048", "--batch", "128", "--dims", "8", "--loads", "0.5", "1"]
+    record = run("table.py", tmp_path / "table.json", *sizes, "--choices", "2")
+    assert [case["load"] for case in record["cases"]] == [0.5, 1.0] and not record["left_out"]
+    assert record["cases"][1]["reached"] > 0.99
+    for case in record["cases"]:
+        assert len(case["operations"]) == 13
+        assert all(found["keys_per_second"] > 0 for found in case["operations"].values())
+    command = [sys.executable, str(BENCHMARKS / "plot.py"), str(tmp_path / "table.json")]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=300)
+    assert (tmp_path / "table_choices_2.png").stat().st_size > 10_000
+
+
+def test_training_steps_are_measured(tmp_path):
+    sizes = ["--positions", "1000", "--ids", "500", "--batch", "32", "--capacity-factor", "1e-6"]
+    record = run("train_step.py", tmp_path / "train_step.json", *sizes)
+    assert 0 < record["ten tables adam"]["unique"] < 1000
+    assert record["dcnv2"]["samples_per_second"] > 0
