@@ -68,6 +68,26 @@ HKV_HOST_DEVICE void prefetch(const void* address) {
 #endif
 }
 
+// Four floats from or to an address that is a multiple of 16.
+HKV_HOST_DEVICE void load_four(const float* from, float* to) {
+#ifdef __CUDA_ARCH__
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  to[0] = four.x;
+  to[1] = four.y;
+  to[2] = four.z;
+  to[3] = four.w;
+#else
+  memcpy(to, from, 4 * sizeof(float));
+#endif
+}
+HKV_HOST_DEVICE void store_four(float* to, const float* from) {
+#ifdef __CUDA_ARCH__
+  *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+#else
+  memcpy(to, from, 4 * sizeof(float));
+#endif
+}
+
 // Correctly rounded square root: sqrtf is, on the host and (without -use_fast_math) on the device.
 HKV_HOST_DEVICE float square_root(float x) {
 #ifdef __CUDA_ARCH__

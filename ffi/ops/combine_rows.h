@@ -149,13 +149,10 @@ struct SumTree {
       const int64_t target = terms.first_place(level + 1) + (begin >> (SumTerms::kShift * (level + 1))) +
                              term / SumTerms::kChunk;
       if (group.rank() == 0) owners[target] = owner + 1;
-      auto* sums = reinterpret_cast<float*>(terms.partial.row(target));
       for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) {
         float sum[kBlock];
         terms.add(span, column, columns, sum);
-        for (int c = 0; c < kBlock; ++c) {
-          if (c < columns) sums[column + c] = sum[c];
-        }
+        store_block(RowType::kFloat32, terms.partial.row(target), column, columns, sum);
       });
     }
 
@@ -216,15 +213,12 @@ struct CombineRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
-      auto* row = reinterpret_cast<float*>(sums.row(key));
       const bool exists = key < *count;
       const TermSpan span = exists ? terms.last_terms(key) : TermSpan{};
       for_each_block<G>(group, sums.width, [&]<int kBlock>(int64_t column, int columns) {
         float sum[kBlock] = {};  // keys that do not exist have none
         if (exists) terms.sum_of(key, span, column, columns, sum);
-        for (int c = 0; c < kBlock; ++c) {
-          if (c < columns) row[column + c] = sum[c];
-        }
+        store_block(RowType::kFloat32, sums.row(key), column, columns, sum);
       });
     }
   };
