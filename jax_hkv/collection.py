@@ -470,8 +470,10 @@ def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:
     call = f"feature {feature.name!r}"
     weights, valid = None, None
     if isinstance(ids, Padded):
-        given = (ids.valid, ids.weights)
-        valid, weights = (None if array is None else jnp.asarray(array) for array in given)
+        valid = None if ids.valid is None else jnp.asarray(ids.valid)
+        weights = ids.weights
+        if weights is not None:
+            weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
         ids = ids.ids
     if feature.combiner is None:
         return _single(call, ids, weights, valid)

@@ -257,7 +257,11 @@ WRONG = {
         "feature 'user': ids must hold integers of 32 or 64 bits, got float32",
     ),
     "mismatched weights": (
-        looked_up(seen=hkv.Padded(np.zeros((BATCH, 4), np.int32), weights=np.ones((BATCH, 3)))),
+        looked_up(
+            seen=hkv.Padded(
+                np.zeros((BATCH, 4), np.int32), weights=np.ones((BATCH, 3), np.float32)
+            )
+        ),
         TypeError,
         "feature 'seen': weights must be float32[6, 4], one for each id, got float32[6, 3]",
     ),

@@ -191,7 +191,7 @@ def test_weights_are_differentiable_where_the_table_is_read_again():
         table, found = hkv.find(table, keys)
         return jnp.sum(pooled.values * found.values[:, 0])
 
-    gradient = jax.jit(jax.grad(loss))(jnp.ones((2, 2)), table)
+    gradient = jax.jit(jax.grad(loss))(jnp.ones((2, 2), jnp.float32), table)
     rows = hkv.initial_rows(table, keys)
     np.testing.assert_allclose(gradient, jnp.sum(rows * rows[:, :1], axis=-1), rtol=1e-5)
 
@@ -316,9 +316,9 @@ def test_a_loss_scale_ends_below_infinity_and_serves_two_states():
 def test_a_python_bool_says_whether_to_apply(opt):
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, IDS)
-    skipped = opt.update(table, result, jnp.ones((3, DIM)), apply=False)
+    skipped = opt.update(table, result, jnp.ones((3, DIM), jnp.float32), apply=False)
     jax.tree.map(np.testing.assert_array_equal, skipped.values, table.values)
-    applied = opt.update(table, result, jnp.ones((3, DIM)), apply=True)
+    applied = opt.update(table, result, jnp.ones((3, DIM), jnp.float32), apply=True)
     assert (np.asarray(applied.values) != np.asarray(table.values)).any()
 
 
