@@ -27,7 +27,7 @@ import jax_hkv as hkv
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from dcnv2 import DlrmDcnV2, Shape, embeddings  # noqa: E402
+from dcnv2 import EPSILON_INSIDE_ROOT, LEARNING_RATE, DlrmDcnV2, Shape, embeddings  # noqa: E402
 from dlrm import Inputs, mean_loss  # noqa: E402
 
 TABLES, DIM = 10, 128
@@ -132,9 +132,8 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
         return Inputs(labels, integers, keys, jnp.ones((shape.batch,), jnp.bool_))
 
     made = [jax.jit(batch)(key) for key in jax.random.split(jax.random.key(2), BATCHES)]
-    state = hkv.linen.TrainState.create(
-        model, jax.random.key(0), made[0], tx=optax.adagrad(0.005, 0.0, 1e-16)
-    )
+    dense = optax.adagrad(LEARNING_RATE, 0.0, EPSILON_INSIDE_ROOT)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), made[0], tx=dense)
     step = hkv.linen.train_step(lambda apply, x: mean_loss(apply(x, train=True), x))
     losses = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -39,26 +40,40 @@ class StepInfo(NamedTuple):
     finite: Bool[Array, ""] | None
 
 
-def check_host(call: str, args: Any) -> None:
+def with_host_checks(jitted: Any) -> Any:
+    """A jitted training step that first looks at its arguments behind the state."""
+
+    @functools.wraps(jitted, updated=())
+    def checked(state: Any, *args: Any) -> Any:
+        _check_host(args)
+        return jitted(state, *args)
+
+    checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
+    return checked
+
+
+def _check_host(args: Any) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
     if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-            _check_fits(f"{call}: arguments{jax.tree_util.keystr(path)}", leaf)
+            if _is_cut(leaf):
+                raise TypeError(
+                    f"train_step: arguments{jax.tree_util.keystr(path)} holds {leaf.dtype} numbers "
+                    "that JAX would cut to 32 bits: make keys of ids with "
+                    "jax_hkv.Keys.from_numpy(ids)"
+                )
     for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
         if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
             count = np.shape(bags.ids)[0]
-            as_splits(call, "row_splits of a Jagged", bags.row_splits, count)
+            as_splits("train_step", "row_splits of a Jagged", bags.row_splits, count)
 
 
-def _check_fits(where: str, leaf: Any) -> None:
-    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in _CUT:
-        return
+def _is_cut(leaf: Any) -> bool:
+    """Whether 64-bit numbers do not fit in the 32 bits that JAX would leave them."""
+    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in _CUT or not leaf.size:
+        return False
     bounds = np.iinfo(_CUT[leaf.dtype])
-    if leaf.size and (leaf.min() < bounds.min or leaf.max() > bounds.max):
-        raise TypeError(
-            f"{where} holds {leaf.dtype} numbers that JAX would cut to 32 bits: make keys of ids "
-            "with jax_hkv.Keys.from_numpy(ids)"
-        )
+    return bool(leaf.min() < bounds.min or leaf.max() > bounds.max)
 
 
 def check_unseen(call: str, unseen: Unseen) -> None:

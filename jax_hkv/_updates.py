@@ -109,9 +109,9 @@ def _positions(result: InsertResult) -> int:
 
 
 def _weights(result: InsertResult) -> jax.Array:
-    if result.bags is None or result.bags.weights is None:
+    if result.bags is None:
         return jnp.ones((_positions(result),), jnp.float32)
-    return result.bags.weights
+    return result.bags.factors
 
 
 def listed(result: Any, row_gradients: Any) -> tuple[list[InsertResult], list[Any]]:

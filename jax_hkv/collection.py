@@ -332,11 +332,7 @@ class Collection:
         )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "results", "batches", "slots"],
-    meta_fields=["parts"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CollectionRows:
     """What a collection looked up, by group.
@@ -351,7 +347,7 @@ class CollectionRows:
 
     rows: dict[str, Float[Array, "rows dim"]]
     results: dict[str, InsertResult | None]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[Part, ...], ...] = dataclasses.field(metadata={"static": True})
     batches: dict[str, Bagged]
     slots: dict[str, Int32[Array, " n"]]
 
@@ -447,7 +443,7 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         rows += own.bags.splits.shape[0] - 1
     weights = None
     if any(batch.bags.weights is not None for batch in batches):
-        weights = jnp.concatenate([_weights(batch) for batch in batches])
+        weights = jnp.concatenate([batch.bags.factors for batch in batches])
     bags = Bags(
         sources=jnp.concatenate([batch.bags.sources for batch in batches]),
         splits=jnp.concatenate(
@@ -458,11 +454,6 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     words = jnp.concatenate([batch.keys.words for batch in batches])
     valid = jnp.concatenate([batch.valid for batch in batches])
     return Bagged(Keys(words), valid, bags), tuple(parts)
-
-
-def _weights(batch: Bagged) -> jax.Array:
-    given = batch.bags.weights
-    return jnp.ones(batch.valid.shape, jnp.float32) if given is None else given
 
 
 def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:

@@ -21,7 +21,6 @@ Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, different
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -335,17 +334,27 @@ def update_tables(updated: Mapping[str, Any], row_gradients: Any, **extra: Any) 
     Raises:
       ValueError: if a layer that was trained has no optimizer.
     """
+    lookups = _lookups(updated)
+    gradients = _gradients(lookups, row_gradients)
+    return unflatten_dict(_updated_tables(updated, lookups, gradients, extra))
+
+
+def _updated_tables(
+    updated: Mapping[str, Any],
+    lookups: dict[Any, list[Lookup]],
+    gradients: dict[Any, list[jax.Array]],
+    extra: dict[str, Any],
+) -> dict[Any, Table]:
+    """All tables by path, those that were looked up after a step of their optimizer."""
     tables: dict[Any, Any] = flatten_dict(
         updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
     )
-    lookups = _lookups(updated)
-    gradients = _gradients(lookups, row_gradients)
     for path, kept in lookups.items():
-        where = "/".join(path)
+        results = [lookup.result for lookup in kept]
         tables[path] = _layers.updated(
-            where, tables[path], kept[0].optimizer, [k.result for k in kept], gradients[path], extra
+            "/".join(path), tables[path], kept[0].optimizer, results, gradients[path], extra
         )
-    return unflatten_dict(tables)
+    return tables
 
 
 @jax.tree_util.register_dataclass
@@ -475,17 +484,11 @@ def train_step(
         params, opt_state = _layers.dense_update(
             state.tx, dense, state.opt_state, state.params, finite
         )
-        tables: dict[Any, Any] = flatten_dict(
-            updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
-        )
         extra = {} if finite is None else {"apply": finite}
-        measured, counts = {}, {}
+        tables = _updated_tables(updated, lookups, rows, extra)
+        measured = {"/".join(path): metrics.of(tables[path], results[path]) for path in lookups}
+        counts: dict[str, Counts] = {}
         for path, kept in lookups.items():
-            where = "/".join(path)
-            tables[path] = _layers.updated(
-                where, tables[path], kept[0].optimizer, results[path], rows[path], extra
-            )
-            measured[where] = metrics.of(tables[path], results[path])
             counts |= _layers.summed([lookup.counts for lookup in kept], "/".join(path[:-1]))
         after = dataclasses.replace(
             state,
@@ -502,13 +505,7 @@ def train_step(
 
     jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)
 
-    @functools.wraps(step)
-    def checked(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
-        _layers.check_host("train_step", args)
-        return jitted(state, *args)
-
-    checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
-    return checked
+    return _layers.with_host_checks(jitted)
 
 
 def _next_of(old: Any, new: Any, finite: Any) -> Any:

@@ -19,7 +19,6 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -439,29 +438,24 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
     Raises:
       ValueError: if the model has no such table, or if a layer that was trained has no optimizer.
     """
-    places = {
-        _path_text((*path, owner.name)): (layer, owner)
-        for path, layer in _layers_of(model)
-        for owner in layer._owners()
-    }
+    places = _places(model)
     if not places.keys() >= row_gradients.keys():
         raise ValueError(
             f"nnx.update_tables: row_gradients must be of the model's tables {sorted(places)}, got "
             f"{sorted(row_gradients)}"
         )
     for where, (results, gradients, _) in row_gradients.items():
-        layer, owner = places[where]
-        variable = getattr(layer, owner.attribute)
+        variable, owner = places[where]
         table = _layers.updated(
             where, variable.get_value(), owner.optimizer, results, gradients, extra
         )
         variable.set_value(table)
 
 
-def _tables(model: nnx.Module) -> dict[str, Table]:
-    """By path."""
+def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
+    """Where the tables are, and who updates them, by path."""
     return {
-        _path_text((*path, owner.name)): getattr(layer, owner.attribute).get_value()
+        _path_text((*path, owner.name)): (getattr(layer, owner.attribute), owner)
         for path, layer in _layers_of(model)
         for owner in layer._owners()
     }
@@ -488,10 +482,8 @@ class TrainState(nnx.Module):
 
     def map_tables(self, fn: Callable[[Table], Table]) -> None:
         """Changes every table by a function, such as :func:`jax_hkv.advance_epoch`."""
-        for _, layer in _layers_of(self.model):
-            for owner in layer._owners():
-                variable = getattr(layer, owner.attribute)
-                variable.set_value(fn(variable.get_value()))
+        for variable, _ in _places(self.model).values():
+            variable.set_value(fn(variable.get_value()))
 
 
 def train_step(
@@ -542,8 +534,10 @@ def train_step(
         update_tables(state.model, clipped, **extra)
         if state.loss_scale is not None:
             state.loss_scale.set_value(scale)
-        tables = _tables(state.model)
-        measured = {where: metrics.of(tables[where], results[where]) for where in rows}
+        places = _places(state.model)
+        measured = {
+            where: metrics.of(places[where][0].get_value(), results[where]) for where in rows
+        }
         counts: dict[str, Counts] = {}
         for where, own in rows.items():
             counts |= _layers.summed(own.counts, where.rpartition("/")[0])
@@ -551,10 +545,4 @@ def train_step(
 
     jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
 
-    @functools.wraps(step)
-    def checked(state: TrainState, *args: Any) -> StepInfo:
-        _layers.check_host("train_step", args)
-        return jitted(state, *args)
-
-    checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
-    return checked
+    return _layers.with_host_checks(jitted)

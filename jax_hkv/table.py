@@ -191,6 +191,11 @@ class Bags(NamedTuple):
     splits: Int32[Array, " b+1"]
     weights: Float32[Array, " n"] | None
 
+    @property
+    def factors(self) -> Float32[Array, " n"]:
+        """The weights, ones written out."""
+        return jnp.ones(self.sources.shape, jnp.float32) if self.weights is None else self.weights
+
 
 class InsertResult(NamedTuple):
     """What `find_or_insert` returns, and what an optimizer's update needs.

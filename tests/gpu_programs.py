@@ -175,7 +175,7 @@ def programs():
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
-def collection_step():
+def collection_step(donate=False):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
     import jax
@@ -207,7 +207,7 @@ def collection_step():
     }
     create = functools.partial(hkv.linen.TrainState.create, Model(), tx=optax.adam(1e-3))
     state = shapes(jax.eval_shape(create, jax.random.key(0), inputs))
-    step = hkv.linen.train_step(loss_fn, donate=False)  # the report donates
+    step = hkv.linen.train_step(loss_fn, donate=donate)  # the report donates by itself
     return step, (state, inputs, jax.ShapeDtypeStruct((BATCH,), jnp.float32))
 
 

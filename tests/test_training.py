@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import flax.linen as nn
+import gpu_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -525,32 +525,9 @@ def test_clipping_bounds_rows_and_dense_parameters_together(made):
     np.testing.assert_allclose(moved[0.5], moved[None] * factor, atol=2e-6)
 
 
-def programs_of_26_features():
-    """The native calls and the copies in a compiled step of a collection of 26 features."""
-    names = [f"feature_{number}" for number in range(26)]
-    optimizer = hkv.optim.adam(1e-3)
-    collection = hkv.Collection(
-        [hkv.TableConfig(name, 640, DIM, optimizer=optimizer) for name in names],
-        [hkv.Feature(name, name, ("sum", "mean", None)[n % 3]) for n, name in enumerate(names)],
-    )
-
-    class Wide(nn.Module):
-        @nn.compact
-        def __call__(self, inputs, train=False):
-            rows = hkv.linen.EmbedCollection(collection)(inputs, train=train)
-            pooled = [own.reshape(BATCH, -1) for own in rows.values()]
-            return nn.Dense(1)(jnp.concatenate(pooled, axis=-1))[:, 0]
-
-    shape = functools.partial(np.zeros, dtype=np.int32)
-    inputs = {name: shape((BATCH, 1 + n % 4)) for n, name in enumerate(names)}
-    state = hkv.linen.TrainState.create(Wide(), jax.random.key(0), inputs, tx=optax.adam(1e-3))
-    step = hkv.linen.train_step(loss_fn)
-    return step, (state, inputs, np.zeros(BATCH, np.float32)), table_of(state)
-
-
 def test_a_step_of_26_features_is_one_lookup_and_one_update():
     """One physical table; nothing as large as a table is copied, and Python is never called."""
-    step, arguments, table = programs_of_26_features()
+    step, arguments = gpu_programs.collection_step(donate=True)
     hlo = step.lower(*arguments).compile().as_text()
     calls = re.findall(r'custom_call_target="([^"]+)"', hlo)
     native = sorted(call.removeprefix("jax_hkv.") for call in calls if "hkv" in call)
@@ -558,4 +535,4 @@ def test_a_step_of_26_features_is_one_lookup_and_one_update():
     assert native.count("verify_slots") == native.count("update_adam") == 1, native
     assert len(native) <= 8, native
     assert "callback" not in hlo
-    assert hkv.testing.copies_in(hlo, table) == []
+    assert hkv.testing.copies_in(hlo, table_of(arguments[0])) == []
