@@ -33,14 +33,6 @@ HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initia
   }
 }
 
-HKV_HOST_DEVICE void prefetch_row(const RowsView& values, Slot slot) {
-  if (slot < 0 || slot >= values.count) return;
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
-  const int64_t bytes = values.row_bytes < kMost ? values.row_bytes : kMost;
-  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(values.row(slot) + byte);
-}
-
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
   static constexpr bool kPerPosition = true;

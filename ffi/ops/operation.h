@@ -32,6 +32,15 @@ struct Array {
   HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
 };
 
+// Brings a row near, if there is one.
+HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, int64_t index) {
+  if (index < 0 || index >= rows.count) return;
+  constexpr int64_t kLine = 64;
+  constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
+  const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;
+  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(rows.row(index) + byte);
+}
+
 // Shares the columns of a row among a group, in blocks: visit.operator()<kBlock>(column, columns).
 template <Group G, class Visitor>
 HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor& visit) {

@@ -241,7 +241,7 @@ struct UpdateRows {
     SumTerms terms;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t key) const {
-      if (key >= *count || slots[key] < 0 || slots[key] >= values.count) return;
+      if (key >= *count) return;
       prefetch_row(values, slots[key]);
       for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], slots[key]);
     }
@@ -333,13 +333,6 @@ struct UpdateRows {
         row[c] = same_nan(element);
         for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
       }
-    }
-
-    static HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, Slot slot) {
-      constexpr int64_t kLine = 64;
-      constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
-      const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;
-      for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(rows.row(slot) + byte);
     }
 
     HKV_HOST_DEVICE uint64_t random_base(Key key, uint32_t step) const {
