@@ -153,8 +153,13 @@ class CpuExecutor {
     const GroupScratch scratch(arena, n);
     Partition partition(n);
     const int64_t parts = partition.parts();
+    const bool is_ordered = limit <= parts;  // a part for each target: what stands there is in order
     partition.run(
-        workers_, scratch.table, [=](int64_t i) { return targets[i] < 0 ? -1 : targets[i] * parts / limit; },
+        workers_, scratch.table,
+        [=](int64_t i) -> int64_t {
+          if (targets[i] < 0 || is_ordered) return targets[i];
+          return targets[i] * parts / limit;
+        },
         [=](int64_t i, int64_t at) {
           scratch.pairs[at] = (static_cast<uint64_t>(targets[i]) << 32) | static_cast<uint64_t>(i);
         });
@@ -162,7 +167,7 @@ class CpuExecutor {
     workers_.run(parts, [&](int64_t part) {
       uint64_t* begin = scratch.pairs + partition.begin_of(part);
       uint64_t* end = scratch.pairs + partition.begin_of(part + 1);
-      std::sort(begin, end);
+      if (!is_ordered) std::sort(begin, end);
       for (uint64_t* pair = begin; pair != end; ++pair) {
         items[pair - scratch.pairs] = static_cast<int32_t>(*pair & 0xffffffff);
         grouped_targets[pair - scratch.pairs] = static_cast<int32_t>(*pair >> 32);

@@ -1,4 +1,4 @@
-// The words of the table's language, and where a key may be (docs/semantics.md, sections 1 and 2).
+// The words of the table's language, and where a key may be (docs/semantics.md, sections 1, 2 and 12).
 #pragma once
 
 #include "core/platform.h"
@@ -58,6 +58,13 @@ HKV_HOST_DEVICE int64_t second_bucket(uint64_t hash, int64_t buckets) {
   const auto other =
       static_cast<int64_t>(multiply_high(mix(hash + kGolden), static_cast<uint64_t>(buckets - 1)));
   return other + (other >= first ? 1 : 0);
+}
+
+// Which of the devices that share a table keeps the key: by a hash of its own, so that the keys of one
+// device spread over all buckets.
+HKV_HOST_DEVICE int64_t owner_of(Key key, int64_t devices) {
+  const uint64_t hash = mix(hash_of(key) + 2 * kGolden);
+  return static_cast<int64_t>(multiply_high(hash, static_cast<uint64_t>(devices)));
 }
 
 HKV_HOST_DEVICE uint64_t saturating_add(uint64_t a, uint64_t b) {

@@ -8,6 +8,7 @@
 #include "ops/gather_rows.h"
 #include "ops/pool_rows.h"
 #include "ops/read_slots.h"
+#include "ops/route_keys.h"
 #include "ops/unique.h"
 #include "ops/update_rows.h"
 #include "ops/upsert.h"
@@ -28,6 +29,6 @@ using AllOperations =
     OperationList<Unique, FindSlots, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows, PoolRows,
                   FillRows, ScatterRows, InitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
                   UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
-                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>>;
+                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
 
 }  // namespace hkv

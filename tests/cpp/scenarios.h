@@ -46,6 +46,7 @@ class Scenario {
     tick();
     make_batch(n);
     call<Unique>({}, {{"keys", "batch"}});
+    route(n);
     upsert(n);
     lookups(n);
     rows(n);
@@ -90,6 +91,19 @@ class Scenario {
     }
     machines_.set("batch", Buffer::of(keys));
     machines_.set("valid", Buffer::of(valid));
+  }
+
+  // A hop of an exchange in one or two hops; the places suffice now and then.
+  void route(int64_t n) {
+    const int64_t peers = random_.below(9) + 1;
+    const int64_t others = random_.below(3) + 1;  // peers of the other hop
+    const bool is_first = random_.chance(0.5);
+    const int64_t places = random_.chance(0.5) ? n + 1 : random_.below(n / peers + 1) + 1;
+    call<RouteKeys>({{"devices", static_cast<double>(peers * others)},
+                     {"inner", static_cast<double>(is_first ? others : 1)},
+                     {"p", static_cast<double>(peers)},
+                     {"c", static_cast<double>(places)}},
+                    {{"keys", "batch"}, {"counts", "routed_counts"}});
   }
 
   Score random_score() {
