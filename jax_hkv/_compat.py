@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["ad", "batching", "is_traced", "match_varying", "mlir", "result_aval"]
+__all__ = ["ad", "batching", "is_traced", "match_varying", "mlir", "result_aval", "vary"]
 
 
 def is_traced(array: Any) -> bool:
@@ -37,3 +37,16 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """An abstract array on the mesh of `like`, varying over the same axes."""
     sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*(None for _ in shape)))
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+    """The same arrays, typed as different on every device along these axes of a shard_map.
+
+    Where JAX does not track that (pmap, or shard_map with ``check_vma=False``) nothing changes.
+    """
+
+    def one(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in _varying(leaf))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(one, tree)

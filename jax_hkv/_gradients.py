@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _updates
-from jax_hkv import index as _index
+from jax_hkv import _sharded, _updates
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
 
@@ -65,11 +64,9 @@ def clip_by_global_norm(
 
 
 def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
-    results, gradients = _updates.listed(result, row_gradients)
-    terms = _updates.terms_of(results, gradients)
-    groups, slots = _updates.merged_groups(results)
-    sums = _index.combine(groups, terms)
-    return jnp.sum(jnp.where(slots[:, None] >= 0, jnp.square(sums), 0.0))
+    if _sharded.is_sharded(result):
+        return _sharded.square_norm(result, row_gradients)
+    return _updates.square_norm(*_updates.listed(result, row_gradients))
 
 
 def all_finite(*trees: Any) -> Bool[Array, ""]:

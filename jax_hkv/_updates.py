@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Num, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
@@ -85,7 +85,15 @@ def merged_groups(results: list[InsertResult]) -> tuple[_index.Groups, Int32[Arr
     return _merge(results, index_slots)
 
 
-def terms_of(results: list[InsertResult], gradients: list[Any]) -> _index.Terms:
+def square_norm(results: list[InsertResult], gradients: list[Any]) -> Float32[Array, ""]:
+    """The squared norm of the sums of the gradients of keys that have a row."""
+    terms = terms_of(results, gradients)
+    groups, slots = merged_groups(results)
+    sums = _index.combine(groups, terms)
+    return jnp.sum(jnp.where(slots[:, None] >= 0, jnp.square(sums), 0.0))
+
+
+def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
     """The gradients of all results as terms of sums over their positions, in order."""
     flat = [_flat(*pair) for pair in zip(results, gradients, strict=True)]
     kind = jnp.result_type(*flat)

@@ -125,6 +125,12 @@ def by_position(groups: Groups, of_keys: Int32[Array, " n"], masked: int) -> Int
     return jnp.where(groups.inverse >= 0, take(of_keys, groups.inverse), masked)
 
 
+def sum_by_key(groups: Groups, numbers: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """The sum of the positions' integers for each distinct key."""
+    target = jnp.where(groups.inverse >= 0, groups.inverse, numbers.shape[0])
+    return jnp.zeros_like(numbers).at[target].add(numbers, mode="drop")
+
+
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
     """An empty index."""
     return Index(

@@ -98,10 +98,11 @@ def _upsert(
     scores: Keys | None,
     report_evicted: bool,
     pinned: jax.Array | None = None,
+    is_ticked: bool = False,
 ) -> tuple[Table, _index.Upserted, Entries | None]:
     """Inserts and refreshes; new rows have fresh optimizer values but no value yet."""
     index, upserted = _index.upsert(
-        _index.tick(table.index),
+        table.index if is_ticked else _index.tick(table.index),
         groups,
         scores,
         admit=True,
@@ -118,14 +119,24 @@ def _upsert(
     return _start_optimizer_rows(table, new_slots), upserted, evicted
 
 
-def _let_in(table: Table, keys: Keys, seen: Groups) -> tuple[Table, Groups]:
+def _let_in(
+    table: Table,
+    keys: Keys,
+    seen: Groups,
+    occurrences: jax.Array | None = None,
+    is_ticked: bool = False,
+) -> tuple[Table, Groups]:
     """Asks the table's admission about the absent keys; the groups without those turned away."""
     assert table.admission is not None
     distinct, asked = Keys(seen.keys), _index.all_of(seen)
     index, slots = _index.find(table.index, distinct, asked)
     is_present = slots >= 0
     admission, admitted = table.admission.decide(
-        table.seed, _index.tick(index).clock, distinct, asked & ~is_present, jnp.diff(seen.offsets)
+        table.seed,
+        (index if is_ticked else _index.tick(index)).clock,
+        distinct,
+        asked & ~is_present,
+        jnp.diff(seen.offsets) if occurrences is None else occurrences,
     )
     table = dataclasses.replace(table, index=index, admission=admission)
     enters = _index.by_position(seen, is_present | admitted, False)
@@ -341,12 +352,27 @@ def insert_rows(
     scores: Keys | None,
     offered: jax.Array | None,
     evicted: bool,
+    *,
+    occurrences: jax.Array | None = None,
+    is_ticked: bool = False,
 ) -> tuple[Table, Inserted]:
-    """Inserts absent keys with their initial or the given rows, and refreshes the others."""
+    """Inserts absent keys with their initial or the given rows, and refreshes the others.
+
+    Args:
+      table: to change.
+      keys: flat.
+      valid: of them.
+      scores: of the positions, or None.
+      offered: rows of the positions, or None.
+      evicted: whether the evicted entries are wanted.
+      occurrences: ``int32``, as how many occurrences each position counts; None: as one.
+      is_ticked: whether the clock already stands at the time of this batch.
+    """
     groups = seen = _index.unique(keys, valid)
     if table.admission is not None:
-        table, groups = _let_in(table, keys, seen)
-    table, upserted, entries = _upsert(table, groups, scores, evicted)
+        counted = None if occurrences is None else _index.sum_by_key(seen, occurrences)
+        table, groups = _let_in(table, keys, seen, counted, is_ticked)
+    table, upserted, entries = _upsert(table, groups, scores, evicted, is_ticked=is_ticked)
     inserted = Inserted(groups, seen, upserted, entries)
     new_slots = _new_slots(upserted)
     if offered is not None:

@@ -92,7 +92,7 @@ def _find(table: Table, batch: Bagged, initial: bool) -> Any:
     index, slots = _index.find(table.index, batch.keys, batch.valid)
     table = with_clock(table, index.clock)
     mask = batch.valid if initial else None
-    table, values = _pool_stored(table, batch.keys, slots, batch.bags, mask)
+    table, values = pool_stored(table, batch.keys, slots, batch.bags, mask)
     return table.index.clock, values, slots
 
 
@@ -152,7 +152,7 @@ def _find_or_insert(
     keys, valid, bags = batch
     table, inserted = insert_rows(table, keys, valid, scores, None, evicted)
     mask = valid if initial else None
-    table, values = _pool_stored(table, keys, inserted.upserted.slots, bags, mask)
+    table, values = pool_stored(table, keys, inserted.upserted.slots, bags, mask)
     return table, insert_result(values, keys, inserted, bags)
 
 
@@ -420,20 +420,36 @@ class _Source(NamedTuple):
         return self.initializer, self.seed, stored.keys, stored.initial
 
 
-def _pool_stored(
+def pool_stored(
     table: Table, keys: Keys, slots: jax.Array, bags: Bags, initial: jax.Array | None
 ) -> tuple[Table, jax.Array]:
     """The weighted sum of each bag's rows in a table, with first rows where the mask says so."""
     source = _Source(table.initializer, table.seed, table.name)
     stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, initial)
-    if bags.weights is None:
-        clock, values = _read_bags(source, stored, None)
-    else:
-        read: Any = _sum_stored(source, *_aligned(stored, bags))
-        clock, values = read
-        # A clock from a differentiated function has a tangent, which no table operation takes.
-        clock = jnp.bitwise_or(clock, jnp.uint32(0))
+    clock, values = _pool_slots(source, stored, bags)
     return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
+
+
+def pool_by_slot(
+    rows: Float[Array, "k dim"], slots: Int32[Array, " n"], bags: Bags
+) -> Float32[Array, "b dim"]:
+    """The weighted sum of each bag's rows, which stand in an array by the slots of the positions.
+
+    Differentiable by the weights; slots of -1 are left out.
+    """
+    source = _Source(Initializer(0), 0, "rows")
+    clock = jnp.zeros((2,), jnp.uint32)
+    stored = _Stored(clock, rows, slots, bags.splits, Keys(jnp.zeros((0, 2), jnp.uint32)), None)
+    return checkpoint_name(_pool_slots(source, stored, bags)[1], ROWS_NAME)
+
+
+def _pool_slots(source: _Source, stored: _Stored, bags: Bags) -> tuple[jax.Array, jax.Array]:
+    if bags.weights is None:
+        return _read_bags(source, stored, None)
+    read: Any = _sum_stored(source, *_aligned(stored, bags))
+    clock, values = read
+    # A clock from a differentiated function has a tangent, which no table operation takes.
+    return jnp.bitwise_or(clock, jnp.uint32(0)), values
 
 
 def _read_bags(source: _Source, stored: _Stored, weights: jax.Array | None) -> Any:

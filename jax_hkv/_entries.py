@@ -1,0 +1,266 @@
+"""All entries of a table on the host, and back into tables of any number of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hkv import index as _index
+from jax_hkv._exchange import owners
+from jax_hkv._keys import Keys
+from jax_hkv._placement import Placement
+from jax_hkv.index import NO_SLOT, Policy, Status
+from jax_hkv.table import Counts, Table, check_table, scatter_optimizer, scatter_values
+from jax_hkv.whole_table import export_batch
+
+_CHUNK = 65536  # slots read, and entries written, at a time
+
+
+class Exported(NamedTuple):
+    """The entries of a table, on the host, and what they have in common.
+
+    Attributes:
+      keys: ``uint64[n]``.
+      scores: ``uint64[n]``.
+      values: ``[n, dim]``, of the table's type.
+      optimizer: optimizer rows, an array ``[n, ...]`` for each of its leaves.
+      shared: what rows share of the optimizer's state.
+      clock: the latest.
+      epoch: the latest.
+      counters: the sketch of :func:`jax_hkv.admission.frequency`, those of all parts added up.
+    """
+
+    keys: np.ndarray
+    scores: np.ndarray
+    values: np.ndarray
+    optimizer: tuple[np.ndarray, ...]
+    shared: tuple[np.ndarray, ...]
+    clock: int
+    epoch: int
+    counters: np.ndarray | None
+
+
+def export_entries(tables: Table | Sequence[Table]) -> Exported:
+    """All entries of a table, or of the parts of a table. For use between steps.
+
+    Args:
+      tables: a table of one device, or what :meth:`Placement.shards` returned of one.
+
+    Returns:
+      The entries, part by part in the order of slots.
+
+    Raises:
+      TypeError: if what is given is no table.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> sorted(export_entries(table).keys.tolist())
+      [5, 6]
+    """
+    parts = [tables] if isinstance(tables, Table) else list(tables)
+    for part in parts:
+        check_table("sharding.export_entries", part)
+    if not parts:
+        raise ValueError(
+            "sharding.export_entries: tables must be a table or parts of one, got none"
+        )
+    chunks = [chunk for part in parts for chunk in _chunks(part)]
+    keys, scores, values, *optimizer = map(np.concatenate, zip(*chunks, strict=True))
+    first = parts[0]
+    counters = None
+    if first.admission is not None and first.admission.counters is not None:
+        assert first.admission.counters is not None
+        summed = sum(np.asarray(_counters(part), np.uint64) for part in parts)
+        counters = np.minimum(summed, 2**32 - 1).astype(np.uint32)
+    return Exported(
+        keys=keys,
+        scores=scores,
+        values=values,
+        optimizer=tuple(optimizer),
+        shared=tuple(np.asarray(leaf) for leaf in first.optimizer.shared)
+        if first.optimizer
+        else (),
+        clock=max(_number(part.clock) for part in parts),
+        epoch=max(int(np.asarray(part.epoch)[0]) for part in parts),
+        counters=counters,
+    )
+
+
+def _counters(table: Table) -> Any:
+    assert table.admission is not None
+    return table.admission.counters
+
+
+def _number(words: Any) -> int:
+    return int(Keys(words).to_numpy())
+
+
+def _chunks(table: Table) -> Any:
+    for offset in range(0, table.capacity, _CHUNK):
+        entries = export_batch(table, offset, min(_CHUNK, table.capacity))
+        count = int(entries.count)
+        yield tuple(
+            np.asarray(array)[:count]
+            for array in (
+                entries.keys.to_numpy(),
+                entries.scores.to_numpy(),
+                entries.values,
+                *entries.optimizer,
+            )
+        )
+
+
+def import_entries(
+    placement: Placement | None, table: Table, exported: Exported
+) -> tuple[Table, Counts]:
+    """Puts exported entries into a table, of any number of devices. For use between steps.
+
+    Entries keep their scores and rows; keys that are present are overwritten. Clock, epoch, the
+    optimizer's shared state and the sightings of absent keys become the exported ones. Full buckets
+    keep the entries of highest score.
+
+    Args:
+      placement: of the table, or None for a table of one device.
+      table: to fill, usually empty; it is used up.
+      exported: of :func:`export_entries`; every process gives all entries.
+
+    Returns:
+      The table, and counts over this process's devices: `evicted` and `refused` entries found no
+      room.
+
+    Raises:
+      ValueError: if rows or optimizer rows have another shape than the table's.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> other, counts = import_entries(None, hkv.create(1024, 2), export_entries(table))
+      >>> int(counts.inserted), int(hkv.size(other))
+      (2, 2)
+    """
+    parts = [table] if placement is None else placement.shards(table)
+    for part in parts:
+        _check_fits(part, exported)
+    total = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    filled = []
+    for number, part in zip(_numbers(placement), parts, strict=True):
+        devices = 1 if placement is None else placement.devices
+        mine = _owned(exported, number, devices)
+        part, counts = _fill(part, mine)
+        filled.append(part)
+        total = _plus(total, counts)
+    return (filled[0] if placement is None else placement.join(filled)), total
+
+
+def _numbers(placement: Placement | None) -> list[int]:
+    """Which parts of a table this process holds."""
+    if placement is None:
+        return [0]
+    every = list(placement.mesh.devices.flat)
+    return [every.index(device) for device in placement.local_devices]
+
+
+def _check_fits(table: Table, exported: Exported) -> None:
+    check_table("sharding.import_entries", table)
+    rows = table.optimizer.rows if table.optimizer else ()
+    wanted = [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in (table.values, *rows)]
+    given = [(leaf.shape[1:], leaf.dtype) for leaf in (exported.values, *exported.optimizer)]
+    if wanted != given:
+        raise ValueError(
+            "sharding.import_entries: exported must have rows and optimizer rows like the table's, "
+            f"{wanted}, got {given}: create the table with the same dim, dtype and optimizer"
+        )
+
+
+def _owned(exported: Exported, number: int, devices: int) -> Exported:
+    from_here = _owner_of(exported.keys, devices) == number
+    return exported._replace(
+        keys=exported.keys[from_here],
+        scores=exported.scores[from_here],
+        values=exported.values[from_here],
+        optimizer=tuple(leaf[from_here] for leaf in exported.optimizer),
+    )
+
+
+def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
+    parts = [keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK)]
+    found = [np.asarray(owners(Keys.from_numpy(part), devices)) for part in parts]
+    return np.concatenate([*found, np.zeros(0, np.int32)])
+
+
+def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
+    (device,) = table.values.devices()
+    size = min(_CHUNK, max(1, len(exported.keys)))
+    total = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    arrays = (exported.scores, exported.values, *exported.optimizer)
+    for start in range(0, len(exported.keys), size):
+        keys, scores, values, *optimizer = (
+            _padded(array[start : start + size], size) for array in (exported.keys, *arrays)
+        )
+        valid = np.arange(size) < len(exported.keys) - start
+        batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, tuple(optimizer), valid)
+        table, counts = _write(table, *jax.device_put(batch, device))
+        total = _plus(total, counts)
+    return _with_common(table, exported, device), total
+
+
+def _plus(a: Counts, b: Counts) -> Counts:
+    """Counts of different devices, added up on the first."""
+    return Counts(*(x + jax.device_put(y, x.device) for x, y in zip(a, b, strict=True)))
+
+
+def _padded(array: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
+
+
+def _write_entries(
+    table: Table, keys: Keys, scores: Keys, values: Any, optimizer: Any, valid: Any
+) -> tuple[Table, Counts]:
+    groups = _index.unique(keys, valid)
+    # Whatever the policy, the scores are those given.
+    as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
+    index, upserted = _index.upsert(as_given, groups, scores, admit=True)
+    index = dataclasses.replace(index, policy=table.policy)
+    table = dataclasses.replace(table, index=index)
+    has_slot = upserted.unique_slots >= 0
+    slots = jnp.where(has_slot, upserted.unique_slots, NO_SLOT)
+    table = scatter_values(table, slots, groups.last, values)
+    table = scatter_optimizer(table, slots, groups.last, optimizer)
+
+    def of(status: Status) -> jax.Array:
+        return jnp.sum(upserted.unique_status == status, dtype=jnp.int32)
+
+    evicted = of(Status.EVICTED)
+    inserted = of(Status.INSERTED) + evicted
+    counts = Counts(groups.count[0], of(Status.FOUND), inserted, evicted, of(Status.REFUSED))
+    return table, counts
+
+
+_write = jax.jit(_write_entries, donate_argnums=0)
+
+
+def _with_common(table: Table, exported: Exported, device: Any) -> Table:
+    clock = np.array([exported.clock & 0xFFFFFFFF, exported.clock >> 32], np.uint32)
+    index = dataclasses.replace(
+        table.index,
+        clock=jax.device_put(clock, device),
+        epoch=jax.device_put(np.array([exported.epoch], np.uint32), device),
+    )
+    table = dataclasses.replace(table, index=index)
+    if table.optimizer is not None:
+        shared = tuple(jax.device_put(leaf, device) for leaf in exported.shared)
+        table = dataclasses.replace(
+            table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
+        )
+    if table.admission is not None and exported.counters is not None:
+        counters = jax.device_put(exported.counters, device)
+        table = dataclasses.replace(
+            table, admission=dataclasses.replace(table.admission, counters=counters)
+        )
+    return table

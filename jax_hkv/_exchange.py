@@ -1,0 +1,497 @@
+"""How the keys of a batch travel to the devices that own them, and how rows come back.
+
+An exchange is a sequence of hops, one for each mesh axis. A hop merges equal keys, puts every key
+into the block of the peer that is next on its way, and swaps blocks with the peers of its axis.
+Rows take the same way back, and gradients the same way again; what a hop did is kept as a leg.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
+
+from jax_hkv import _checks, _ffi
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
+from jax_hkv._compat import vary
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv.index import NO_SLOT, Groups
+
+# Room beyond the expected number of keys for a peer, in standard deviations: keys are spread by a
+# hash, so their number is binomial, and six deviations are passed once in 10**9 times.
+_DEVIATIONS = 6.0
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How a batch that is spread over devices meets a table that is spread over them.
+
+    Wherever an axis name is asked for, an exchange can be given, to say more than the name.
+
+    Attributes:
+      axis_name: of the mesh axis, or several from the outermost to the innermost. With several, the
+        keys go along the innermost axis first (within a node), are merged there, and then along the
+        others, so that a device sends one message to each other node.
+      replicas: whether every device holds the whole table, and all do the same to it, instead of a
+        part of it.
+      distinct: expected distinct keys of a device's batch, by its positions: 0 to 1. Room for keys,
+        and so the bytes exchanged, are proportional to it: :func:`jax_hkv.sharding.distinct_in`.
+      slack: room for keys of one peer, by their expected number (beside six standard deviations).
+      strict: whether more keys than there is room for are an error. Otherwise they cost a second
+        round, slower and with room for all.
+      deduplicate: whether equal keys are merged before they are sent.
+      partial: whether owners of pooled features return a sum for each bag, not a row for each key;
+        None: where that moves fewer bytes.
+      ragged: whether rows travel by ``jax.lax.ragged_all_to_all``; None: on GPUs.
+      levels: with several axes, whether keys go axis by axis; otherwise along all of them at once.
+    """
+
+    axis_name: str | tuple[str, ...]
+    replicas: bool = False
+    distinct: float = 1.0
+    slack: float = 1.0
+    strict: bool = False
+    deduplicate: bool = True
+    partial: bool | None = None
+    ragged: bool | None = None
+    levels: bool = True
+
+    def __post_init__(self) -> None:
+        names = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+        if not isinstance(names, (tuple, list)) or not names or not all(map(_is_name, names)):
+            raise TypeError(
+                "sharding.Exchange: axis_name must be the name of a mesh axis, or a tuple of such, "
+                f"got {self.axis_name!r}"
+            )
+        if len(set(names)) < len(names):
+            raise ValueError(f"sharding.Exchange: axis_name names an axis twice: {names}")
+        object.__setattr__(self, "axis_name", tuple(names))
+        _check_number("distinct", self.distinct, 1.0)
+        _check_number("slack", self.slack, math.inf)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        assert isinstance(self.axis_name, tuple)
+        return self.axis_name
+
+    @property
+    def devices(self) -> int:
+        """How many devices take part; inside shard_map or pmap."""
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices along each axis; inside shard_map or pmap."""
+        try:
+            return tuple(int(jax.lax.axis_size(name)) for name in self.axes)
+        except NameError as error:
+            raise NameError(
+                f"jax_hkv: no mesh axis {self.axes} is bound here: a table over several devices is "
+                "used inside jax.shard_map or jax.pmap over that axis; "
+                "jax_hkv.sharding.Placement(mesh).step(fn) runs a function so"
+            ) from error
+
+    def local_capacity(self, capacity: int) -> int:
+        """Entries that one device holds of a table of so many; inside shard_map or pmap."""
+        return capacity if self.replicas else -(-capacity // self.devices)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name != ""
+
+
+def _check_number(argument: str, value: Any, most: float) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value) <= most:
+        raise ValueError(
+            f"sharding.Exchange: {argument} must be a number above 0"
+            f"{'' if most == math.inf else f' and up to {most:g}'}, got {value!r}"
+        )
+
+
+def as_exchange(axis_name: Any) -> Exchange | None:
+    """What a caller gave as an axis name: an exchange, or None for a table of one device."""
+    if axis_name is None or isinstance(axis_name, Exchange):
+        return axis_name
+    return Exchange(axis_name)
+
+
+def owners(keys: Any, devices: int) -> Int32[Array, "*batch"]:
+    """Which device's part of a table each key lives in (docs/semantics.md, "Who owns a key").
+
+    Args:
+      keys: of any shape: Keys, or an integer array.
+      devices: that the table is spread over.
+
+    Returns:
+      ``int32`` of the keys' shape, 0 to ``devices - 1``: positions along the mesh axis (along
+      several axes: with the last one fastest).
+
+    Example:
+      >>> owners(jnp.array([1, 2, 3, 4]), 2).shape
+      (4,)
+    """
+    given = as_keys("sharding.owners", "keys", keys)
+    devices = _checks.as_integer("sharding.owners", "devices", devices, 1, 2**20)
+    flat = given.reshape(-1)
+    count = max(1, flat.shape[0])
+    valid = jnp.ones(flat.shape, jnp.bool_)
+    _, places, _ = _ffi.call(
+        "route_keys", flat.words, valid, devices=devices, inner=1, p=devices, c=count
+    )
+    return (places // jnp.int32(count)).reshape(given.shape)
+
+
+# --- Plans ---------------------------------------------------------------------------------------
+
+
+class Hop(NamedTuple):
+    """One exchange along an axis: static.
+
+    Attributes:
+      axes: along which blocks are swapped.
+      peers: devices along them.
+      inner: devices along all axes further in: the peer of a key is ``owner // inner % peers``.
+      places: room for keys in the block of one peer.
+    """
+
+    axes: tuple[str, ...]
+    peers: int
+    inner: int
+    places: int
+
+    @property
+    def room(self) -> int:
+        """Keys that can arrive."""
+        return self.peers * self.places
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The hops of a batch, with their room.
+
+    Attributes:
+      hops: in the order in which keys take them; none on one device.
+      devices: in all.
+      merges: whether equal keys are merged before each hop.
+      replicas: whether keys go to every device.
+      ragged: see :class:`Exchange`.
+      is_complete: whether there is room for whatever comes.
+    """
+
+    hops: tuple[Hop, ...]
+    devices: int
+    merges: bool
+    replicas: bool
+    ragged: bool | None
+    is_complete: bool
+
+
+def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = False) -> Plan:
+    """The plan for a batch of so many positions; a complete one has room for all, in one hop."""
+    sizes = exchange.sizes
+    devices = math.prod(sizes)
+    hops: list[Hop] = []
+    left, inner, expected = items, 1, items * exchange.distinct
+    legs = [*zip(exchange.axes, sizes, strict=True)][::-1]
+    for axes, peers in [((axis,), size) for axis, size in legs]:
+        if not exchange.levels or complete or exchange.replicas:
+            axes, peers = exchange.axes, devices
+        places = left
+        if not complete:
+            mean = expected if exchange.replicas else expected / peers
+            places = _room(mean, exchange, left)
+        if peers > 1:
+            hops.append(Hop(axes, peers, inner, places))
+            left = peers * places
+        inner *= peers
+        if inner == devices:
+            break
+    return Plan(
+        hops=tuple(hops),
+        devices=devices,
+        merges=merges,
+        replicas=exchange.replicas,
+        ragged=exchange.ragged,
+        is_complete=_is_complete(items, hops),
+    )
+
+
+def _room(mean: float, exchange: Exchange, most: int) -> int:
+    """Places for a number of keys of this mean, at most as many as there are keys."""
+    if exchange.replicas and exchange.distinct == 1.0:
+        return most
+    wanted = math.ceil(exchange.slack * mean + _DEVIATIONS * math.sqrt(mean))
+    return max(1, min(most, wanted))
+
+
+def _is_complete(items: int, hops: list[Hop]) -> bool:
+    arriving = [items, *(hop.room for hop in hops)]
+    return all(hop.places >= count for hop, count in zip(hops, arriving, strict=False))
+
+
+# --- Keys outward --------------------------------------------------------------------------------
+
+
+class Items(NamedTuple):
+    """What travels of a batch, one entry for each position or distinct key.
+
+    Attributes:
+      keys: ``[n]``.
+      valid: ``bool[n]``.
+      scores: ``uint32[n, 2]`` words, or None.
+      occurrences: of the key in the batch, where the table counts them; else None.
+      bags: the bag of each position, where owners pool; else None.
+      weights: of each position in its bag, or None.
+    """
+
+    keys: Keys
+    valid: Bool[Array, " n"]
+    scores: UInt32[Array, "n 2"] | None = None
+    occurrences: Int32[Array, " n"] | None = None
+    bags: Int32[Array, " n"] | None = None
+    weights: Float32[Array, " n"] | None = None
+
+
+class Leg(NamedTuple):
+    """What a hop did.
+
+    Attributes:
+      groups: the distinct keys before it, if it merged them.
+      sent: ``int32[peers * places]``, who stands at each place that was sent, -1 for nobody.
+      slots: of each position before the hop: the place of its key, -1 if it has none.
+      outgoing: ``int32[peers]``, keys sent to each peer.
+      incoming: ``int32[peers]``, keys that came from each peer.
+    """
+
+    groups: Groups | None
+    sent: Int32[Array, " room"]
+    slots: Int32[Array, " n"]
+    outgoing: Int32[Array, " peers"]
+    incoming: Int32[Array, " peers"]
+
+
+def outward(
+    plan: Plan, items: Items, bags: int = 0
+) -> tuple[tuple[Leg, ...], Items, Int32[Array, ""]]:
+    """Sends keys to their owners.
+
+    Args:
+      plan: of this number of positions.
+      items: of this device.
+      bags: how many bags they are in, where owners pool.
+
+    Returns:
+      What the hops did, what arrived here, and how many keys of this device found no room.
+    """
+    legs = []
+    overflow = jnp.int32(0)
+    for hop in plan.hops:
+        groups = None
+        if plan.merges:
+            groups, items = _merged(items)
+        leg, items, beyond = _hop(plan, hop, items, groups)
+        if items.bags is not None:
+            peer = _rows.positions(hop.room) // jnp.int32(hop.places)
+            items = items._replace(bags=items.bags + peer * jnp.int32(bags))
+            bags *= hop.peers
+        legs.append(leg)
+        overflow = overflow + beyond
+    return tuple(legs), items, overflow
+
+
+def _merged(items: Items) -> tuple[Groups, Items]:
+    """The distinct keys; of scores the last counts, occurrences are summed."""
+    groups = _index.unique(items.keys, items.valid)
+    occurrences = items.occurrences
+    if occurrences is not None:
+        occurrences = _index.sum_by_key(groups, occurrences)
+    scores = None if items.scores is None else _index.take(items.scores, groups.last)
+    return groups, Items(Keys(groups.keys), _index.all_of(groups), scores, occurrences)
+
+
+def _hop(
+    plan: Plan, hop: Hop, items: Items, groups: Groups | None
+) -> tuple[Leg, Items, Int32[Array, ""]]:
+    if plan.replicas:
+        sent, places, counts = _to_everyone(hop, items.valid)
+    else:
+        sent, places, counts = _ffi.call(
+            "route_keys",
+            *(items.keys.words, items.valid),
+            devices=plan.devices,
+            inner=hop.inner,
+            p=hop.peers,
+            c=hop.places,
+        )
+        sent = sent.reshape(-1)
+    outgoing = jnp.minimum(counts, hop.places)
+    message = _with_header(_packed(items), sent, outgoing)
+    if plan.replicas:
+        arrived = jax.lax.all_gather(message[0], hop.axes)
+    else:
+        arrived = jax.lax.all_to_all(message, hop.axes, 0, 0, tiled=True)
+    incoming = arrived[:, 0, 0].astype(jnp.int32)
+    valid = _rows.positions(hop.places)[None] < incoming[:, None]
+    words = arrived[:, 1:].reshape(hop.room, -1)
+    slots = places if groups is None else _index.by_position(groups, places, NO_SLOT)
+    leg = Leg(groups, sent, slots, outgoing, incoming)
+    return leg, _unpacked(words, valid.reshape(-1), items), jnp.sum(counts - outgoing)
+
+
+def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One block for all: the first valid items, in order."""
+    before = jnp.cumsum(valid, dtype=jnp.int32) - valid
+    places = jnp.where(valid & (before < hop.places), before, NO_SLOT)
+    sent = jnp.full((hop.places,), NO_SLOT, jnp.int32)
+    sent = sent.at[jnp.where(places < 0, hop.places, places)].set(
+        _rows.positions(valid.shape[0]), mode="drop"
+    )
+    return sent, places, jnp.sum(valid, dtype=jnp.int32)[None]
+
+
+def _with_header(
+    words: UInt32[Array, "n w"], sent: Int32[Array, " room"], outgoing: Int32[Array, " blocks"]
+) -> UInt32[Array, "blocks places+1 w"]:
+    """The blocks to send; the first entry of each says how many are meant."""
+    blocks = outgoing.shape[0]
+    body = by_slot(words, sent).reshape(blocks, -1, words.shape[1])
+    header = jnp.zeros((blocks, 1, words.shape[1]), jnp.uint32)
+    header = header.at[:, 0, 0].set(outgoing.astype(jnp.uint32))
+    return jnp.concatenate([header, body], axis=1)
+
+
+def _packed(items: Items) -> UInt32[Array, "n w"]:
+    """All that an item has, in one row of words."""
+    return jnp.concatenate([_as_words(part) for part in _parts(items)], axis=1)
+
+
+def _unpacked(words: UInt32[Array, "m w"], valid: Bool[Array, " m"], like: Items) -> Items:
+    parts, first = [], 0
+    for part in _parts(like):
+        width = part.shape[1] if part.ndim == 2 else 1
+        own = words[:, first : first + width]
+        bits = own if part.ndim == 2 else own[:, 0]
+        parts.append(jax.lax.bitcast_convert_type(bits, part.dtype))
+        first += width
+    rest = iter(parts[1:])
+    return Items(Keys(parts[0]), valid, *(None if own is None else next(rest) for own in like[2:]))
+
+
+def _parts(items: Items) -> list[jax.Array]:
+    return [items.keys.words, *(part for part in items[2:] if part is not None)]
+
+
+def _as_words(part: jax.Array) -> UInt32[Array, "n w"]:
+    words = jax.lax.bitcast_convert_type(part, jnp.uint32)
+    return words if words.ndim == 2 else words[:, None]
+
+
+# --- Rows back, gradients out --------------------------------------------------------------------
+
+
+def by_slot(rows: Num[Array, "k ..."], slots: Int32[Array, " n"]) -> Num[Array, "n ..."]:
+    """Rows by their numbers; zeros where that is -1."""
+    return _rows.gather(jnp.zeros((2,), jnp.uint32), rows, slots, name="exchange")[1]
+
+
+def swap(
+    plan: Plan, hop: Hop, rows: jax.Array, outgoing: jax.Array, incoming: jax.Array
+) -> jax.Array:
+    """Swaps the blocks of rows with the peers of a hop.
+
+    Of each block only as many rows are meant as `outgoing` says; the others are zero.
+    """
+
+    def padded(rows: jax.Array, *_: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)
+
+    def ragged(rows: jax.Array, outgoing: jax.Array, incoming: jax.Array) -> jax.Array:
+        starts = _rows.positions(hop.peers) * jnp.int32(hop.places)
+        own = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
+        starts, there, out, into = vary(
+            (starts, jnp.broadcast_to(own, starts.shape), outgoing, incoming), hop.axes
+        )
+        empty = vary(jnp.zeros_like(rows), hop.axes)
+        return jax.lax.ragged_all_to_all(rows, empty, starts, out, there, into, axis_name=hop.axes)
+
+    if plan.ragged is None:
+        return jax.lax.platform_dependent(rows, outgoing, incoming, cuda=ragged, default=padded)
+    return (ragged if plan.ragged else padded)(rows, outgoing, incoming)
+
+
+def homeward(
+    plan: Plan,
+    legs: tuple[Leg, ...],
+    rows: Num[Array, "room ..."],
+    *,
+    last: bool = True,
+    of_later: Callable[[jax.Array], jax.Array] | None = None,
+) -> Num[Array, "n ..."]:
+    """Brings rows of what arrived back to those who sent it.
+
+    Args:
+      plan: of the exchange.
+      legs: of :func:`outward`.
+      rows: one for each place that arrived, zeros where nothing did.
+      last: whether they are spread over the positions of the batch; otherwise they stay by place.
+      of_later: what becomes of the row of a key at its occurrences after the first.
+    """
+    for number, (hop, leg) in reversed([*enumerate(zip(plan.hops, legs, strict=True))]):
+        rows = swap(plan, hop, rows, leg.incoming, leg.outgoing)
+        if number == 0 and not last:
+            return rows
+        rows = spread(leg, rows, of_later)
+    return rows
+
+
+def spread(
+    leg: Leg, rows: Num[Array, "room ..."], of_later: Callable[[jax.Array], jax.Array] | None = None
+) -> Num[Array, "n ..."]:
+    """Rows by place, for the positions before a hop; see :func:`homeward`."""
+    rows = by_slot(rows, leg.slots)
+    if leg.groups is None or of_later is None:
+        return rows
+    first = _index.by_position(leg.groups, leg.groups.first, NO_SLOT)
+    is_later = _rows.positions(first.shape[0]) != first
+    return jnp.where(is_later[:, None], of_later(rows), rows)
+
+
+def onward(
+    plan: Plan, legs: tuple[Leg, ...], sums: Float[Array, "n dim"]
+) -> Float[Array, "room dim"]:
+    """Sends a row of each distinct key (or position) of this device the way that its key took."""
+    for number, (hop, leg) in enumerate(zip(plan.hops, legs, strict=True)):
+        if number and leg.groups is not None:
+            sums = _index.combine(leg.groups, _index.Terms(sums))
+        sums = by_slot(sums, leg.sent)
+        if plan.replicas:
+            sums = jax.lax.all_gather(sums, hop.axes, tiled=True)
+        else:
+            sums = swap(plan, hop, sums, leg.outgoing, leg.incoming)
+    return sums
+
+
+def bags_homeward(plan: Plan, rows: Float32[Array, "b dim"]) -> Float32[Array, "own dim"]:
+    """Brings sums for the bags of all peers back, where they are added up."""
+    for hop in reversed(plan.hops):
+        rows = jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)
+        rows = jnp.sum(rows.reshape(hop.peers, -1, rows.shape[-1]), axis=0)
+    return rows
+
+
+def bags_onward(plan: Plan, rows: Float32[Array, "own dim"]) -> Float32[Array, "b dim"]:
+    """Sends the rows of this device's bags to all owners."""
+    for hop in plan.hops:
+        rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
+    return rows

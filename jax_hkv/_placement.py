@@ -1,0 +1,330 @@
+"""Where the arrays of a training state lie on a mesh, and how functions run on all its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
+
+from jax_hkv.table import Table
+
+Mode = Literal["shard_map", "pmap"]
+
+_MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a training state lies on the devices of a mesh: tables split, everything else copied.
+
+    A batch is split along its leading axis.
+
+    Args:
+      mesh: of the devices, with axes of type Auto or Explicit.
+      axis_name: the axes that tables and batches are split along, outermost first; None: all.
+      mode: "shard_map": arrays are global, a table's leaves being those of all its parts, one after
+        the other; "pmap": every array has a leading axis for the devices (one axis only; it costs
+        copies of the table where the backend is the CPU).
+
+    Raises:
+      ValueError: naming the argument.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> mesh = jax.make_mesh((1,), ("device",))
+      >>> placement = Placement(mesh)
+      >>> table = placement.create(lambda: hkv.create(1024, dim=4))
+      >>> step = placement.step(
+      ...     lambda table, keys: hkv.sharding.find_or_insert(table, keys, axis_name="device"))
+    """
+
+    mesh: Mesh
+    axis_name: str | tuple[str, ...] | None = None
+    mode: Mode = "shard_map"
+
+    def __post_init__(self) -> None:
+        name = self.mesh.axis_names if self.axis_name is None else self.axis_name
+        axes = (name,) if isinstance(name, str) else tuple(name)
+        unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
+        if unknown or not axes:
+            raise ValueError(
+                f"sharding.Placement: axis_name must name axes of the mesh, "
+                f"{self.mesh.axis_names}, got {self.axis_name!r}"
+            )
+        if self.mode not in get_args(Mode):
+            raise ValueError(
+                f"sharding.Placement: mode must be one of {get_args(Mode)}, got {self.mode!r}"
+            )
+        if self.mode == "pmap" and len(self.mesh.axis_names) > 1:
+            raise ValueError(
+                "sharding.Placement: pmap has one axis, got a mesh of "
+                f"{self.mesh.axis_names}: use mode='shard_map'"
+            )
+        object.__setattr__(self, "axis_name", axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that tables and batches are split along."""
+        assert isinstance(self.axis_name, tuple)
+        return self.axis_name
+
+    @property
+    def devices(self) -> int:
+        """Parts of a table, and of a batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """The devices of this process, in the order of the mesh."""
+        own = jax.process_index()
+        return [device for device in self.mesh.devices.flat if device.process_index == own]
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """A state, made on every device by a function without arguments.
+
+        Args:
+          make: returns any pytree; what is no table must not depend on the device. Tables have the
+            capacity of one device; layers with an axis name divide theirs by themselves.
+        """
+        if self.mode == "pmap":
+            local = self.local_devices
+            on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=local)
+            return on_each(np.arange(len(local)))
+        made = self._mapped(make, (), P())
+        return jax.jit(self._mapped(make, (), self.specs(jax.eval_shape(made))))()
+
+    def step(self, fn: Callable[..., tuple[Any, Any]], *, donate: bool = True) -> Any:
+        """A compiled training step.
+
+        Args:
+          fn: of (state, *batch), for one device, to the next state and a report. The state's tables
+            are this device's parts; the rest of it, and the report, must come out equal on all
+            devices (psum or pmean what is not).
+          donate: whether the state that is given is used up, so that nothing is copied.
+
+        Returns:
+          A function of (state, *batch) whose batches come from :meth:`put`; single numbers and
+          random keys among them are the same for all devices. It has ``lower`` as jitted functions.
+        """
+        if self.mode == "pmap":
+            return _Pmapped(self, fn, donate, lambda report: jax.tree.map(_first, report))
+
+        def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
+            specs = self.specs(state)
+            split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
+            return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
+
+        return jax.jit(on_all, donate_argnums=(0,) if donate else ())
+
+    def run(self, fn: Callable[..., Any]) -> Any:
+        """A compiled function that changes nothing: an evaluation.
+
+        Args:
+          fn: of (state, *batch), for one device, to arrays with a leading axis.
+
+        Returns:
+          A function of (state, *batch) to the arrays of all devices, one after the other (with
+          "pmap", along a leading axis).
+        """
+        if self.mode == "pmap":
+            return _Pmapped(
+                self, lambda *args: (None, fn(*args)), False, lambda outputs: outputs, 1
+            )
+
+        def on_all(state: Any, *batch: Any) -> Any:
+            split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
+            return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
+
+        return jax.jit(on_all)
+
+    def put(self, batch: Any) -> Any:
+        """The batch of this process's devices, as steps take it.
+
+        Args:
+          batch: pytree of arrays on the host; leading axes are those of the devices' batches, one
+            after the other (of one process: of its own devices). Single numbers and random keys are
+            for all devices.
+        """
+        return jax.tree.map(self._put, batch)
+
+    def _put(self, leaf: Any) -> Any:
+        if _is_shared(leaf):
+            return leaf
+        count = len(self.local_devices)
+        if leaf.shape[0] % count:
+            raise ValueError(
+                f"Placement.put: the leading axis must be a multiple of the devices, {count}, got "
+                f"shape {list(leaf.shape)}: pad the batch, with a mask (valid=) that says so"
+            )
+        if self.mode == "pmap":
+            return leaf.reshape(count, -1, *leaf.shape[1:])
+        sharding = NamedSharding(self.mesh, P(self.axes))
+        if jax.process_count() == 1:
+            return jax.device_put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    def shards(self, tree: Any) -> list[Any]:
+        """What each device of this process holds of a state, in the order of the mesh."""
+
+        def of(device: Any, leaf: Any) -> Any:
+            (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
+            return own[0] if self.mode == "pmap" else own
+
+        return [jax.tree.map(functools.partial(of, device), tree) for device in self.local_devices]
+
+    def join(self, shards: Sequence[Table]) -> Table:
+        """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
+        spec = P(self.mesh.axis_names) if self.mode == "pmap" else P(self.axes)
+        sharding = NamedSharding(self.mesh, spec)
+
+        def one(*parts: jax.Array) -> jax.Array:
+            if self.mode == "pmap":
+                parts = tuple(part[None] for part in parts)
+            size = self.devices * parts[0].shape[0]
+            placed = [
+                jax.device_put(part, device)
+                for part, device in zip(parts, self.local_devices, strict=True)
+            ]
+            shape = (size, *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+        return jax.tree.map(one, *shards)
+
+    def digests(self, tree: Any) -> np.ndarray:
+        """A digest of what every device holds: ``uint32[devices, 2]``.
+
+        Replicas are equal if their digests are: bits that differ go unnoticed once in 2**64 times.
+        Each device reads its tables once, and 8 bytes of each travel. For use between steps.
+        """
+
+        def one(state: Any) -> tuple[Any, Any]:
+            own = digest(state)
+            for axis in reversed(self.axes):
+                own = jax.lax.all_gather(own, axis)
+            return None, own.reshape(-1, 2)
+
+        if self.mode == "pmap":
+            return np.asarray(
+                _Pmapped(self, one, False, lambda out: jax.tree.map(_first, out))(tree)[1]
+            )
+        gathered = jax.jit(
+            lambda state: self._mapped(one, (self.specs(state),), (None, P()))(state)[1]
+        )
+        return np.asarray(gathered(tree))
+
+    def replicas_agree(self, tree: Any) -> bool:
+        """Whether all devices hold the same bits; see :meth:`digests`."""
+        digests = self.digests(tree)
+        return bool((digests == digests[0]).all())
+
+    def specs(self, tree: Any) -> Any:
+        """The partition specs of a state: tables are split along their leading axes."""
+
+        def is_table(node: Any) -> bool:
+            return isinstance(node, Table)
+
+        split, copied = P(self.axes), P()
+        return jax.tree.map(
+            lambda node: split if is_table(node) else copied, tree, is_leaf=is_table
+        )
+
+    def _batch_spec(self, leaf: Any) -> Any:
+        return P() if _is_shared(leaf) else P(self.axes)
+
+    def _mapped(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+class _Pmapped:
+    """A pmapped function of (state, *batch), and what is done with its second result."""
+
+    def __init__(
+        self, placement: Placement, fn: Any, donate: bool, finish: Any, result: int | None = None
+    ):
+        self._placement = placement
+        self._fn = fn
+        self._donate = donate
+        self._finish = finish
+        self._result = result
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        state, outputs = self._of(batch)(state, *batch)
+        outputs = self._finish(outputs)
+        return outputs if self._result else (state, outputs)
+
+    def lower(self, state: Any, *batch: Any) -> Any:
+        """As of jitted functions."""
+        return self._of(batch).lower(state, *batch)
+
+    def _of(self, batch: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(batch)
+        axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
+        if (tree, axes) not in self._compiled:
+            self._compiled[tree, axes] = jax.pmap(
+                self._fn,
+                axis_name=self._placement.axes[0],
+                in_axes=(0, *jax.tree.unflatten(tree, axes)),
+                devices=self._placement.local_devices if jax.process_count() == 1 else None,
+                donate_argnums=(0,) if self._donate else (),
+            )
+        return self._compiled[tree, axes]
+
+
+def _first(leaf: jax.Array) -> jax.Array:
+    return leaf[0]
+
+
+def _is_shared(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        return True
+    return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def digest(tree: Any) -> UInt32[Array, 2]:
+    """A digest of the bits of all leaves: two sums of hashed words, in any order of addition.
+
+    Args:
+      tree: a table, or any pytree of arrays.
+
+    Example:
+      >>> digest({"a": jnp.arange(3)}).shape
+      (2,)
+    """
+    total = jnp.zeros((2,), jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        words = _words(leaf)
+        place = jnp.arange(words.shape[0], dtype=jnp.uint32) + jnp.uint32(
+            number * 0x9E3779B9 % 2**32
+        )
+        first = _mixed(words ^ _mixed(place))
+        second = _mixed(first + place)
+        total = total + jnp.stack(
+            [jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)]
+        )
+    return total
+
+
+def _words(leaf: jax.Array) -> UInt32[Array, " n"]:
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(leaf, kind).reshape(-1).astype(jnp.uint32)
+
+
+def _mixed(words: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
+    for factor in _MIX:
+        words = (words ^ (words >> 16)) * jnp.uint32(factor)
+    return words ^ (words >> 16)

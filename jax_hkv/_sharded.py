@@ -1,0 +1,530 @@
+"""Lookups and updates of a table that lies on several devices: what each of them does.
+
+A lookup sends the keys to their owners, which do what a table of one device does with its batch,
+and brings rows back. Where keys overflow the room of the exchange, the first round leaves the table
+alone (the clock aside), and a second one, with room for all, stands in a branch seldom taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jax_hkv import _updates, pooled
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
+from jax_hkv._compat import vary
+from jax_hkv._exchange import (
+    Exchange,
+    Items,
+    Leg,
+    Plan,
+    bags_homeward,
+    bags_onward,
+    by_slot,
+    homeward,
+    onward,
+    outward,
+    plan_of,
+    spread,
+)
+from jax_hkv._keys import Keys
+from jax_hkv.admission import Frequency
+from jax_hkv.features import Bagged
+from jax_hkv.index import NO_SLOT, Groups, Policy, Status
+from jax_hkv.operations import ROWS_NAME, insert_result, insert_rows
+from jax_hkv.table import Bags, Counts, InsertResult, Table, gather_values
+
+_COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
+
+Measure = Callable[[InsertResult], dict[str, Counts]]
+
+
+class Route(NamedTuple):
+    """How the keys of a lookup came to their owners, for the gradients of their rows.
+
+    Attributes:
+      plan: static.
+      legs: what its hops did.
+      owner: what this device did as an owner.
+      start: what was sent.
+      overflow: keys that found no room, over all devices; None: there is room for whatever comes.
+    """
+
+    plan: Plan
+    legs: tuple[Leg, ...]
+    owner: InsertResult | None
+    start: Items
+    overflow: Int32[Array, ""] | None
+
+
+class ShardedResult(NamedTuple):
+    """What `find_or_insert` over several devices returns, on each of them.
+
+    Attributes:
+      values: rows of this device's keys, or of its bags; initial rows where refused, zeros where
+        masked.
+      keys: of this device's batch.
+      status: of its positions; see :class:`jax_hkv.Status`.
+      counts: of the distinct keys of all devices' batches, the same on every device.
+      overflow: ``int32``, keys that found no room in the first round (on their way two hops long, a
+        key may count twice), over all devices.
+      by_table: the counts of the tables of a collection.
+      groups: the distinct keys of this device's batch, or None if they were not merged.
+      bags: of a pooled lookup.
+      exchange: static.
+      route: for the gradients.
+    """
+
+    values: Float[Array, "*batch dim"]
+    keys: Keys
+    status: Int32[Array, "*batch"]
+    counts: Counts
+    overflow: Int32[Array, ""]
+    by_table: dict[str, Counts]
+    groups: Groups | None
+    bags: Bags | None
+    exchange: Exchange
+    route: Route
+
+
+class ShardedRows(NamedTuple):
+    """What a reading lookup over several devices returns: rows, and whether keys are present."""
+
+    values: Float[Array, "*batch dim"]
+    found: Bool[Array, "*batch"]
+
+
+class _Task(NamedTuple):
+    """What is asked of a lookup.
+
+    Attributes:
+      exchange: static.
+      items: of this device.
+      bags: of its positions, or None.
+      owners_pool: whether owners return sums for the bags.
+      train: whether absent keys are inserted.
+      initial: whether keys without a row get the row that they would start with, else zeros.
+      measure: what else to count of the distinct keys.
+    """
+
+    exchange: Exchange
+    items: Items
+    bags: Bags | None
+    owners_pool: bool
+    train: bool
+    initial: bool
+    measure: Measure | None
+
+    @property
+    def bag_count(self) -> int:
+        return 0 if self.bags is None else self.bags.splits.shape[0] - 1
+
+
+class _Seen(NamedTuple):
+    """What a round brought back, and what the owner counted."""
+
+    values: jax.Array
+    status: jax.Array
+    counts: Counts
+    by_table: dict[str, Counts]
+
+
+def look_up(
+    exchange: Exchange,
+    table: Table,
+    batch: Bagged,
+    *,
+    pools: bool,
+    is_weighted: bool = False,
+    train: bool,
+    initial: bool,
+    scores: Keys | None = None,
+    measure: Measure | None = None,
+) -> tuple[Table, ShardedResult]:
+    """Looks up the batches of all devices; inside shard_map or pmap.
+
+    Args:
+      exchange: how.
+      table: this device's part.
+      batch: of this device, flat; its bags matter only if rows are pooled.
+      pools: whether the rows of each bag are combined.
+      is_weighted: whether the weights of bags may be differentiated.
+      train: whether absent keys are inserted.
+      initial: whether keys without a row get the row that they would start with, else zeros.
+      scores: of training, one for each position.
+      measure: what else is counted of the distinct keys at their owners.
+    """
+    # Given counts of equal keys are summed where they arrive: 64-bit sums are the table's.
+    merges = exchange.deduplicate and not (scores is not None and table.policy in _COUNTING)
+    positions = batch.keys.shape[0]
+    plan = plan_of(exchange, positions, merges=merges)
+    bags = batch.bags if pools else None
+    owners_pool = pools and (not plan.hops or _pays(plan, exchange, bags, is_weighted))
+    if owners_pool:
+        plan = dataclasses.replace(plan, merges=False)
+    items = Items(batch.keys, batch.valid, None if scores is None else scores.words)
+    if plan.merges and plan.hops and train and _counts_occurrences(table):
+        items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
+    if owners_pool and plan.hops and bags is not None:
+        items = items._replace(bags=bags.sources, weights=bags.weights)
+    items = vary(items, exchange.axes)
+    task = _Task(exchange, items, bags, owners_pool, train, initial, measure)
+    table, seen, route = _rounds(task, plan, table)
+    counts, by_table = seen.counts, seen.by_table
+    if plan.hops and not plan.replicas:
+        counts, by_table = jax.lax.psum((counts, by_table), exchange.axes)
+    groups = route.legs[0].groups if route.legs else None
+    overflow = jnp.int32(0) if route.overflow is None else route.overflow
+    values = checkpoint_name(seen.values, ROWS_NAME)
+    return table, ShardedResult(
+        *(values, batch.keys, seen.status, counts, overflow, by_table),
+        *(groups, bags, exchange, route),
+    )
+
+
+def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) -> bool:
+    """Whether a row for each bag and owner is less than a row for each key."""
+    if exchange.partial is False or exchange.replicas or is_weighted or bags is None:
+        return False
+    rows = bags.splits.shape[0] - 1
+    return bool(exchange.partial) or rows < plan.hops[0].places
+
+
+def _counts_occurrences(table: Table) -> bool:
+    rule = None if table.admission is None else table.admission.rule
+    return table.policy in _COUNTING or isinstance(rule, Frequency)
+
+
+# --- Rounds --------------------------------------------------------------------------------------
+
+
+def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]:
+    legs, arrived, beyond = outward(plan, task.items, task.bag_count)
+    overflow = None
+    if not plan.is_complete:
+        overflow = jax.lax.psum(beyond, task.exchange.axes)
+        arrived = arrived._replace(valid=arrived.valid & (overflow == 0))
+    table, seen, owner = _round(task, plan, table, legs, arrived)
+    route = Route(plan, legs, owner, task.items, overflow)
+    if overflow is None or task.exchange.strict:
+        return table, seen, route
+
+    def second(table: Table, _: _Seen) -> tuple[Table, _Seen]:
+        wide = _wide(plan, task.exchange, task.items)
+        legs, arrived, _none = outward(wide, task.items, task.bag_count)
+        return _round(task, wide, table, legs, arrived, is_ticked=True)[:2]
+
+    def first(table: Table, seen: _Seen) -> tuple[Table, _Seen]:
+        return table, seen
+
+    seen = vary(seen, task.exchange.axes)
+    table, seen = jax.lax.cond(overflow > 0, second, first, table, seen)
+    return table, seen, route
+
+
+def _wide(plan: Plan, exchange: Exchange, items: Items) -> Plan:
+    """The plan of a second round."""
+    count = items.valid.shape[0]
+    return plan_of(exchange, count, merges=plan.merges, complete=True)
+
+
+def _round(
+    task: _Task,
+    plan: Plan,
+    table: Table,
+    legs: tuple[Leg, ...],
+    arrived: Items,
+    *,
+    is_ticked: bool = False,
+) -> tuple[Table, _Seen, InsertResult | None]:
+    """What the owner does with the keys that arrived, and what comes back of it."""
+    keys, valid = arrived.keys, arrived.valid
+    inserted = None
+    if task.train:
+        table, inserted = insert_rows(
+            table,
+            keys,
+            valid,
+            _scores_of(table, arrived),
+            None,
+            False,
+            occurrences=arrived.occurrences,
+            is_ticked=is_ticked,
+        )
+        slots = inserted.upserted.slots
+    else:
+        index, slots = _index.find(table.index, keys, valid)
+        table = dataclasses.replace(table, index=index)
+    bags = task.bags if task.owners_pool else None
+    if bags is not None and plan.hops:
+        bags = _arrived_bags(plan, arrived, task.bag_count)
+    table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags)
+    if inserted is None:
+        status = jnp.where(slots >= 0, jnp.int32(Status.FOUND), jnp.int32(Status.MISSING))
+        zero = jnp.int32(0)
+        seen = _Seen(values, _home_status(plan, legs, status), Counts(*[zero] * 5), {})
+        return table, seen, None
+    result = insert_result(rows, keys, inserted, bags)
+    by_table = {} if task.measure is None else task.measure(result)
+    status = _home_status(plan, legs, result.status)
+    return table, _Seen(values, status, result.counts, by_table), result
+
+
+def _scores_of(table: Table, arrived: Items) -> Keys | None:
+    """Scores as they were given, or the occurrences that a counting policy adds up."""
+    if arrived.scores is not None:
+        return Keys(arrived.scores)
+    if arrived.occurrences is None or table.policy not in _COUNTING:
+        return None
+    low = arrived.occurrences.astype(jnp.uint32)
+    return Keys(jnp.stack([low, jnp.zeros_like(low)], axis=-1))
+
+
+def _arrived_bags(plan: Plan, arrived: Items, bag_count: int) -> Bags:
+    """The bags of all devices: those of each peer of the last hop, one peer after the other."""
+    last = plan.hops[-1]
+    total = bag_count * plan.devices
+    sources = arrived.bags
+    assert sources is not None
+    sources = jnp.where(arrived.valid, sources, total)
+    lengths = jnp.zeros((total,), jnp.int32).at[sources].add(1, mode="drop")
+    lengths = lengths.reshape(last.peers, -1)
+    starts = jnp.cumsum(lengths, axis=1) - lengths
+    starts = starts + (_rows.positions(last.peers) * jnp.int32(last.places))[:, None]
+    # The last bag of a peer ends with what it sent no key for, which is masked.
+    splits = jnp.concatenate([starts.reshape(-1), jnp.full((1,), last.room, jnp.int32)])
+    return Bags(sources, splits, arrived.weights)
+
+
+def _home_rows(
+    task: _Task,
+    plan: Plan,
+    table: Table,
+    legs: tuple[Leg, ...],
+    arrived: Items,
+    slots: jax.Array,
+    bags: Bags | None,
+) -> tuple[Table, jax.Array, jax.Array]:
+    """The rows of this device's batch, and those that it returned as an owner."""
+    keys, valid = arrived.keys, arrived.valid
+    if bags is not None:
+        mask = valid if task.initial else None
+        table, rows = pooled.pool_stored(table, keys, slots, bags, mask)
+        return table, bags_homeward(plan, rows), rows
+    if plan.replicas and plan.hops:
+        (keys, valid, slots), room = _own((keys, valid, slots), plan), slots.shape[0]
+    initial = (table.initializer, table.seed, keys, valid) if task.initial else None
+    table, rows = gather_values(table, slots, initial=initial)
+    sent = rows
+    if plan.replicas and plan.hops:
+        sent = jnp.zeros((room, table.dim), table.dtype)  # for its shape alone
+        by_place = rows
+    else:
+        by_place = homeward(plan, legs, rows, last=False)
+    if not plan.hops:
+        return table, rows, rows
+    if task.bags is None:
+        return table, by_slot(by_place, legs[0].slots), sent
+    return table, pooled.pool_by_slot(by_place, legs[0].slots, task.bags), sent
+
+
+def _own(tree: Any, plan: Plan) -> Any:
+    """Of what went to everyone: what this device sent."""
+    (hop,) = plan.hops
+    first = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, hop.places), tree)
+
+
+def _home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
+    """The status of each position; of equal keys that were merged the first says "inserted"."""
+    if not legs:
+        return status
+    if plan.replicas:
+        return spread(legs[0], _own(status, plan)[:, None], _of_later)[:, 0]
+    return homeward(plan, legs, status[:, None], of_later=_of_later)[:, 0]
+
+
+def _of_later(status: jax.Array) -> jax.Array:
+    is_new = (status == Status.INSERTED) | (status == Status.EVICTED)
+    return jnp.where(is_new, jnp.int32(Status.FOUND), status)
+
+
+# --- Updates -------------------------------------------------------------------------------------
+
+
+def update(
+    optimizer: Any,
+    table: Table,
+    result: ShardedResult | Sequence[ShardedResult],
+    row_gradients: Any,
+    *,
+    apply: Bool[Array, ""] | None = None,
+    **extra: Any,
+) -> Table:
+    """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
+    pairs = listed(result, row_gradients)
+    overflowed = _overflowed(pairs)
+    first = _taken(apply, None if overflowed is None else ~overflowed)
+    table = _apply(optimizer, table, [_sent(*pair) for pair in pairs], first, extra)
+    if overflowed is None or pairs[0][0].exchange.strict:
+        return table
+
+    def second(table: Table) -> Table:
+        sent = []
+        for pair in pairs:
+            owner, rows = _sent_wide(*pair)
+            table, owner = _located(table, owner)
+            sent.append((owner, rows))
+        return _apply(optimizer, table, sent, apply, extra)
+
+    return jax.lax.cond(overflowed, second, lambda table: table, table)
+
+
+def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
+    """The squared norm of the summed gradients of all devices' distinct keys that have rows."""
+    pairs = listed(result, row_gradients)
+    exchange = pairs[0][0].exchange
+    overflowed = _overflowed(pairs)
+    total = _square_norm([_sent(*pair) for pair in pairs])
+    if overflowed is not None and not exchange.strict:
+
+        def second(_: jax.Array) -> jax.Array:
+            return _square_norm([_sent_wide(_with_rows(each), own) for each, own in pairs])
+
+        total = vary(total, exchange.axes)
+        total = jax.lax.cond(overflowed, second, lambda own: own, total)
+    return total if exchange.replicas else jax.lax.psum(total, exchange.axes)
+
+
+def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, ""]:
+    return _updates.square_norm([own for own, _ in sent], [rows for _, rows in sent])
+
+
+def _with_rows(result: ShardedResult) -> ShardedResult:
+    """A result that leaves out the keys that have no row."""
+    start = result.route.start
+    has_row = slots_like(result.status.reshape(-1)) >= 0
+    start = start._replace(valid=start.valid & has_row)
+    return result._replace(route=result.route._replace(start=start))
+
+
+def slots_like(status: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
+    """0 where a key has a row, -1 where it has none."""
+    has_row = (status != Status.MISSING) & (status != Status.REFUSED)
+    return jnp.where(has_row, jnp.int32(0), NO_SLOT)
+
+
+def is_sharded(result: Any) -> bool:
+    """Whether a result, or every one of a sequence, is that of a lookup over several devices."""
+    if isinstance(result, (ShardedResult, InsertResult)):
+        return isinstance(result, ShardedResult)
+    results = list(result)
+    return bool(results) and all(isinstance(each, ShardedResult) for each in results)
+
+
+def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
+    """Results with their gradients; what ``jax.lax.scan`` stacked is taken apart."""
+    is_one = isinstance(result, ShardedResult)
+    results = [result] if is_one else list(result)
+    gradients = [row_gradients] if is_one else list(row_gradients)
+    if not results or len(results) != len(gradients):
+        raise ValueError(
+            f"sharding.update: row_gradients must be one for each result, got {len(gradients)} for "
+            f"{len(results)} results"
+        )
+    for each in results:
+        if not isinstance(each, ShardedResult):
+            raise TypeError(
+                "sharding.update: result must be what sharding.find_or_insert returned (or a "
+                f"sequence of such), got {type(each).__name__}"
+            )
+    return [own for pair in zip(results, gradients, strict=True) for own in _apart(*pair)]
+
+
+def _apart(result: ShardedResult, gradients: Any) -> list[tuple[ShardedResult, Any]]:
+    if result.overflow.ndim == 0:
+        return [(result, gradients)]
+    steps = range(result.overflow.shape[0])
+    parts = [jax.tree.map(lambda leaf, n=n: leaf[n], (result, gradients)) for n in steps]
+    return [own for part in parts for own in _apart(*part)]
+
+
+def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | None:
+    counts = [each.route.overflow for each, _ in pairs if each.route.overflow is not None]
+    return None if not counts else sum(counts, jnp.int32(0)) > 0
+
+
+def _taken(apply: Any, also: Any) -> Any:
+    if apply is None or also is None:
+        return also if apply is None else apply
+    return apply & also
+
+
+def _apply(
+    optimizer: Any,
+    table: Table,
+    sent: list[tuple[InsertResult, jax.Array]],
+    apply: Any,
+    extra: dict[str, Any],
+) -> Table:
+    extra = extra if apply is None else {**extra, "apply": apply}
+    if len(sent) == 1:
+        return optimizer.update(table, *sent[0], **extra)
+    return optimizer.update(table, [own for own, _ in sent], [rows for _, rows in sent], **extra)
+
+
+def _sent(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax.Array]:
+    """The owner's result, and the gradients by its rows that the other devices sent."""
+    route = result.route
+    assert route.owner is not None
+    return route.owner, _onward(result, gradients, route.plan, route.legs)
+
+
+def _onward(
+    result: ShardedResult, gradients: Any, plan: Plan, legs: tuple[Leg, ...]
+) -> Float[Array, "rows dim"]:
+    terms = _updates.terms_of([result], [gradients])
+    rows = terms.rows
+    if not plan.hops:
+        return rows
+    if result.bags is not None and result.route.start.bags is not None:
+        return bags_onward(plan, rows)
+    if legs[0].groups is not None:
+        return onward(plan, legs, _index.combine(legs[0].groups, terms))
+    if terms.sources is not None:
+        rows = by_slot(rows.astype(jnp.float32), terms.sources)
+        rows = rows if terms.weights is None else rows * terms.weights[:, None]
+    return onward(plan, legs, rows)
+
+
+def _sent_wide(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax.Array]:
+    """As :func:`_sent`, after a lookup whose keys overflowed: they are sent again, with room.
+
+    The owner's result has no slots yet.
+    """
+    route = result.route
+    plan = _wide(route.plan, result.exchange, route.start)
+    bag_count = 0 if result.bags is None else result.bags.splits.shape[0] - 1
+    legs, arrived, _ = outward(plan, route.start, bag_count)
+    groups = _index.unique(arrived.keys, arrived.valid)
+    unique_slots = jnp.where(_index.all_of(groups), jnp.int32(0), NO_SLOT)
+    slots = _index.by_position(groups, unique_slots, NO_SLOT)
+    bags = None if arrived.bags is None else _arrived_bags(plan, arrived, bag_count)
+    rows = _onward(result, gradients, plan, legs)
+    # The rows stand for the values because of their shape alone.
+    fields = (rows, arrived.keys, slots, slots, result.counts, None, groups, unique_slots, bags)
+    return InsertResult(*fields), rows
+
+
+def _located(table: Table, result: InsertResult) -> tuple[Table, InsertResult]:
+    """A result with the slots that its keys have now."""
+    groups = result.groups
+    index, slots = _index.find(table.index, Keys(groups.keys), _index.all_of(groups))
+    return dataclasses.replace(table, index=index), result._replace(unique_slots=slots)

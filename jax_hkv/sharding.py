@@ -1,0 +1,310 @@
+"""One table over many devices.
+
+A table over a mesh axis is the same pytree as a table of one device, each of whose leaves is split
+along its first axis: every device holds buckets, rows and a clock of its own, and owns the keys
+that a hash gives it. The operations of this module are called inside ``jax.shard_map`` or
+``jax.pmap``, by all devices of the axis, each with its part of the batch; they send keys to their
+owners and bring rows back. Together the devices do what one table does with the batches of all, one
+after the other.
+
+    mesh = jax.make_mesh((8,), ("device",))
+    placement = hkv.sharding.Placement(mesh)
+    state = placement.create(lambda: opt.init(hkv.create(capacity // 8, dim)))
+
+    def step(table, keys, labels):
+        table, result = hkv.sharding.find_or_insert(table, keys, axis_name="device")
+        ...
+        return hkv.sharding.update(opt, table, result, gradients), loss
+    step = placement.step(step)
+
+The layers of :mod:`jax_hkv.linen` and :mod:`jax_hkv.nnx` do all of that when they are given an axis
+name. docs/sharding.md says what moves, and how many bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jax_hkv import _checks, _sharded, pooled
+from jax_hkv._entries import Exported, export_entries, import_entries
+from jax_hkv._exchange import Exchange, as_exchange, owners
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv._placement import Placement, digest
+from jax_hkv._sharded import ShardedResult, ShardedRows
+from jax_hkv.features import Bagged
+from jax_hkv.table import Bags, Table, check_table
+
+__all__ = [
+    "Exchange",
+    "Exported",
+    "Placement",
+    "ShardedResult",
+    "ShardedRows",
+    "digest",
+    "distinct_in",
+    "export_entries",
+    "find",
+    "find_or_insert",
+    "find_or_insert_pooled",
+    "find_pooled",
+    "import_entries",
+    "owners",
+    "skew_in",
+    "update",
+]
+
+
+def distinct_in(keys: Any, valid: Any = None) -> float:
+    """The distinct keys of a batch by its positions: what `distinct` of an :class:`Exchange` wants.
+
+    Measure it on some batches of one device, and take the highest.
+
+    Args:
+      keys: of one device's batch, of any shape, with known values.
+      valid: ``bool`` of their shape, False for padding; None: all are valid.
+
+    Example:
+      >>> distinct_in(np.array([7, 7, 7, 8], np.int32))
+      0.5
+    """
+    words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
+    mask = np.ones(len(words), bool) if valid is None else np.asarray(valid).reshape(-1)
+    return len(np.unique(words[mask], axis=0)) / max(1, len(words))
+
+
+def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
+    """The positions of a batch that go to the busiest owner, by their mean over owners.
+
+    Where equal keys are not merged (pooled features whose owners return sums), the `slack` of an
+    :class:`Exchange` wants it; measure it on some batches of one device, and take the highest.
+
+    Args:
+      keys: of one device's batch, of any shape, with known values.
+      devices: that the table is spread over.
+      valid: ``bool`` of their shape, False for padding; None: all are valid.
+
+    Example:
+      >>> skew_in(np.array([7, 7, 7, 7], np.int32), 4)
+      4.0
+    """
+    owner = np.asarray(owners(keys, devices)).reshape(-1)
+    mask = np.ones(owner.shape, bool) if valid is None else np.asarray(valid).reshape(-1)
+    counts = np.bincount(owner[mask], minlength=devices)
+    return float(counts.max() / max(1.0, counts.mean()))
+
+
+def _batch(call: str, table: Table, keys: Any, valid: Any, axis_name: Any) -> Any:
+    exchange = as_exchange(axis_name)
+    if exchange is None:
+        raise TypeError(
+            f"{call}: axis_name must be the name of a mesh axis (or a tuple of such, or a "
+            f"jax_hkv.sharding.Exchange), got None: for a table of one device use jax_hkv."
+            f"{call.removeprefix('sharding.')}"
+        )
+    check_table(call, table)
+    given = as_keys(call, "keys", keys)
+    mask = _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
+    flat = Bagged(given.reshape(-1), mask, _no_bags())
+    return exchange, given, flat
+
+
+def _no_bags() -> Bags:
+    none = jnp.zeros((0,), jnp.int32)
+    return Bags(none, jnp.zeros((1,), jnp.int32), None)
+
+
+def find(
+    table: Table,
+    keys: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    valid: Any = None,
+    fill: float | str = 0.0,
+) -> tuple[Table, ShardedRows]:
+    """As :func:`jax_hkv.find`, of a table over the devices of an axis; inside shard_map or pmap.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
+      fill: the row of absent keys: 0, or "initial" for the row that a key starts with.
+
+    Returns:
+      The table, and rows with `found`.
+    """
+    call = "sharding.find"
+    initial = pooled.is_initial(call, fill)
+    exchange, given, flat = _batch(call, table, keys, valid, axis_name)
+    table, result = _sharded.look_up(
+        exchange, table, flat, pools=False, train=False, initial=initial
+    )
+    values = result.values.reshape(*given.shape, table.dim)
+    return table, ShardedRows(values, _has_row(result).reshape(given.shape))
+
+
+def _has_row(result: ShardedResult) -> Bool[Array, "*batch"]:
+    return _sharded.slots_like(result.status) >= 0
+
+
+def find_or_insert(
+    table: Table,
+    keys: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    scores: Any = None,
+    valid: Any = None,
+) -> tuple[Table, ShardedResult]:
+    """As :func:`jax_hkv.find_or_insert`, of a table over devices; inside shard_map or pmap.
+
+    It does to the table what :func:`jax_hkv.find_or_insert` does with the batches of all devices,
+    one after the other, as one batch.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      scores: see :func:`jax_hkv.find_or_insert`.
+      valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
+
+    Returns:
+      The table, and a :class:`ShardedResult`; its row gradients go to :func:`update`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
+    """
+    call = "sharding.find_or_insert"
+    exchange, given, flat = _batch(call, table, keys, valid, axis_name)
+    pairs = _checks.as_scores(call, table.policy, scores, given.shape)
+    table, result = _sharded.look_up(
+        exchange, table, flat, pools=False, train=True, initial=True, scores=pairs
+    )
+    return table, _shaped(result, given, (*given.shape, table.dim))
+
+
+def _shaped(result: ShardedResult, keys: Keys, shape: tuple[int, ...]) -> ShardedResult:
+    return result._replace(
+        values=result.values.reshape(shape), keys=keys, status=result.status.reshape(keys.shape)
+    )
+
+
+def find_pooled(
+    table: Table,
+    ids: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    combiner: str = "sum",
+    weights: Any = None,
+    valid: Any = None,
+    fill: float | str = "initial",
+) -> tuple[Table, ShardedRows]:
+    """As :func:`jax_hkv.find_pooled`, of a table over devices; inside shard_map or pmap.
+
+    Args:
+      table: this device's part.
+      ids: of this device's batch; see :func:`jax_hkv.find_pooled`.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      combiner: "sum", "mean" or "sqrtn".
+      weights: ``float32`` of the shape of `ids`. Differentiable.
+      valid: ``bool`` of the shape of `ids`.
+      fill: what absent ids add: "initial" or 0.
+    """
+    call = "sharding.find_pooled"
+    exchange, table, batch, layout, given = _bags(
+        call, table, ids, axis_name, combiner, weights, valid
+    )
+    table, result = _sharded.look_up(
+        exchange,
+        table,
+        batch,
+        pools=True,
+        is_weighted=given,
+        train=False,
+        initial=pooled.is_initial(call, fill),
+    )
+    values = result.values.reshape(*layout.batch, table.dim)
+    return table, ShardedRows(values, _has_row(result).reshape(layout.ids))
+
+
+def find_or_insert_pooled(
+    table: Table,
+    ids: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    combiner: str = "sum",
+    weights: Any = None,
+    valid: Any = None,
+    scores: Any = None,
+) -> tuple[Table, ShardedResult]:
+    """As :func:`jax_hkv.find_or_insert_pooled`, of a table over devices; in shard_map or pmap.
+
+    Args:
+      table: this device's part.
+      ids: of this device's batch; see :func:`jax_hkv.find_pooled`.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      combiner: "sum", "mean" or "sqrtn".
+      weights: ``float32`` of the shape of `ids`. Differentiable.
+      valid: ``bool`` of the shape of `ids`.
+      scores: of the shape of `ids`; see :func:`jax_hkv.find_or_insert`.
+    """
+    call = "sharding.find_or_insert_pooled"
+    exchange, table, batch, layout, given = _bags(
+        call, table, ids, axis_name, combiner, weights, valid
+    )
+    table, result = _sharded.look_up(
+        exchange,
+        table,
+        batch,
+        pools=True,
+        is_weighted=given,
+        train=True,
+        initial=True,
+        scores=_checks.as_scores(call, table.policy, scores, layout.ids),
+    )
+    keys = batch.keys.reshape(*layout.ids)
+    return table, _shaped(result, keys, (*layout.batch, table.dim))
+
+
+def _bags(
+    call: str, table: Table, ids: Any, axis_name: Any, combiner: str, weights: Any, valid: Any
+) -> Any:
+    exchange, *_ = _batch(call, table, jnp.zeros((0,), jnp.int32), None, axis_name)
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    given = weights is not None or getattr(ids, "weights", None) is not None
+    return exchange, table, batch, layout, given
+
+
+def update(
+    optimizer: Any,
+    table: Table,
+    result: ShardedResult | Sequence[ShardedResult],
+    row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+    *,
+    apply: Bool[Array, ""] | None = None,
+    **extra: Any,
+) -> Table:
+    """This device's part of a table after one step of an optimizer; inside shard_map or pmap.
+
+    The gradients of equal keys are summed over all devices, and each key is updated once, by its
+    owner. Divide the loss (or the gradients) by the number of devices to have those of a mean.
+
+    Args:
+      optimizer: of :mod:`jax_hkv.optim`, whose rows the table has.
+      table: after the lookup that gave the result.
+      result: of :func:`find_or_insert` or :func:`find_or_insert_pooled`; or those of several
+        lookups, which make one step together.
+      row_gradients: like ``result.values``; or as many of them as there are results.
+      apply: a traced bool, the same on every device; where it is False nothing changes.
+      **extra: for the optimizer.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    check_table("sharding.update", table)
+    return _sharded.update(optimizer, table, result, row_gradients, apply=apply, **extra)
