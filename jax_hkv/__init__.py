@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_hkv import admission, initializers, metrics, optim, testing
+from jax_hkv import admission, initializers, metrics, optim, sharding, testing
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
@@ -100,6 +100,7 @@ __all__ = [
     "metrics",
     "optim",
     "pool",
+    "sharding",
     "size",
     "size_if",
     "testing",

@@ -36,15 +36,18 @@ from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._placement import Placement, digest
 from jax_hkv._sharded import ShardedResult, ShardedRows
+from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
 from jax_hkv.table import Bags, Table, check_table
 
 __all__ = [
+    "Collective",
     "Exchange",
     "Exported",
     "Placement",
     "ShardedResult",
     "ShardedRows",
+    "Traffic",
     "digest",
     "distinct_in",
     "export_entries",
@@ -55,6 +58,7 @@ __all__ = [
     "import_entries",
     "owners",
     "skew_in",
+    "traffic",
     "update",
 ]
 
