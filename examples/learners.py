@@ -70,7 +70,7 @@ def table_learner(
     """
     model, row_optimizer = Dlrm(table.dim), hkv.optim.sparse(optimizer)
     takes_scores = table.policy == hkv.Policy.CUSTOM
-    params = _first_params(model, seed)
+    params = first_params(model, seed)
     state = State(params, optimizer.init(params), row_optimizer.init(table), jnp.uint32(0))
 
     @partial(jax.jit, donate_argnums=0)
@@ -85,7 +85,7 @@ def table_learner(
         if not is_frozen:
             table = row_optimizer.update(table, found, row_gradients)
         outcome = Outcome(logits, loss, found.counts, hkv.size(table))
-        return _updated(optimizer, state._replace(table=table), gradients), outcome
+        return updated(optimizer, state._replace(table=table), gradients), outcome
 
     @jax.jit
     def logits(state: State, inputs: Inputs) -> jax.Array:
@@ -111,7 +111,7 @@ def dense_learner(
     embed = nn.Embed(len(vocabulary), dim, embedding_init=first_rows)
     # The model's own parameters are the same as over a table, so that only the embedding differs.
     params = {
-        "model": _first_params(model, seed),
+        "model": first_params(model, seed),
         "embed": embed.init(jax.random.key(seed), jnp.zeros(1, jnp.int32)),
     }
     state = State(params, optimizer.init(params), None, jnp.uint32(0))
@@ -127,7 +127,7 @@ def dense_learner(
         keys, none = inputs.valid.sum() * CATEGORIES, jnp.int32(0)
         counts = hkv.Counts(unique=keys, hits=keys, inserted=none, evicted=none, refused=none)
         outcome = Outcome(logits, loss, counts, jnp.int32(len(vocabulary)))
-        return _updated(optimizer, state, gradients), outcome
+        return updated(optimizer, state, gradients), outcome
 
     @jax.jit
     def logits(state: State, inputs: Inputs) -> jax.Array:
@@ -136,12 +136,14 @@ def dense_learner(
     return Learner(state, step, logits, partial(np.searchsorted, vocabulary), len(vocabulary))
 
 
-def _first_params(model: Dlrm, seed: int) -> Any:
+def first_params(model: Dlrm, seed: int) -> Any:
+    """Returns the dense parameters to begin with."""
     rows = jnp.zeros((1, CATEGORIES, model.dim))
     return model.init(jax.random.key(seed), jnp.zeros((1, INTEGERS)), rows)
 
 
-def _updated(optimizer: Any, state: State, gradients: Any) -> State:
+def updated(optimizer: Any, state: State, gradients: Any) -> State:
+    """Returns the state after the optimizer's step on the dense parameters."""
     updates, moments = optimizer.update(gradients, state.moments, state.params)
     params = optax.apply_updates(state.params, updates)
     return state._replace(params=params, moments=moments, steps=state.steps + 1)

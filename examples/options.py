@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import optax
 from criteo import UserError
@@ -46,6 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=count, default=2048, help="rows in a step (%(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of rows and dense parameters")
     add("--lr", type=rate, help="learning rate (default: one that suits the optimizer)")
+    add("--devices", type=count, default=1, help="to spread table and batches over (%(default)s)")
+    modes = get_args(hkv.sharding.Mode)
+    add("--mode", choices=modes, default="shard_map", help="of several devices (%(default)s)")
     add("--out", type=Path, default=Path("dlrm_run"), help="folder for curves.png (%(default)s)")
     return parser.parse_args(arguments)
 

@@ -2,6 +2,7 @@
 
     python examples/train_dlrm.py                      # a log that is made up on the spot
     python examples/train_dlrm.py --data day_0.gz      # a log in the Criteo TSV format
+    python examples/train_dlrm.py --devices 4          # table and batches over four devices
 
 The last line of standard output is a JSON object with the figures; the curves go to `--out`. To
 judge the table, run the same with `--embedding dense` and with `--embedding frozen`.
@@ -10,6 +11,8 @@ judge the table, run the same with `--embedding dense` and with `--embedding fro
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ from criteo import CriteoFile, UserError
 from dlrm import INITIAL_STDDEV
 from learners import Learner, dense_learner, table_learner
 from options import DEFAULT_ROWS, make_optimizer, parse, report
+from sharded import placement_on, sharded_learner
 from training import split_of, train_and_evaluate
 
 import jax_hkv as hkv
@@ -38,6 +42,7 @@ def run(args: Namespace) -> dict[str, object]:
     Raises:
         UserError: if the data, the folder for the results or an option cannot be used.
     """
+    _check_devices(args)
     _make_folder(args)
     log = _open_log(args)
     _, rows = split_of(args, log)
@@ -68,22 +73,35 @@ def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Lea
     optimizer = make_optimizer(args)
     if args.embedding == "dense":
         return dense_learner(_vocabulary(log, rows), args.dim, optimizer, seed=args.seed)
-    table = hkv.create(
-        args.capacity,
-        args.dim,
+    make_table = partial(
+        hkv.create,
+        dim=args.dim,
         policy=hkv.Policy[args.policy.upper()],
         choices=args.choices,
         init=hkv.initializers.normal(stddev=INITIAL_STDDEV),
         seed=args.seed,
     )
-    print(table)
-    return table_learner(
-        table,
-        optimizer,
-        seed=args.seed,
-        epoch_steps=max(1, rows // args.batch // POLICY_EPOCHS),
-        is_frozen=args.embedding == "frozen",
+    options: dict[str, Any] = {
+        "seed": args.seed,
+        "epoch_steps": max(1, rows // args.batch // POLICY_EPOCHS),
+        "is_frozen": args.embedding == "frozen",
+    }
+    if args.devices == 1:
+        table = make_table(args.capacity)
+        print(table)
+        return table_learner(table, optimizer, **options)
+    placement = placement_on(args.devices, args.mode)
+    print(f"{args.capacity:,} rows over {args.devices} devices, {args.mode}")
+    return sharded_learner(
+        make_table, placement, optimizer, capacity=args.capacity, dim=args.dim, **options
     )
+
+
+def _check_devices(args: Namespace) -> None:
+    if args.devices > 1 and args.embedding == "dense":
+        raise UserError("--devices: a dense embedding is on one device; use --embedding table")
+    if args.batch % args.devices:
+        raise UserError(f"--batch {args.batch}: must be a multiple of --devices {args.devices}")
 
 
 def _vocabulary(log: ClickLog | CriteoFile, rows: int) -> np.ndarray:

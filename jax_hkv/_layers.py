@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import metrics
+from jax_hkv import _sharded, metrics, sharding
+from jax_hkv import operations as _operations
+from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.features import Jagged, as_splits
+from jax_hkv.index import NO_SLOT
 from jax_hkv.table import Counts, Table
 
 _CUT = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}  # with x64 off
@@ -31,6 +36,10 @@ class StepInfo(NamedTuple):
         table's name; see :meth:`jax_hkv.collection.Group.counts`.
       finite: whether the gradients were finite, so that the step was taken; None without a loss
         scale, when nobody looks.
+      strict_overflow: of the tables whose exchange between devices is strict: keys that found no
+        room. The step was not taken then, and :func:`train_step` raises.
+
+    Over several devices everything is that of all of them, and `aux` has a leading axis for them.
     """
 
     loss: Float[Array, ""]
@@ -38,15 +47,19 @@ class StepInfo(NamedTuple):
     tables: dict[str, metrics.Metrics]
     counts: dict[str, Counts]
     finite: Bool[Array, ""] | None
+    strict_overflow: dict[str, Int32[Array, ""]]
 
 
-def with_host_checks(jitted: Any) -> Any:
-    """A jitted training step that first looks at its arguments behind the state."""
+def with_host_checks(jitted: Any, info_of: Callable[[Any], StepInfo]) -> Any:
+    """A jitted training step that looks at its arguments behind the state, and at its report."""
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any, *args: Any) -> Any:
         _check_host(args)
-        return jitted(state, *args)
+        outputs = jitted(state, *args)
+        for where, overflow in info_of(outputs).strict_overflow.items():
+            sharding.check_overflow(overflow, where, outputs)
+        return outputs
 
     checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
     return checked
@@ -76,6 +89,39 @@ def _is_cut(leaf: Any) -> bool:
     return bool(leaf.min() < bounds.min or leaf.max() > bounds.max)
 
 
+class Found(NamedTuple):
+    """What a lookup of single ids gave: rows, slots (-1 for none), and a result in training."""
+
+    values: jax.Array
+    slots: jax.Array
+    result: Any
+
+
+def look_up(
+    table: Table, ids: Any, axis_name: Any, *, train: bool, valid: Any, scores: Any
+) -> tuple[Table, Found]:
+    """Looks up single ids, over the devices of an axis if there is one."""
+    exchange = as_exchange(axis_name)
+    options: dict[str, Any] = {"valid": valid}
+    operations: Any = _operations
+    if exchange is not None:
+        options["axis_name"] = exchange
+        operations = sharding
+    if not train:
+        table, found = operations.find(table, ids, fill="initial", **options)
+        slots = jnp.where(found.found, jnp.int32(0), NO_SLOT)
+        return table, Found(found.values, slots, None)
+    table, result = operations.find_or_insert(table, ids, scores=scores, **options)
+    slots = result.slots if exchange is None else _sharded.slots_like(result.status)
+    return table, Found(result.values, slots, result)
+
+
+def local_capacity(axis_name: Any, capacity: int) -> int:
+    """Entries that a device holds of a layer's table."""
+    exchange = as_exchange(axis_name)
+    return capacity if exchange is None else exchange.local_capacity(capacity)
+
+
 def check_unseen(call: str, unseen: Unseen) -> None:
     """Raises unless `unseen` says what ids without a row get."""
     if unseen not in get_args(Unseen):
@@ -102,6 +148,76 @@ def cast(rows: jax.Array, dtype: Any) -> jax.Array:
     return rows if dtype is None else rows.astype(dtype)
 
 
+class Devices(NamedTuple):
+    """The axes over which the devices of a training step work together; none on one device."""
+
+    axes: tuple[str, ...] = ()
+
+    def mean(self, tree: Any) -> Any:
+        """The mean over the devices of every floating-point leaf; others are taken as equal."""
+
+        def one(leaf: Any) -> Any:
+            is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            return jax.lax.pmean(leaf, self.axes) if is_float else leaf
+
+        return jax.tree.map(one, tree) if self.axes else tree
+
+    def total(self, tree: Any) -> Any:
+        """The sum over the devices."""
+        return jax.lax.psum(tree, self.axes) if self.axes else tree
+
+    def every(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Whether it holds on all devices."""
+        return jax.lax.pmin(flag.astype(jnp.int32), self.axes) > 0 if self.axes else flag
+
+    def stacked(self, tree: Any) -> Any:
+        """Every device's, along a leading axis."""
+        for axis in reversed(self.axes):
+            tree = jax.lax.all_gather(tree, axis)
+        shaped = len(self.axes)
+        return (
+            jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[shaped:]), tree)
+            if (shaped)
+            else tree
+        )
+
+    def part(self, loss: jax.Array) -> jax.Array:
+        """This device's share of the mean of all losses."""
+        return (
+            loss / math.prod(jax.lax.axis_size(axis) for axis in self.axes) if self.axes else loss
+        )
+
+    def measured(self, table: Table, results: list[Any], where: str) -> metrics.Metrics:
+        """The metrics of a table and of its lookups, over all devices."""
+        if self.axes and not _sharded.is_sharded(results):
+            raise ValueError(
+                f"train_step: {where} was looked up without an axis name, so that every device "
+                f"trains a table of its own: give its layer axis_name={self.axes[-1]!r}"
+            )
+        overflow = sum((jnp.sum(each.overflow) for each in results), 0) if self.axes else 0
+        own = metrics.of(table, results, overflow)
+        return own._replace(load_factor=self.mean(own.load_factor), skipped=self.total(own.skipped))
+
+
+def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]]:
+    """Keys that found no room in strict exchanges, by path of the table."""
+    found = {}
+    for where, own in results.items():
+        strict = [each for each in own if _sharded.is_strict(each)]
+        if strict:
+            found[where] = sum((jnp.sum(each.overflow) for each in strict), jnp.int32(0))
+    return found
+
+
+def taken(
+    finite: Bool[Array, ""] | None, overflow: dict[str, Int32[Array, ""]]
+) -> Bool[Array, ""] | None:
+    """Whether a step is taken: its gradients are finite, and no strict exchange overflowed."""
+    for count in overflow.values():
+        finite = count == 0 if finite is None else finite & (count == 0)
+    return finite
+
+
 def scaled(loss: jax.Array, scale: LossScale | None) -> jax.Array:
     """The loss that is differentiated."""
     return loss if scale is None else loss * scale.scale.astype(loss.dtype)
@@ -113,11 +229,12 @@ def prepared(
     results: dict[Any, list[Any]],
     scale: LossScale | None,
     max_norm: float | None,
+    devices: Devices,
 ) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
     """Gradients without the loss scale, clipped; whether they are finite; the next loss scale."""
     finite = None
     if scale is not None:
-        finite = all_finite(dense, rows)
+        finite = devices.every(all_finite(dense, rows))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * inverse,
@@ -164,6 +281,8 @@ def updated(
             f"update_tables: {where} was looked up in training, but has no optimizer: give its "
             "layer one (optimizer=jax_hkv.optim.adam(1e-3)), or call it with train=False"
         )
+    if _sharded.is_sharded(results):
+        return _sharded.update(optimizer, table, results, gradients, **extra)
     if len(results) == 1:
         return optimizer.update(table, results[0], gradients[0], **extra)
     return optimizer.update(table, results, gradients, **extra)

@@ -99,8 +99,17 @@ class Placement:
             local = self.local_devices
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=local)
             return on_each(np.arange(len(local)))
-        made = self._mapped(make, (), P())
-        return jax.jit(self._mapped(make, (), self.specs(jax.eval_shape(made))))()
+        trees = []
+
+        def leaves() -> tuple[Any, ...]:
+            # What is static of a state (functions, say) may differ from call to call.
+            trees.append(make())
+            return tuple(jax.tree.leaves(trees[-1]))
+
+        jax.eval_shape(self._mapped(leaves, (), P()))
+        specs = tuple(jax.tree.leaves(self._leaf_specs(trees[-1])))
+        made = jax.jit(self._mapped(leaves, (), specs))()
+        return jax.tree.unflatten(jax.tree.structure(trees[-1]), made)
 
     def step(self, fn: Callable[..., tuple[Any, Any]], *, donate: bool = True) -> Any:
         """A compiled training step.
@@ -228,14 +237,19 @@ class Placement:
 
     def specs(self, tree: Any) -> Any:
         """The partition specs of a state: tables are split along their leading axes."""
-
-        def is_table(node: Any) -> bool:
-            return isinstance(node, Table)
-
         split, copied = P(self.axes), P()
         return jax.tree.map(
-            lambda node: split if is_table(node) else copied, tree, is_leaf=is_table
+            lambda node: split if _is_table(node) else copied, tree, is_leaf=_is_table
         )
+
+    def _leaf_specs(self, tree: Any) -> Any:
+        """As :meth:`specs`, for every leaf."""
+        nodes, structure = jax.tree.flatten(self.specs(tree))
+        subtrees = structure.flatten_up_to(tree)
+        return [
+            jax.tree.map(lambda _, spec=spec: spec, subtree)
+            for spec, subtree in zip(nodes, subtrees, strict=True)
+        ]
 
     def _batch_spec(self, leaf: Any) -> Any:
         return P() if _is_shared(leaf) else P(self.axes)
@@ -280,6 +294,10 @@ class _Pmapped:
                 donate_argnums=(0,) if self._donate else (),
             )
         return self._compiled[tree, axes]
+
+
+def _is_table(node: Any) -> bool:
+    return isinstance(node, Table)
 
 
 def _first(leaf: jax.Array) -> jax.Array:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_hkv import _updates, pooled
+from jax_hkv import _checks, _updates, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import vary
@@ -34,7 +34,7 @@ from jax_hkv._exchange import (
     plan_of,
     spread,
 )
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, as_keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Policy, Status
@@ -42,6 +42,8 @@ from jax_hkv.operations import ROWS_NAME, insert_result, insert_rows
 from jax_hkv.table import Bags, Counts, InsertResult, Table, gather_values
 
 _COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
+
+State = TypeVar("State")
 
 Measure = Callable[[InsertResult], dict[str, Counts]]
 
@@ -189,6 +191,40 @@ def look_up(
     )
 
 
+def of_batch(
+    call: str,
+    table: Table,
+    batch: Bagged,
+    *,
+    exchange: Exchange | None,
+    is_weighted: bool,
+    train: bool,
+    fill: float | str,
+    scores: Any = None,
+    measure: Measure | None = None,
+) -> tuple[Table, pooled.BagRows]:
+    """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
+    if exchange is None:
+        return pooled.of_batch(call, table, batch, train=train, fill=fill, scores=scores)
+    pairs = None
+    if train:
+        given = None if scores is None else as_keys(call, "scores", scores).reshape(-1)
+        pairs = _checks.as_scores(call, table.policy, given, batch.keys.shape)
+    table, result = look_up(
+        exchange,
+        table,
+        batch,
+        pools=True,
+        is_weighted=is_weighted,
+        train=train,
+        initial=pooled.is_initial(call, fill),
+        scores=pairs,
+        measure=measure,
+    )
+    rows = pooled.BagRows(result.values, slots_like(result.status), result if train else None)
+    return table, rows
+
+
 def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) -> bool:
     """Whether a row for each bag and owner is less than a row for each key."""
     if exchange.partial is False or exchange.replicas or is_weighted or bags is None:
@@ -216,17 +252,34 @@ def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]
     if overflow is None or task.exchange.strict:
         return table, seen, route
 
-    def second(table: Table, _: _Seen) -> tuple[Table, _Seen]:
+    def second(state: tuple[Table, _Seen], now: jax.Array) -> tuple[Table, _Seen]:
         wide = _wide(plan, task.exchange, task.items)
-        legs, arrived, _none = outward(wide, task.items, task.bag_count)
-        return _round(task, wide, table, legs, arrived, is_ticked=True)[:2]
-
-    def first(table: Table, seen: _Seen) -> tuple[Table, _Seen]:
-        return table, seen
+        items = task.items._replace(valid=task.items.valid & now)
+        legs, arrived, _ = outward(wide, items, task.bag_count)
+        return _round(task, wide, state[0], legs, arrived, is_ticked=True)[:2]
 
     seen = vary(seen, task.exchange.axes)
-    table, seen = jax.lax.cond(overflow > 0, second, first, table, seen)
+    table, seen = _once_if(overflow > 0, second, (table, seen))
     return table, seen, route
+
+
+def _once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state: State) -> State:
+    """A state after a function, if a condition holds; else as it was.
+
+    A loop of at most one turn: compiled for a GPU, ``jax.lax.cond`` copies the tables in its
+    branches, a loop does not.
+
+    Args:
+      condition: ``bool``, the same on every device.
+      fn: of the state and the condition, by which it must mask what it begins with: work that is
+        the same in every turn of a loop, XLA does before the loop, and so always.
+      state: any pytree.
+    """
+
+    def body(turn: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+        return jnp.zeros_like(turn[0]), fn(turn[1], turn[0])
+
+    return jax.lax.while_loop(lambda turn: turn[0], body, (condition, state))[1]
 
 
 def _wide(plan: Plan, exchange: Exchange, items: Items) -> Plan:
@@ -372,19 +425,20 @@ def update(
     pairs = listed(result, row_gradients)
     overflowed = _overflowed(pairs)
     first = _taken(apply, None if overflowed is None else ~overflowed)
-    table = _apply(optimizer, table, [_sent(*pair) for pair in pairs], first, extra)
+    sent = [_sent(*pair) for pair in pairs]
+    table = _apply(optimizer, table, sent, first, extra)
     if overflowed is None or pairs[0][0].exchange.strict:
         return table
 
-    def second(table: Table) -> Table:
-        sent = []
-        for pair in pairs:
-            owner, rows = _sent_wide(*pair)
+    def second(table: Table, now: jax.Array) -> Table:
+        again = []
+        for pair, (_, rows) in zip(pairs, sent, strict=True):
+            owner, rows = _sent_wide(_only(now, pair[0]), pair[1], rows)
             table, owner = _located(table, owner)
-            sent.append((owner, rows))
-        return _apply(optimizer, table, sent, apply, extra)
+            again.append((owner, rows))
+        return _apply(optimizer, table, again, apply, extra)
 
-    return jax.lax.cond(overflowed, second, lambda table: table, table)
+    return _once_if(overflowed, second, table)
 
 
 def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
@@ -392,14 +446,19 @@ def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
     pairs = listed(result, row_gradients)
     exchange = pairs[0][0].exchange
     overflowed = _overflowed(pairs)
-    total = _square_norm([_sent(*pair) for pair in pairs])
+    sent = [_sent(*pair) for pair in pairs]
+    total = _square_norm(sent)
     if overflowed is not None and not exchange.strict:
 
-        def second(_: jax.Array) -> jax.Array:
-            return _square_norm([_sent_wide(_with_rows(each), own) for each, own in pairs])
+        def second(_: jax.Array, now: jax.Array) -> jax.Array:
+            again = [
+                _sent_wide(_only(now, _with_rows(each)), own, rows)
+                for (each, own), (_, rows) in zip(pairs, sent, strict=True)
+            ]
+            return _square_norm(again)
 
         total = vary(total, exchange.axes)
-        total = jax.lax.cond(overflowed, second, lambda own: own, total)
+        total = _once_if(overflowed, second, total)
     return total if exchange.replicas else jax.lax.psum(total, exchange.axes)
 
 
@@ -415,6 +474,13 @@ def _with_rows(result: ShardedResult) -> ShardedResult:
     return result._replace(route=result.route._replace(start=start))
 
 
+def _only(now: jax.Array, result: ShardedResult) -> ShardedResult:
+    """A result whose keys are sent again if it is time."""
+    start = result.route.start
+    start = start._replace(valid=start.valid & now)
+    return result._replace(route=result.route._replace(start=start))
+
+
 def slots_like(status: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
     """0 where a key has a row, -1 where it has none."""
     has_row = (status != Status.MISSING) & (status != Status.REFUSED)
@@ -427,6 +493,11 @@ def is_sharded(result: Any) -> bool:
         return isinstance(result, ShardedResult)
     results = list(result)
     return bool(results) and all(isinstance(each, ShardedResult) for each in results)
+
+
+def is_strict(result: Any) -> bool:
+    """Whether a result is of an exchange whose overflow is an error."""
+    return isinstance(result, ShardedResult) and result.exchange.strict
 
 
 def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
@@ -504,10 +575,12 @@ def _onward(
     return onward(plan, legs, rows)
 
 
-def _sent_wide(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax.Array]:
+def _sent_wide(
+    result: ShardedResult, gradients: Any, of_bags: jax.Array
+) -> tuple[InsertResult, jax.Array]:
     """As :func:`_sent`, after a lookup whose keys overflowed: they are sent again, with room.
 
-    The owner's result has no slots yet.
+    The owner's result has no slots yet. Gradients of bags need no room: they have been sent.
     """
     route = result.route
     plan = _wide(route.plan, result.exchange, route.start)
@@ -517,7 +590,7 @@ def _sent_wide(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax
     unique_slots = jnp.where(_index.all_of(groups), jnp.int32(0), NO_SLOT)
     slots = _index.by_position(groups, unique_slots, NO_SLOT)
     bags = None if arrived.bags is None else _arrived_bags(plan, arrived, bag_count)
-    rows = _onward(result, gradients, plan, legs)
+    rows = of_bags if bags is not None else _onward(result, gradients, plan, legs)
     # The rows stand for the values because of their shape alone.
     fields = (rows, arrived.keys, slots, slots, result.counts, None, groups, unique_slots, bags)
     return InsertResult(*fields), rows

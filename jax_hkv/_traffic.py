@@ -72,6 +72,11 @@ class Collective(NamedTuple):
     source: str
 
     @property
+    def may_not_run(self) -> bool:
+        """Whether it stands in a branch, or in a loop whose length is not known."""
+        return self.conditional or self.times is None
+
+    @property
     def sent_is_bound(self) -> bool:
         """Whether less than `sent` may be sent."""
         return self.kind == "ragged-all-to-all"

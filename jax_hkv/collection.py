@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jax_hkv import initializers, pooled, whole_table
+from jax_hkv import _sharded, initializers, pooled, whole_table
+from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
+from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Padded
 from jax_hkv.index import Policy, Status, all_of, take
 from jax_hkv.optim import check_optimizer
@@ -110,11 +112,13 @@ class Group:
         """Of one of the tables."""
         return [config.name for config in self.tables].index(table)
 
-    def counts(self, result: InsertResult) -> dict[str, Counts]:
+    def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
         """What became of the distinct ids of each table.
 
         Here `evicted` is how many entries a table's ids displaced, of whatever table of the group.
         """
+        if isinstance(result, ShardedResult):
+            return result.by_table
         if len(self.tables) == 1:
             return {self.tables[0].name: result.counts}
         groups = result.groups
@@ -135,12 +139,14 @@ class Group:
             for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
         }
 
-    def create(self) -> Table:
-        """The physical table, empty."""
+    def create(self, axis_name: Any = None) -> Table:
+        """The physical table, empty; this device's part of it where an axis name is given."""
         config = self.tables[0]
+        capacity = sum(config.capacity for config in self.tables)
+        exchange = as_exchange(axis_name)
         try:
             table = create(
-                sum(config.capacity for config in self.tables),
+                capacity if exchange is None else exchange.local_capacity(capacity),
                 config.dim,
                 dtype=config.dtype,
                 policy=config.policy,
@@ -216,9 +222,13 @@ class Collection:
             groups.append(Group(_name_of(names), tuple(configs), own))
         return tuple(groups)
 
-    def create(self) -> dict[str, Table]:
-        """The physical tables, empty, by the names of their groups."""
-        return {group.name: group.create() for group in self.groups}
+    def create(self, axis_name: Any = None) -> dict[str, Table]:
+        """The physical tables, empty, by the names of their groups.
+
+        Args:
+          axis_name: of the mesh axis that they are spread over, inside shard_map or pmap.
+        """
+        return {group.name: group.create(axis_name) for group in self.groups}
 
     def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
         """Entries of each table, by its own name."""
@@ -237,6 +247,7 @@ class Collection:
         *,
         train: bool = False,
         fill: float | str = "initial",
+        axis_name: Any = None,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -246,6 +257,8 @@ class Collection:
             :class:`jax_hkv.Padded` (mask and weights beside them), or a :class:`jax_hkv.Jagged`.
           train: whether absent ids are inserted, in the tables that have an optimizer.
           fill: what ids without a row add: "initial", the rows that they would start with, or 0.
+          axis_name: of the mesh axis that tables and batches are spread over, or a
+            :class:`jax_hkv.sharding.Exchange`; inside shard_map or pmap.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
@@ -265,12 +278,15 @@ class Collection:
         for group in self.groups:
             batch, own_parts = _batch(group, inputs)
             parts.append(own_parts)
-            tables[group.name], found = pooled.of_batch(
+            tables[group.name], found = _sharded.of_batch(
                 f"Collection.lookup of {group.name!r}",
                 tables[group.name],
                 batch,
+                exchange=as_exchange(axis_name),
+                is_weighted=any(_is_weighted(inputs[own.name]) for own in group.features),
                 train=train and group.optimizer is not None,
                 fill=fill,
+                measure=group.counts,
             )
             rows[group.name], results[group.name] = found.values, found.result
             batches[group.name], slots[group.name] = batch, found.slots
@@ -339,17 +355,22 @@ class CollectionRows:
 
     Attributes:
       rows: ``float32[rows, dim]``; gradients by these train the table.
-      results: for the optimizers: an InsertResult in training, else None.
+      results: for the optimizers: an InsertResult (over several devices a ShardedResult) in
+        training, else None.
       parts: static, of each group: which rows are whose.
       batches: the ids that were looked up, as bags.
       slots: of those ids, -1 where they have no row.
     """
 
     rows: dict[str, Float[Array, "rows dim"]]
-    results: dict[str, InsertResult | None]
+    results: dict[str, InsertResult | ShardedResult | None]
     parts: tuple[tuple[Part, ...], ...] = dataclasses.field(metadata={"static": True})
     batches: dict[str, Bagged]
     slots: dict[str, Int32[Array, " n"]]
+
+
+def _is_weighted(ids: Any) -> bool:
+    return getattr(ids, "weights", None) is not None
 
 
 def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:

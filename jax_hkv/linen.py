@@ -30,9 +30,10 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, initializers, metrics, pooled
-from jax_hkv import operations as _operations
+from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
+from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer, check_optimizer
@@ -107,6 +108,9 @@ class Embed(_Layer):
       unseen: what ids without a row get (in evaluation; in training those that were refused):
         "initial", the row that they would start with; "zeros"; or "learned", one row for all of
         them, a parameter.
+      axis_name: of the mesh axis that the table and the batches are spread over, or a
+        :class:`jax_hkv.sharding.Exchange`; the layer is called (and initialised) inside shard_map
+        or pmap then. `capacity` is that of all devices together. None: one device.
     """
 
     capacity: int
@@ -120,6 +124,7 @@ class Embed(_Layer):
     optimizer: Optimizer | None = None
     admission: Any = None
     unseen: _layers.Unseen = "initial"
+    axis_name: Any = None
 
     @nn.compact
     def __call__(
@@ -135,16 +140,17 @@ class Embed(_Layer):
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         variable = self.variable(TABLES, "table", self._create)
-        if self._begin(train):
-            variable.value, result = _operations.find_or_insert(
-                variable.value, ids, scores=scores, valid=valid
-            )
-            rows = self._record("table", result, self.optimizer)
+        is_training = self._begin(train)
+        table, found = _layers.look_up(
+            variable.value, ids, self.axis_name, train=is_training, valid=valid, scores=scores
+        )
+        if is_training:
+            variable.value = table
+            rows = self._record("table", found.result, self.optimizer)
         else:
-            table, result = _operations.find(variable.value, ids, valid=valid, fill="initial")
             self._store(variable, table)
-            rows = result.values
-        rows = _layers.with_unseen(rows, result.slots, valid, self._unseen_row())
+            rows = found.values
+        rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
         return _layers.cast(rows, self.dtype)
 
     def _unseen_row(self) -> Any:
@@ -158,7 +164,7 @@ class Embed(_Layer):
     def _create(self) -> Table:
         check_optimizer(type(self).__name__, self.optimizer)
         table = create(
-            self.capacity,
+            _layers.local_capacity(self.axis_name, self.capacity),
             self.features,
             dtype=self.param_dtype,
             policy=self.policy,
@@ -204,10 +210,12 @@ class EmbedBag(Embed):
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         is_training = self._begin(train)
-        table, found = pooled.of_batch(
+        table, found = _sharded.of_batch(
             type(self).__name__,
             variable.value,
             batch,
+            exchange=as_exchange(self.axis_name),
+            is_weighted=weights is not None or getattr(ids, "weights", None) is not None,
             train=is_training,
             fill=fill,
             scores=scores,
@@ -229,11 +237,13 @@ class EmbedCollection(_Layer):
       collection: the tables and features; its tables name their optimizers.
       dtype: of the outputs; None: float32.
       unseen: see :class:`Embed`; "learned" is a row for each table.
+      axis_name: see :class:`Embed`.
     """
 
     collection: Collection
     dtype: Any = None
     unseen: _layers.Unseen = "initial"
+    axis_name: Any = None
 
     @nn.compact
     def __call__(
@@ -247,13 +257,16 @@ class EmbedCollection(_Layer):
         """
         _layers.check_unseen(type(self).__name__, self.unseen)
         groups = self.collection.groups
-        variables = {g.name: self.variable(TABLES, g.name, g.create) for g in groups}
+        variables = {
+            g.name: self.variable(TABLES, g.name, g.create, self.axis_name) for g in groups
+        }
         is_training = self._begin(train)
         tables, looked_up = self.collection.lookup(
             {name: variable.value for name, variable in variables.items()},
             inputs,
             train=is_training,
             fill=_layers.fill_of(self.unseen),
+            axis_name=self.axis_name,
         )
         rows = dict(looked_up.rows)
         for group in groups:
@@ -432,6 +445,7 @@ def train_step(
     has_aux: bool = False,
     max_norm: float | None = None,
     donate: bool = True,
+    placement: Placement | None = None,
 ) -> Callable[..., tuple[TrainState, StepInfo]]:
     """A jitted training step of a model with tables.
 
@@ -441,11 +455,15 @@ def train_step(
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       donate: whether the state that is given is used up, so that nothing is copied.
+      placement: of the state, on several devices: then each of them gets its part of every
+        argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
+        the loss is the mean of theirs. The model's layers have an `axis_name`.
 
     Returns:
       A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
       aux, the metrics of each table, its counts, and whether the gradients were finite.
     """
+    devices = _layers.Devices(() if placement is None else placement.axes)
 
     def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
         others = {TABLES: state.tables, **state.variables}
@@ -467,7 +485,8 @@ def train_step(
 
             value = loss_fn(apply, *args)
             loss, aux = value if has_aux else (value, None)
-            return _layers.scaled(loss, state.loss_scale), (loss, aux, variables)
+            scaled = _layers.scaled(devices.part(loss), state.loss_scale)
+            return scaled, (loss, aux, variables)
 
         zeros = _zeros(
             lambda collections: run(state.params, None, collections, (PERTURBATIONS,))[1][2], others
@@ -477,16 +496,21 @@ def train_step(
         )(state.params, zeros, others)
         lookups = _lookups(updated)
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
-        dense, rows = gradients[0], _gradients(lookups, gradients[1])
+        dense, rows = devices.total(gradients[0]), _gradients(lookups, gradients[1])
         dense, rows, finite, scale = _layers.prepared(
-            dense, rows, results, state.loss_scale, max_norm
+            dense, rows, results, state.loss_scale, max_norm, devices
         )
+        overflow = _layers.strict_overflow({"/".join(path): own for path, own in results.items()})
+        finite = _layers.taken(finite, overflow)
         params, opt_state = _layers.dense_update(
             state.tx, dense, state.opt_state, state.params, finite
         )
         extra = {} if finite is None else {"apply": finite}
         tables = _updated_tables(updated, lookups, rows, extra)
-        measured = {"/".join(path): metrics.of(tables[path], results[path]) for path in lookups}
+        measured = {
+            "/".join(path): devices.measured(tables[path], results[path], "/".join(path))
+            for path in lookups
+        }
         counts: dict[str, Counts] = {}
         for path, kept in lookups.items():
             counts |= _layers.summed([lookup.counts for lookup in kept], "/".join(path[:-1]))
@@ -497,15 +521,20 @@ def train_step(
             opt_state=opt_state,
             tables=unflatten_dict(tables),
             variables={
-                name: _next_of(old, updated[name], finite) for name, old in state.variables.items()
+                name: devices.mean(_next_of(old, updated[name], finite))
+                for name, old in state.variables.items()
             },
             loss_scale=scale,
         )
-        return after, StepInfo(loss, aux, measured, counts, finite)
+        loss, aux = devices.mean(loss), devices.stacked(aux)
+        return after, StepInfo(loss, aux, measured, counts, finite, overflow)
 
-    jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)
+    if placement is None:
+        jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)
+    else:
+        jitted = placement.step(step, donate=donate)
 
-    return _layers.with_host_checks(jitted)
+    return _layers.with_host_checks(jitted, lambda outputs: outputs[1])
 
 
 def _next_of(old: Any, new: Any, finite: Any) -> Any:

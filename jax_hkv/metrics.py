@@ -65,9 +65,10 @@ def of(
       (2, 2, 0.015625)
     """
     check_table("metrics.of", table)
-    results = [result] if isinstance(result, (InsertResult, WriteResult)) else list(result)
+    is_one = isinstance(getattr(result, "counts", None), Counts)
+    results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
     for each in results:
-        if not isinstance(each, (InsertResult, WriteResult)):
+        if not isinstance(getattr(each, "counts", None), Counts):
             raise TypeError(
                 "metrics.of: result must be what find_or_insert or a write returned (or a sequence "
                 f"of such), got {type(each).__name__}"

@@ -20,20 +20,23 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, initializers, metrics, pooled
-from jax_hkv import operations as _operations
+from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
+from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer, check_optimizer
 from jax_hkv.table import Counts, Table, create
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
@@ -126,6 +129,9 @@ class Embed(_Layer):
         "initial", the row that they would start with; "zeros"; or "learned", one row for all of
         them, a parameter.
       name: for error messages.
+      axis_name: of the mesh axis that the table and the batches are spread over, or a
+        :class:`jax_hkv.sharding.Exchange`; the model is made by :func:`place` then. `capacity` is
+        that of all devices together. None: one device.
     """
 
     def __init__(
@@ -143,12 +149,13 @@ class Embed(_Layer):
         admission: Any = None,
         unseen: _layers.Unseen = "initial",
         name: str = "embed",
+        axis_name: Any = None,
     ):
         super().__init__()
         _layers.check_unseen(type(self).__name__, unseen)
         check_optimizer(type(self).__name__, optimizer)
         table = create(
-            capacity,
+            _layers.local_capacity(axis_name, capacity),
             features,
             dtype=param_dtype,
             policy=policy,
@@ -162,6 +169,7 @@ class Embed(_Layer):
         self.dtype = dtype
         self.optimizer = optimizer
         self.unseen = unseen
+        self.axis_name = axis_name
         self.table = TableVariable(table if optimizer is None else optimizer.init(table))
         if unseen == "learned":
             self.unseen_row = nnx.Param(jnp.zeros((features,), param_dtype))
@@ -177,18 +185,12 @@ class Embed(_Layer):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
-        if train:
-            table, result = _operations.find_or_insert(
-                self.table.get_value(), ids, scores=scores, valid=valid
-            )
-            rows = self._record("table", result)
-        else:
-            table, result = _operations.find(
-                self.table.get_value(), ids, valid=valid, fill="initial"
-            )
-            rows = result.values
+        table, found = _layers.look_up(
+            self.table.get_value(), ids, self.axis_name, train=train, valid=valid, scores=scores
+        )
+        rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
-        rows = _layers.with_unseen(rows, result.slots, valid, self._unseen_row())
+        rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
         return _layers.cast(rows, self.dtype)
 
     def _unseen_row(self) -> Any:
@@ -236,10 +238,12 @@ class EmbedBag(Embed):
         batch, layout = pooled.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
-        table, found = pooled.of_batch(
+        table, found = _sharded.of_batch(
             type(self).__name__,
             self.table.get_value(),
             batch,
+            exchange=as_exchange(self.axis_name),
+            is_weighted=weights is not None or getattr(ids, "weights", None) is not None,
             train=train,
             fill=fill,
             scores=scores,
@@ -257,21 +261,28 @@ class EmbedCollection(_Layer):
       collection: the tables and features; its tables name their optimizers.
       dtype: of the outputs; None: float32.
       unseen: see :class:`Embed`; "learned" is a row for each table.
+      axis_name: see :class:`Embed`.
     """
 
     def __init__(
-        self, collection: Collection, *, dtype: Any = None, unseen: _layers.Unseen = "initial"
+        self,
+        collection: Collection,
+        *,
+        dtype: Any = None,
+        unseen: _layers.Unseen = "initial",
+        axis_name: Any = None,
     ):
         super().__init__()
         self.collection = collection
         self.dtype = dtype
+        self.axis_name = axis_name
         _layers.check_unseen(type(self).__name__, unseen)
         self.unseen: _layers.Unseen = unseen
         for config in collection.tables if unseen == "learned" else ():
             row = nnx.Param(jnp.zeros((config.dim,), config.dtype))
             setattr(self, _UNSEEN.format(config.name), row)
         for owner, group in zip(self._owners(), collection.groups, strict=True):
-            setattr(self, owner.attribute, TableVariable(group.create()))
+            setattr(self, owner.attribute, TableVariable(group.create(axis_name)))
 
     def __call__(
         self, inputs: Mapping[str, Any], *, train: bool = False
@@ -284,7 +295,11 @@ class EmbedCollection(_Layer):
         """
         groups = {group.name: group for group in self.collection.groups}
         tables, looked_up = self.collection.lookup(
-            self.tables, inputs, train=train, fill=_layers.fill_of(self.unseen)
+            self.tables,
+            inputs,
+            train=train,
+            fill=_layers.fill_of(self.unseen),
+            axis_name=self.axis_name,
         )
         rows = dict(looked_up.rows)
         for owner in self._owners():
@@ -492,6 +507,7 @@ def train_step(
     has_aux: bool = False,
     max_norm: float | None = None,
     donate: bool = True,
+    placement: Placement | None = None,
 ) -> Callable[..., StepInfo]:
     """A jitted training step of a model with tables.
 
@@ -501,12 +517,16 @@ def train_step(
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       donate: whether the arrays of the state are used up, so that nothing is copied.
+      placement: of the state (see :func:`place`), on several devices: then each of them gets its
+        part of every argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one
+        device's part, and the loss is the mean of theirs.
 
     Returns:
       A function of (state, *args) that changes the :class:`TrainState` and returns a
       :class:`jax_hkv.nnx.StepInfo`: loss, aux, the metrics of each table, its counts, and whether
       the gradients were finite.
     """
+    devices = _layers.Devices(() if placement is None else placement.axes)
 
     def step(state: TrainState, *args: Any) -> StepInfo:
         scale = None if state.loss_scale is None else state.loss_scale.get_value()
@@ -514,7 +534,7 @@ def train_step(
         def scaled_loss(model: nnx.Module, *args: Any) -> Any:
             value = loss_fn(model, *args)
             loss, aux = value if has_aux else (value, None)
-            return _layers.scaled(loss, scale), (loss, aux)
+            return _layers.scaled(devices.part(loss), scale), (loss, aux)
 
         parts = (state.model, state.optimizer)
         before = jax.tree.map(lambda leaf: leaf, nnx.state(parts, _SKIPPED))  # the arrays as such
@@ -524,8 +544,10 @@ def train_step(
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
         dense, gradients, finite, scale = _layers.prepared(
-            dense, gradients, results, scale, max_norm
+            devices.total(dense), gradients, results, scale, max_norm, devices
         )
+        overflow = _layers.strict_overflow(results)
+        finite = _layers.taken(finite, overflow)
         state.optimizer.update(state.model, dense)
         if finite is not None:
             nnx.update(parts, _layers.kept_unless(finite, nnx.state(parts, _SKIPPED), before))
@@ -536,13 +558,98 @@ def train_step(
             state.loss_scale.set_value(scale)
         places = _places(state.model)
         measured = {
-            where: metrics.of(places[where][0].get_value(), results[where]) for where in rows
+            where: devices.measured(places[where][0].get_value(), results[where], where)
+            for where in rows
         }
         counts: dict[str, Counts] = {}
         for where, own in rows.items():
             counts |= _layers.summed(own.counts, where.rpartition("/")[0])
-        return StepInfo(loss, aux, measured, counts, finite)
+        loss, aux = devices.mean(loss), devices.stacked(aux)
+        return StepInfo(loss, aux, measured, counts, finite, overflow)
 
-    jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
+    if placement is None:
+        jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
+    else:
+        jitted = _Placed(placement, step, donate, devices)
 
-    return _layers.with_host_checks(jitted)
+    return _layers.with_host_checks(jitted, lambda info: info)
+
+
+class _Placed:
+    """A step on all devices of a placement: a function of the state's arrays, and back into it."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        step: Callable[..., StepInfo],
+        donate: bool,
+        devices: _layers.Devices,
+    ):
+        self._placement = placement
+        self._step = step
+        self._donate = donate
+        self._devices = devices
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: TrainState, *args: Any) -> StepInfo:
+        graph, values = nnx.split(state)
+        values, info = self._of(graph)(values, *args)
+        nnx.update(state, values)
+        return info
+
+    def lower(self, state: TrainState, *args: Any) -> Any:
+        """As of jitted functions."""
+        graph, values = nnx.split(state)
+        return self._of(graph).lower(values, *args)
+
+    def _of(self, graph: Any) -> Any:
+        if graph not in self._compiled:
+
+            def pure(values: Any, *args: Any) -> tuple[Any, StepInfo]:
+                state = nnx.merge(graph, values)
+                info = self._step(state, *args)
+                statistics = nnx.state(state, nnx.BatchStat)
+                nnx.update(state, self._devices.mean(statistics))
+                return nnx.split(state)[1], info
+
+            self._compiled[graph] = self._placement.step(pure, donate=self._donate)
+        return self._compiled[graph]
+
+
+def place(make: Callable[[], Model], placement: Placement) -> Model:
+    """A model or a :class:`TrainState` whose arrays lie on the devices of a placement.
+
+    Args:
+      make: returns it; called once for all devices, so that layers with an axis name know theirs.
+      placement: where; tables are split, everything else is copied.
+    """
+    graphs = []
+
+    def values() -> Any:
+        graph, state = nnx.split(make())
+        graphs.append(graph)
+        return state
+
+    state = placement.create(values)
+    return nnx.merge(graphs[-1], state)
+
+
+def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+    """A compiled evaluation on the devices of a placement.
+
+    Args:
+      fn: of (model, *batch), for one device, to arrays with a leading axis; it changes nothing.
+      placement: of the model.
+
+    Returns:
+      A function of (model, *batch) to the arrays of all devices, one after the other.
+    """
+    compiled: dict[Any, Any] = {}
+
+    def on_all(model: nnx.Module, *batch: Any) -> Any:
+        graph, values = nnx.split(model)
+        if graph not in compiled:
+            compiled[graph] = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
+        return compiled[graph](values, *batch)
+
+    return on_all

@@ -171,13 +171,13 @@ class BagRows(NamedTuple):
 
     Attributes:
       values: a row for each bag.
-      slots: of each id, -1 where it has no row.
+      slots: of each id, -1 where it has no row; over several devices 0 where it has one.
       result: of a training lookup, for the optimizer; its `values` are these. None otherwise.
     """
 
     values: Float32[Array, "b dim"]
     slots: Int32[Array, " n"]
-    result: InsertResult | None
+    result: Any
 
 
 def of_batch(

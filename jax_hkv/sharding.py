@@ -34,7 +34,7 @@ from jax_hkv import _checks, _sharded, pooled
 from jax_hkv._entries import Exported, export_entries, import_entries
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
-from jax_hkv._placement import Placement, digest
+from jax_hkv._placement import Mode, Placement, digest
 from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
@@ -43,11 +43,14 @@ from jax_hkv.table import Bags, Table, check_table
 __all__ = [
     "Collective",
     "Exchange",
+    "ExchangeOverflow",
     "Exported",
+    "Mode",
     "Placement",
     "ShardedResult",
     "ShardedRows",
     "Traffic",
+    "check_overflow",
     "digest",
     "distinct_in",
     "export_entries",
@@ -100,6 +103,42 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
     mask = np.ones(owner.shape, bool) if valid is None else np.asarray(valid).reshape(-1)
     counts = np.bincount(owner[mask], minlength=devices)
     return float(counts.max() / max(1.0, counts.mean()))
+
+
+class ExchangeOverflow(OverflowError):
+    """Keys of a strict exchange found no room.
+
+    Attributes:
+      outputs: what the step returned; its state is as before the step, but for clocks.
+    """
+
+    outputs: Any = None
+
+
+def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None) -> None:
+    """Raises if keys of a strict exchange found no room; outside ``jit``.
+
+    Args:
+      overflow: of a :class:`ShardedResult`: how many keys did.
+      where: the table, for the error.
+      outputs: of the step, for the error: the state that was given may have been used up.
+
+    Raises:
+      ExchangeOverflow: naming the table, the number of keys and the remedy. The table is as before
+        the lookup, but for its clock.
+
+    Example:
+      >>> check_overflow(0)
+    """
+    count = int(np.sum(np.asarray(overflow)))
+    if count:
+        error = ExchangeOverflow(
+            f"sharding: {count} keys of a batch looked up in {where} found no room in its strict "
+            "exchange, so that nothing was looked up or changed: raise distinct= or slack= of its "
+            "jax_hkv.sharding.Exchange, or leave strict out, for a second round with room for all"
+        )
+        error.outputs = outputs
+        raise error
 
 
 def _batch(call: str, table: Table, keys: Any, valid: Any, axis_name: Any) -> Any:

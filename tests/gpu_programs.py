@@ -246,6 +246,74 @@ def sharded_programs(mesh):
     yield "leading_axis_step", on_each(leading_axis, split, split), stacked, arguments
 
 
+EXCHANGE_BATCH, EXCHANGE_DISTINCT = 4096, 0.5
+
+
+def exchange_programs(described):
+    """Names, meshes, exchanges and hotness of steps whose table lies on many devices."""
+    from jax.experimental import topologies
+
+    from jax_hkv.sharding import Exchange
+
+    flat = topologies.make_mesh(described("1x1x8"), (8,), ("device",))
+    nodes = topologies.make_mesh(described("1x2x4"), (2, 4), ("node", "device"))
+    options = {"distinct": EXCHANGE_DISTINCT, "strict": True}
+    levels = ("node", "device")
+    yield "exchange_step", flat, Exchange("device", **options), None
+    yield "padded_exchange_step", flat, Exchange("device", ragged=False, **options), None
+    yield "pooled_exchange_step", flat, Exchange("device", ragged=False, **options), 100
+    yield "levels_exchange_step", nodes, Exchange(levels, ragged=False, **options), None
+    yield (
+        "flat_exchange_step",
+        nodes,
+        Exchange(levels, False, levels=False, ragged=False, **options),
+        None,
+    )
+    yield "replicas_exchange_step", flat, Exchange("device", True, **options), None
+    yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
+
+
+def exchange_report(mesh, exchange, hotness) -> dict:
+    """What stands in a step whose table lies on the devices of a mesh."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jax_hkv as hkv
+    from jax_hkv import testing
+
+    placement = hkv.sharding.Placement(mesh)
+    optimizer = hkv.optim.adam(1e-3)
+    lookup = hkv.sharding.find_or_insert
+    if hotness is not None:
+        lookup = hkv.sharding.find_or_insert_pooled
+
+    def step(table, words, gradients):
+        table, result = lookup(table, hkv.Keys(words), axis_name=exchange)
+        table = hkv.sharding.update(optimizer, table, result, gradients)
+        checksum = jax.lax.psum((jnp.sum(result.values), jnp.sum(result.status)), exchange.axes)
+        return table, (checksum, result.counts, result.overflow)
+
+    def on_all(leaf):
+        shape = (placement.devices * leaf.shape[0], *leaf.shape[1:])
+        sharding = NamedSharding(mesh, PartitionSpec(placement.axes))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
+    positions = (EXCHANGE_BATCH,) if hotness is None else (EXCHANGE_BATCH // hotness, hotness)
+    words = jax.ShapeDtypeStruct((*positions, 2), jnp.uint32)
+    rows = jax.ShapeDtypeStruct((positions[0], DIM), jnp.float32)
+    arguments = jax.tree.map(on_all, (own, words, rows))
+    compiled = placement.step(step).lower(*arguments).compile()
+    hlo = compiled.as_text() or ""
+    return {
+        "copies": testing.copies_in(hlo, own),
+        "host": lines_with(HOST, hlo),
+        "calls": re.findall(r'custom_call_target="jax_hkv\.(\w+)"', hlo),
+        "traffic": [one._asdict() for one in hkv.sharding.traffic(compiled, mesh).collectives],
+    }
+
+
 def first_table(tree):
     import jax
 
@@ -297,11 +365,13 @@ def main(dump: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    def mesh(devices):
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name="any", target_config=H200, topology=f"1x1x{devices}"
+    def described(topology):
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="any", target_config=H200, topology=topology
         )
-        return topologies.make_mesh(described, (devices,), ("device",))
+
+    def mesh(devices):
+        return topologies.make_mesh(described(f"1x1x{devices}"), (devices,), ("device",))
 
     sharding = NamedSharding(mesh(1), PartitionSpec())
     found = {}
@@ -312,6 +382,8 @@ def main(dump: str) -> None:
         found[name] = report(dump, name, function, placed, arguments)
     for name, function, arguments, on_one_device in sharded_programs(mesh(2)):
         found[name] = report(dump, name, function, arguments, on_one_device)
+    for name, *program in exchange_programs(described):
+        found[name] = exchange_report(*program)
     print(json.dumps(found))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_programs
 import pytest
 
 import jax_hkv as hkv
@@ -46,6 +48,15 @@ STRAIGHT = [
     "leading_axis_step",
     *WHOLE,
     *BATCHES,
+]
+EXCHANGES = [
+    "exchange_step",
+    "padded_exchange_step",
+    "pooled_exchange_step",
+    "levels_exchange_step",
+    "flat_exchange_step",
+    "replicas_exchange_step",
+    "two_rounds_exchange_step",
 ]
 LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if"]
 
@@ -109,7 +120,7 @@ def body_of(thunks):
     return body
 
 
-@pytest.mark.parametrize("name", [*STRAIGHT, *LOOPS])
+@pytest.mark.parametrize("name", [*STRAIGHT, *LOOPS, *EXCHANGES])
 def test_a_compiled_program_copies_no_table_and_never_meets_the_host(compiled, name):
     assert compiled[name]["copies"] == []
     assert compiled[name]["host"] == []
@@ -146,4 +157,62 @@ def test_every_public_operation_is_compiled(compiled):
     ]
     missing = [name for name in operations if not any(known.startswith(name) for known in compiled)]
     assert operations and missing == []
-    assert sorted(compiled) == sorted([*STRAIGHT, *LOOPS, "undonated_step"])
+    assert sorted(compiled) == sorted([*STRAIGHT, *LOOPS, *EXCHANGES, "undonated_step"])
+
+
+def moved(compiled, name, kind="all-to-all"):
+    """(axes, bytes on a device) of the collectives of one kind that always run."""
+    return sorted(
+        (tuple(one["axes"]), one["bytes"])
+        for one in compiled[name]["traffic"]
+        if one["kind"] == kind and not one["conditional"] and one["times"] is not None
+    )
+
+
+def exchanged(axes, places, peers, words=2):
+    """What one hop moves: keys with a header for each peer, rows, gradients, statuses."""
+    keys = (places + 1) * peers * 4 * words
+    rows = places * peers * 4 * gpu_programs.DIM
+    return [(axes, keys), (axes, rows), (axes, rows), (axes, places * peers * 4)]
+
+
+def room(mean):
+    return math.ceil(mean + 6 * math.sqrt(mean))
+
+
+KEYS = gpu_programs.EXCHANGE_BATCH * gpu_programs.EXCHANGE_DISTINCT
+
+
+@pytest.mark.parametrize("name", ["padded_exchange_step", "flat_exchange_step"])
+def test_an_exchange_over_8_gpus_moves_keys_rows_and_gradients(compiled, name):
+    axes = ("device",) if name.startswith("padded") else ("node", "device")
+    assert moved(compiled, name) == sorted(exchanged(axes, room(KEYS / 8), 8))
+
+
+def test_an_exchange_of_two_levels_moves_them_within_a_node_and_then_across(compiled):
+    within = exchanged(("device",), room(KEYS / 4), 4)
+    across = exchanged(("node",), room(KEYS / 2), 2)
+    assert moved(compiled, "levels_exchange_step") == sorted(within + across)
+
+
+def test_rows_travel_ragged_between_gpus(compiled):
+    places = room(KEYS / 8)
+    keys, *others = exchanged(("device",), places, 8)
+    assert moved(compiled, "exchange_step") == [keys]
+    assert moved(compiled, "exchange_step", "ragged-all-to-all") == sorted(others)
+
+
+def test_bags_of_100_ids_come_back_as_one_row_for_each_gpu(compiled):
+    bags = gpu_programs.EXCHANGE_BATCH // 100
+    rows = bags * 4 * gpu_programs.DIM
+    assert moved(compiled, "pooled_exchange_step", "all-gather") == [(("device",), rows)]
+    assert (("device",), 8 * rows) in moved(compiled, "pooled_exchange_step")
+
+
+def test_replicas_on_gpus_exchange_no_rows(compiled):
+    assert moved(compiled, "replicas_exchange_step") == []
+
+
+def test_a_second_round_on_gpus_stands_apart(compiled):
+    assert moved(compiled, "two_rounds_exchange_step") == moved(compiled, "exchange_step")
+    assert any(one["times"] is None for one in compiled["two_rounds_exchange_step"]["traffic"])

@@ -1,0 +1,428 @@
+"""Layers whose tables lie on several devices train as those of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jax_hkv as hkv
+from jax_hkv.sharding import Exchange, Placement
+
+AXIS = "device"
+BATCH, STEPS, DIM = 64, 12, 8
+CAPACITY = 1 << 15
+OPTIMIZER = hkv.optim.adam(1e-2)
+MODES = ("shard_map", "pmap")
+
+
+def mesh_of(devices: int, *shape: int):
+    names = ("node", AXIS)[-len(shape) :] if shape else (AXIS,)
+    return jax.make_mesh(
+        shape or (devices,),
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
+        devices=jax.devices("cpu")[:devices],
+    )
+
+
+def collection():
+    return hkv.Collection(
+        [
+            hkv.TableConfig("users", CAPACITY, DIM, optimizer=OPTIMIZER),
+            hkv.TableConfig("items", CAPACITY, DIM, optimizer=OPTIMIZER),
+            hkv.TableConfig("words", CAPACITY, 4, optimizer=hkv.optim.adagrad(0.1)),
+        ],
+        [
+            hkv.Feature("user", "users"),
+            hkv.Feature("seen", "items", "mean"),
+            hkv.Feature("item", "items", None),
+            hkv.Feature("text", "words", "sqrtn"),
+        ],
+    )
+
+
+class Linen(nn.Module):
+    axis_name: object = None
+
+    @nn.compact
+    def __call__(self, batch, *, train=False):
+        rows = hkv.linen.EmbedCollection(collection(), axis_name=self.axis_name)(
+            {name: batch[name] for name in ("user", "seen", "item", "text")}, train=train
+        )
+        tags = hkv.linen.EmbedBag(
+            CAPACITY, 4, optimizer=OPTIMIZER, axis_name=self.axis_name, unseen="learned"
+        )(batch["tags"], valid=batch["valid"], weights=batch["weights"], train=train)
+        one = hkv.linen.Embed(
+            CAPACITY, 4, optimizer=OPTIMIZER, policy=hkv.Policy.LFU, axis_name=self.axis_name
+        )(batch["one"], train=train)
+        hidden = jnp.concatenate([*rows.values(), tags, one], axis=-1)
+        hidden = nn.BatchNorm(use_running_average=not train, axis_name=bn_axis(self, train))(hidden)
+        return nn.Dense(1)(nn.relu(nn.Dense(16)(hidden)))[:, 0]
+
+
+def bn_axis(module, train):
+    if not train or module.is_initializing() or module.axis_name is None:
+        return None
+    name = module.axis_name
+    return name.axes if isinstance(name, Exchange) else name
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs, axis_name=None):
+        self.rows = hkv.nnx.EmbedCollection(collection(), axis_name=axis_name)
+        self.tags = hkv.nnx.EmbedBag(
+            CAPACITY, 4, optimizer=OPTIMIZER, axis_name=axis_name, unseen="learned"
+        )
+        self.one = hkv.nnx.Embed(
+            CAPACITY, 4, optimizer=OPTIMIZER, policy=hkv.Policy.LFU, axis_name=axis_name
+        )
+        self.hidden = nnx.Linear(3 * DIM + 4 + 4 + 4, 16, rngs=rngs)
+        self.out = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, batch, *, train=False):
+        rows = self.rows(
+            {name: batch[name] for name in ("user", "seen", "item", "text")}, train=train
+        )
+        tags = self.tags(batch["tags"], valid=batch["valid"], weights=batch["weights"], train=train)
+        one = self.one(batch["one"], train=train)
+        hidden = jnp.concatenate([*rows.values(), tags, one], axis=-1)
+        return self.out(nnx.relu(self.hidden(hidden)))[:, 0]
+
+
+def ids(rng, *shape):
+    return hkv.Keys.from_numpy(rng.zipf(1.3, shape).astype(np.uint64) * np.uint64(0x9E3779B9))
+
+
+def batches(seed=0, count=STEPS):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        yield {
+            "user": ids(rng, BATCH),
+            "seen": ids(rng, BATCH, 5),
+            "item": ids(rng, BATCH),
+            "text": ids(rng, BATCH, 3),
+            "tags": ids(rng, BATCH, 4),
+            "valid": rng.random((BATCH, 4)) < 0.8,
+            "weights": rng.random((BATCH, 4)).astype(np.float32),
+            "one": ids(rng, BATCH),
+            "labels": rng.integers(0, 2, BATCH).astype(np.float32),
+        }
+
+
+def loss_of(logits, batch):
+    return optax.sigmoid_binary_cross_entropy(logits, batch["labels"]).mean()
+
+
+def linen_loss(apply, batch):
+    return loss_of(apply(batch, train=True), batch)
+
+
+def nnx_loss(model, batch):
+    return loss_of(model(batch, train=True), batch)
+
+
+def tables_of(tree):
+    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, hkv.Table))
+    return [node for node in found if isinstance(node, hkv.Table)]
+
+
+def entries(tables):
+    exported = hkv.sharding.export_entries(tables)
+    order = np.argsort(exported.keys)
+    return [
+        array[order]
+        for array in (exported.keys, exported.scores, exported.values, *exported.optimizer)
+    ]
+
+
+def assert_equal_entries(one, parts, tolerance=2e-6):
+    for actual, expected in zip(entries(parts), entries(one), strict=True):
+        if actual.dtype.kind == "u":
+            np.testing.assert_array_equal(actual, expected)
+        else:
+            np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def reports(infos):
+    """What does not depend on how many devices there are."""
+    counts = [{name: tuple(map(int, own)) for name, own in info.counts.items()} for info in infos]
+    hits = [
+        {
+            name: (int(own.hits), int(own.inserted), int(own.unique))
+            for name, own in i.tables.items()
+        }
+        for i in infos
+    ]
+    return counts, hits
+
+
+def train_linen(placement=None, axis_name=None, count=STEPS, **options):
+    model = Linen(axis_name)
+    example = next(batches())
+    if placement is not None:
+        example = jax.tree.map(lambda leaf: leaf[: BATCH // placement.devices], example)
+
+    def make():
+        return hkv.linen.TrainState.create(model, jax.random.key(0), example, tx=optax.adam(1e-2))
+
+    state = make() if placement is None else placement.create(make)
+    step = hkv.linen.train_step(linen_loss, placement=placement, **options)
+    infos = []
+    for batch in batches(count=count):
+        state, info = step(state, batch if placement is None else placement.put(batch))
+        infos.append(info)
+    return state, infos
+
+
+def make_nnx(placement=None, axis_name=None):
+    def make():
+        return hkv.nnx.TrainState(Nnx(nnx.Rngs(0), axis_name), optax.adam(1e-2))
+
+    return make() if placement is None else hkv.nnx.place(make, placement)
+
+
+def train_nnx(placement=None, axis_name=None):
+    state = make_nnx(placement, axis_name)
+    step = hkv.nnx.train_step(nnx_loss, placement=placement)
+    infos = [step(state, b if placement is None else placement.put(b)) for b in batches()]
+    return state, infos
+
+
+@functools.cache
+def reference(kind):
+    state, infos = {"linen": train_linen, "nnx": train_nnx}[kind]()
+    return (nnx.state(state) if kind == "nnx" else state), infos
+
+
+def assert_equal_training(kind, placement, state, infos, tolerance=2e-6):
+    expected, expected_infos = reference(kind)
+    for one, parts in zip(
+        tables_of(expected), zip(*map(tables_of, placement.shards(state)), strict=True), strict=True
+    ):
+        assert_equal_entries(one, list(parts), tolerance)
+    np.testing.assert_allclose(
+        [float(info.loss) for info in infos],
+        [float(info.loss) for info in expected_infos],
+        rtol=1e-5,
+    )
+    assert reports(infos) == reports(expected_infos)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_linen_model_trains_on_several_devices_as_on_one(mode, devices):
+    placement = Placement(mesh_of(devices), mode=mode)
+    state, infos = train_linen(placement, AXIS)
+    assert_equal_training("linen", placement, state, infos)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_nnx_model_trains_on_several_devices_as_on_one(mode):
+    placement = Placement(mesh_of(4), mode=mode)
+    state, infos = train_nnx(placement, AXIS)
+    assert_equal_training("nnx", placement, nnx.state(state), infos)
+
+
+def test_an_exchange_of_two_levels_trains_as_one_device():
+    placement = Placement(mesh_of(8, 2, 4))
+    state, infos = train_linen(placement, ("node", AXIS))
+    assert_equal_training("linen", placement, state, infos)
+
+
+def test_keys_that_overflow_take_a_second_round_and_train_as_on_one_device():
+    placement = Placement(mesh_of(8))
+    exchange = Exchange(AXIS, distinct=0.02, slack=0.1)
+    state, infos = train_linen(placement, exchange)
+    assert_equal_training("linen", placement, state, infos)
+    overflow = [int(own.overflow) for info in infos for own in info.tables.values()]
+    assert min(max(overflow), len(overflow)) > 0
+
+
+def test_replicas_train_as_one_device_and_stay_equal():
+    placement = Placement(mesh_of(4))
+    state, infos = train_linen(placement, Exchange(AXIS, replicas=True))
+    expected, expected_infos = reference("linen")
+    assert placement.replicas_agree(state.tables)
+    for one, replica in zip(
+        tables_of(expected), tables_of(placement.shards(state)[3]), strict=True
+    ):
+        assert_equal_entries(one, replica)
+    assert reports(infos) == reports(expected_infos)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_clipped_by_the_norm_over_all_devices(mode):
+    expected, expected_infos = train_linen(count=4, max_norm=0.05)
+    placement = Placement(mesh_of(4), mode=mode)
+    state, infos = train_linen(placement, AXIS, count=4, max_norm=0.05)
+    for one, parts in zip(
+        tables_of(expected), zip(*map(tables_of, placement.shards(state)), strict=True), strict=True
+    ):
+        assert_equal_entries(one, list(parts))
+    np.testing.assert_allclose(
+        [float(info.loss) for info in infos], [float(info.loss) for info in expected_infos], 1e-5
+    )
+
+
+def test_both_modes_give_the_same_bits():
+    states = []
+    for mode in MODES:
+        placement = Placement(mesh_of(4), mode=mode)
+        state, _ = train_linen(placement, AXIS, count=6)
+        states.append([jax.tree.map(np.asarray, own) for own in placement.shards(state)])
+    first, second = map(jax.tree.leaves, states)
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def scaled_linen(placement, batch):
+    model = Linen(AXIS)
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // placement.devices], batch)
+    return placement.create(
+        lambda: hkv.linen.TrainState.create(
+            model,
+            jax.random.key(0),
+            example,
+            tx=optax.adam(1e-2),
+            loss_scale=hkv.optim.LossScale.create(1024.0),
+        )
+    )
+
+
+def test_a_step_is_skipped_on_all_devices_if_one_has_a_gradient_that_is_not_finite():
+    placement = Placement(mesh_of(4))
+    first, second = batches(count=2)
+    state = scaled_linen(placement, first)
+    step = hkv.linen.train_step(linen_loss, placement=placement)
+    state, info = step(state, placement.put(first))
+    assert bool(info.finite)
+    before = jax.tree.map(np.asarray, (state.params, state.variables))
+    rows = [
+        entries(list(parts)) for parts in zip(*map(tables_of, placement.shards(state)), strict=True)
+    ]
+    second["labels"][-1] = np.nan  # of the last device
+    seen = first | {"labels": second["labels"]}  # the ids are there already
+    state, info = step(state, placement.put(seen))
+    assert not bool(info.finite)
+    assert float(state.loss_scale.scale) == 512.0
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.variables))
+    after = [
+        entries(list(parts)) for parts in zip(*map(tables_of, placement.shards(state)), strict=True)
+    ]
+    for old, new in zip(rows, after, strict=True):
+        np.testing.assert_array_equal(old[0], new[0])
+        for a, b in zip(old[2:], new[2:], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_strict_exchange_that_overflows_raises_and_leaves_the_state_as_it_was():
+    placement = Placement(mesh_of(8))
+    exchange = Exchange(AXIS, distinct=0.02, slack=0.1, strict=True)
+    batch = next(batches())
+    model = Linen(exchange)
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // 8], batch)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(model, jax.random.key(0), example, tx=optax.adam(1e-2))
+    )
+    params = jax.tree.map(np.asarray, state.params)
+    step = hkv.linen.train_step(linen_loss, placement=placement)
+    with pytest.raises(
+        hkv.sharding.ExchangeOverflow, match="found no room .* raise distinct="
+    ) as e:
+        step(state, placement.put(batch))
+    after, info = e.value.outputs
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, after.params))
+    assert all(int(jnp.sum(table.occupancy)) == 0 for table in tables_of(after.tables))
+    assert not bool(info.finite)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_gives_the_rows_of_all_devices_and_changes_nothing(mode):
+    placement = Placement(mesh_of(4), mode=mode)
+    state, _ = train_linen(placement, AXIS)
+    batch = next(batches(seed=5))
+    expected = reference("linen")[0].apply(batch)
+    evaluate = placement.run(lambda state, batch: state.apply(batch))
+    before = jax.tree.map(np.asarray, state.tables)
+    actual = np.asarray(evaluate(state, placement.put(batch))).reshape(-1)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.tables))
+
+
+def test_an_nnx_model_is_evaluated_on_all_devices():
+    placement = Placement(mesh_of(4))
+    state, _ = train_nnx(placement, AXIS)
+    batch = next(batches(seed=5))
+    model = make_nnx().model
+    graph = nnx.graphdef(model)
+    expected = nnx.merge(graph, reference("nnx")[0]["model"])(batch)
+    evaluate = hkv.nnx.run(lambda model, batch: model(batch), placement)
+    actual = evaluate(state.model, placement.put(batch))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_batches_of_other_data_are_not_traced_again():
+    traces = []
+
+    def counted(apply, batch):
+        traces.append(None)
+        return linen_loss(apply, batch)
+
+    placement = Placement(mesh_of(2))
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Linen(AXIS), jax.random.key(0), example, tx=optax.adam(1e-2)
+        )
+    )
+    step = hkv.linen.train_step(counted, placement=placement)
+    seen = []
+    for batch in batches(count=3):
+        state, _ = step(state, placement.put(batch))
+        seen.append(len(traces))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_aux_has_a_leading_axis_for_the_devices():
+    placement = Placement(mesh_of(2))
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Linen(AXIS), jax.random.key(0), example, tx=optax.adam(1e-2)
+        )
+    )
+
+    def loss(apply, batch):
+        return linen_loss(apply, batch), {"labels": batch["labels"]}
+
+    step = hkv.linen.train_step(loss, placement=placement, has_aux=True)
+    batch = next(batches())
+    _, info = step(state, placement.put(batch))
+    np.testing.assert_array_equal(info.aux["labels"].reshape(-1), batch["labels"])
+
+
+def test_a_layer_without_an_axis_name_in_a_step_of_many_devices_is_an_error():
+    placement = Placement(mesh_of(2))
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Linen(), jax.random.key(0), example, tx=optax.adam(1e-2)
+        )
+    )
+    step = hkv.linen.train_step(linen_loss, placement=placement)
+    with pytest.raises(ValueError, match="without an axis name.* axis_name='device'"):
+        step(state, placement.put(next(batches())))
+
+
+def test_a_layer_outside_of_its_mesh_says_where_it_belongs():
+    layer = hkv.linen.Embed(128, 4, axis_name=AXIS)
+    with pytest.raises(NameError, match=r"inside jax\.shard_map or jax\.pmap"):
+        layer.init(jax.random.key(0), jnp.arange(4))
