@@ -167,6 +167,8 @@ def look_up(
     merges = exchange.deduplicate and not (scores is not None and table.policy in _COUNTING)
     positions = batch.keys.shape[0]
     plan = plan_of(exchange, positions, merges=merges)
+    if exchange.replicas and not train:
+        plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
     bags = batch.bags if pools else None
     owners_pool = pools and (not plan.hops or _pays(plan, exchange, bags, is_weighted))
     if owners_pool:

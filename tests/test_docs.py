@@ -95,3 +95,15 @@ def test_the_code_in_the_guide_runs():
     assert int(jax_hkv.size(after["table"])) == 3  # the ids of `bags`
     assert int(after["info"].tables["embed/table"].inserted) == 2
     assert [group.name for group in after["collection"].groups] == ["users+items"]
+
+
+def test_the_code_about_many_devices_runs(capsys):
+    """Its pieces continue each other, on four devices and on two."""
+    if len(jax.devices()) < 4:
+        pytest.skip(f"it wants four devices, there is {len(jax.devices())} {jax.devices()[0]}")
+    blocks = blocks_of("docs/sharding.md", FENCED)
+    assert len(blocks) >= 5
+    after = run("docs/sharding.md", blocks, {"__name__": "sharding"})
+    assert after["logits"].shape == (64,)
+    assert int(after["counts"].inserted) == len(after["exported"].keys) == 512
+    assert "all-to-all" in capsys.readouterr().out

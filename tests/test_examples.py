@@ -300,15 +300,16 @@ def test_a_wrong_option_is_named_with_what_was_expected(
 # The program
 
 
-def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / "train_dlrm.py", *map(str, arguments)]
     # As a user runs it: without the many host devices of the tests, which move the last digits.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= variables
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def _figures(*arguments: object) -> dict[str, Any]:
-    done = _run(*arguments)
+def _figures(*arguments: object, **variables: str) -> dict[str, Any]:
+    done = _run(*arguments, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1], parse_constant=pytest.fail)
 
@@ -377,6 +378,9 @@ def test_skipped_rows_are_counted_once_whatever_the_epochs(
         ([b"bad"], ["--data", "none.tsv"], "none.tsv: No such file"),
         ([b"bad"] * 9, ["--capacity", 2**40], "--capacity 1099511627776 --dim 4: "),
         ([b"bad"] * 9, ["--out", __file__], "--out: cannot write to"),
+        ([b"bad"] * 9, ["--devices", 3], "--batch 64: must be a multiple of --devices 3"),
+        ([b"bad"] * 9, ["--devices", 32], "--devices 32: there are "),
+        ([b"bad"] * 9, ["--devices", 2, "--embedding", "dense"], "is on one device"),
     ],
 )
 def test_a_mistake_of_the_users_gives_one_line_and_code_2(
@@ -423,6 +427,20 @@ def test_another_optimizer_trains_rows_and_dense_parameters(
 ) -> None:
     given = ("--rows", 2000, "--optimizer", "adam", "--out", tmp_path)
     assert 0 < _main(capsys, *SMALL, *given)["logloss"] < 2
+
+
+def test_several_devices_learn_what_one_learns_in_either_mode(
+    lines: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--capacity", 65536, "--batch", 64, "--dim", 4, "--policy", "lfu")
+    given += ("--data", _write(tmp_path / "log.tsv", lines), "--out", tmp_path)
+    one = _main(capsys, *given)
+    for mode in ("shard_map", "pmap"):
+        many = _figures(*given, "--devices", 4, "--mode", mode, JAX_PLATFORMS="cpu")
+        for name in ("size", "hit_rate", "evicted", "unique_per_step", "examples", "capacity"):
+            assert many[name] == one[name]
+        for name in ("auc", "logloss"):
+            assert many[name] == pytest.approx(one[name], abs=1e-4)
 
 
 def test_a_dense_embedding_has_a_row_for_every_key(

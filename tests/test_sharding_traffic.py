@@ -18,7 +18,8 @@ KEY_BYTES, ROW_BYTES, STATUS_BYTES = 8, 4 * DIM, 4
 
 def mesh_of(*shape: int):
     names = ("node", "device")[-len(shape) :]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    devices = jax.devices("cpu")[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def power_law(exponent: float, most: int, shape, rng) -> np.ndarray:
@@ -154,7 +155,7 @@ def test_a_second_round_stands_apart_and_a_strict_exchange_has_none():
 
 
 def test_one_device_exchanges_nothing():
-    mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    mesh = mesh_of(1)
     placement = Placement(mesh)
     table = placement.create(lambda: OPTIMIZER.init(hkv.create(1024, DIM)))
 
