@@ -149,21 +149,14 @@ def import_entries(
         _check_fits(part, exported)
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     filled = []
-    for number, part in zip(_numbers(placement), parts, strict=True):
+    numbers = [0] if placement is None else placement.local_parts
+    for number, part in zip(numbers, parts, strict=True):
         devices = 1 if placement is None else placement.devices
         mine = _owned(exported, number, devices)
         part, counts = _fill(part, mine)
         filled.append(part)
         total = _plus(total, counts)
     return (filled[0] if placement is None else placement.join(filled)), total
-
-
-def _numbers(placement: Placement | None) -> list[int]:
-    """Which parts of a table this process holds."""
-    if placement is None:
-        return [0]
-    every = list(placement.mesh.devices.flat)
-    return [every.index(device) for device in placement.local_devices]
 
 
 def _check_fits(table: Table, exported: Exported) -> None:

@@ -88,6 +88,21 @@ class Placement:
         own = jax.process_index()
         return [device for device in self.mesh.devices.flat if device.process_index == own]
 
+    @property
+    def local_parts(self) -> list[int]:
+        """Which parts of a table the devices of this process hold, in order."""
+        return list(self._holders())
+
+    def _holders(self) -> dict[int, list[Any]]:
+        """The devices of this process that hold each part: several along axes without a split."""
+        names = self.mesh.axis_names
+        split = [names.index(axis) for axis in self.axes]
+        others = [axis for axis in range(len(names)) if axis not in split]
+        by_part = self.mesh.devices.transpose(*split, *others).reshape(self.devices, -1)
+        own = jax.process_index()
+        local = [[device for device in row if device.process_index == own] for row in by_part]
+        return {part: holders for part, holders in enumerate(local) if holders}
+
     def create(self, make: Callable[[], Any]) -> Any:
         """A state, made on every device by a function without arguments.
 
@@ -159,7 +174,7 @@ class Placement:
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
             return leaf
-        count = len(self.local_devices)
+        count = len(self.local_parts)
         if leaf.shape[0] % count:
             raise ValueError(
                 f"Placement.put: the leading axis must be a multiple of the devices, {count}, got "
@@ -173,13 +188,14 @@ class Placement:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     def shards(self, tree: Any) -> list[Any]:
-        """What each device of this process holds of a state, in the order of the mesh."""
+        """What the devices of this process hold of a state, each part once, in order."""
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
             return own[0] if self.mode == "pmap" else own
 
-        return [jax.tree.map(functools.partial(of, device), tree) for device in self.local_devices]
+        first = [holders[0] for holders in self._holders().values()]
+        return [jax.tree.map(functools.partial(of, device), tree) for device in first]
 
     def join(self, shards: Sequence[Table]) -> Table:
         """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
@@ -192,7 +208,8 @@ class Placement:
             size = self.devices * parts[0].shape[0]
             placed = [
                 jax.device_put(part, device)
-                for part, device in zip(parts, self.local_devices, strict=True)
+                for part, holders in zip(parts, self._holders().values(), strict=True)
+                for device in holders
             ]
             shape = (size, *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, placed)
