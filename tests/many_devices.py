@@ -223,8 +223,8 @@ def assert_seen(actual: Seen, expected: Seen, tolerance: float = 0.0) -> None:
 
 
 def entries_of(tables: Any) -> sharding.Exported:
-    """All entries of a table or its parts, in the order of their keys."""
-    exported = sharding.export_entries(tables)
+    """All entries of a table or its parts, in the order of their keys, without sightings."""
+    exported = sharding.export_entries(tables)._replace(counters=None)
     order = np.argsort(exported.keys)
     rows = (exported.keys, exported.scores, exported.values)
     keys, scores, values = (array[order] for array in rows)
