@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["ad", "batching", "is_traced", "match_varying", "mlir", "result_aval", "vary"]
+__all__ = ["ad", "agreed", "batching", "is_traced", "match_varying", "mlir", "result_aval", "vary"]
 
 
 def is_traced(array: Any) -> bool:
@@ -48,5 +48,18 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
     def one(leaf: Any) -> Any:
         missing = tuple(axis for axis in axes if axis not in _varying(leaf))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def agreed(tree: Any, axes: tuple[str, ...]) -> Any:
+    """The same arrays, equal on all devices, typed as such along these axes of a shard_map.
+
+    Where JAX does not track that nothing is sent.
+    """
+
+    def one(leaf: Any) -> Any:
+        differing = tuple(axis for axis in axes if axis in _varying(leaf))
+        return jax.lax.pmax(leaf, differing) if differing else leaf
 
     return jax.tree.map(one, tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Exported(NamedTuple):
       shared: what rows share of the optimizer's state.
       clock: the latest.
       epoch: the latest.
-      counters: the sketch of :func:`jax_hkv.admission.frequency`, those of all parts added up.
+      counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
     """
 
     keys: np.ndarray
@@ -75,9 +76,8 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
     first = parts[0]
     counters = None
     if first.admission is not None and first.admission.counters is not None:
-        assert first.admission.counters is not None
-        summed = sum(np.asarray(_counters(part), np.uint64) for part in parts)
-        counters = np.minimum(summed, 2**32 - 1).astype(np.uint32)
+        # A key is counted by its owner alone, so that the highest count is never too low for it.
+        counters = functools.reduce(np.maximum, [np.asarray(_counters(part)) for part in parts])
     return Exported(
         keys=keys,
         scores=scores,
@@ -149,21 +149,14 @@ def import_entries(
         _check_fits(part, exported)
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     filled = []
-    for number, part in zip(_numbers(placement), parts, strict=True):
+    numbers = [0] if placement is None else placement.local_parts
+    for number, part in zip(numbers, parts, strict=True):
         devices = 1 if placement is None else placement.devices
         mine = _owned(exported, number, devices)
         part, counts = _fill(part, mine)
         filled.append(part)
         total = _plus(total, counts)
     return (filled[0] if placement is None else placement.join(filled)), total
-
-
-def _numbers(placement: Placement | None) -> list[int]:
-    """Which parts of a table this process holds."""
-    if placement is None:
-        return [0]
-    every = list(placement.mesh.devices.flat)
-    return [every.index(device) for device in placement.local_devices]
 
 
 def _check_fits(table: Table, exported: Exported) -> None:
@@ -179,7 +172,9 @@ def _check_fits(table: Table, exported: Exported) -> None:
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:
-    from_here = _owner_of(exported.keys, devices) == number
+    """The entries of a part, the highest score first: of a call's keys the first find room."""
+    from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
+    from_here = from_here[np.argsort(~exported.scores[from_here], kind="stable")]
     return exported._replace(
         keys=exported.keys[from_here],
         scores=exported.scores[from_here],
@@ -196,7 +191,8 @@ def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
 
 def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     (device,) = table.values.devices()
-    size = min(_CHUNK, max(1, len(exported.keys)))
+    # Parts of about the same number of entries are written by one compiled program.
+    size = min(_CHUNK, 1 << max(0, len(exported.keys) - 1).bit_length())
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     arrays = (exported.scores, exported.values, *exported.optimizer)
     for start in range(0, len(exported.keys), size):

@@ -88,6 +88,21 @@ class Placement:
         own = jax.process_index()
         return [device for device in self.mesh.devices.flat if device.process_index == own]
 
+    @property
+    def local_parts(self) -> list[int]:
+        """Which parts of a table the devices of this process hold, in order."""
+        return list(self._holders())
+
+    def _holders(self) -> dict[int, list[Any]]:
+        """The devices of this process that hold each part: several along axes without a split."""
+        names = self.mesh.axis_names
+        split = [names.index(axis) for axis in self.axes]
+        others = [axis for axis in range(len(names)) if axis not in split]
+        by_part = self.mesh.devices.transpose(*split, *others).reshape(self.devices, -1)
+        own = jax.process_index()
+        local = [[device for device in row if device.process_index == own] for row in by_part]
+        return {part: holders for part, holders in enumerate(local) if holders}
+
     def create(self, make: Callable[[], Any]) -> Any:
         """A state, made on every device by a function without arguments.
 
@@ -162,33 +177,39 @@ class Placement:
           batch: pytree of arrays on the host; leading axes are those of the devices' batches, one
             after the other (of one process: of its own devices). Single numbers and random keys are
             for all devices.
+
+        Raises:
+          TypeError: if JAX would cut 64-bit integers to 32 bits and change them.
+          ValueError: if a leading axis cannot be split evenly.
         """
         return jax.tree.map(self._put, batch)
 
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
             return leaf
-        count = len(self.local_devices)
+        _check_not_cut(leaf)
+        count = len(self.local_parts)
         if leaf.shape[0] % count:
             raise ValueError(
                 f"Placement.put: the leading axis must be a multiple of the devices, {count}, got "
                 f"shape {list(leaf.shape)}: pad the batch, with a mask (valid=) that says so"
             )
         if self.mode == "pmap":
-            return leaf.reshape(count, -1, *leaf.shape[1:])
+            return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
         sharding = NamedSharding(self.mesh, P(self.axes))
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     def shards(self, tree: Any) -> list[Any]:
-        """What each device of this process holds of a state, in the order of the mesh."""
+        """What the devices of this process hold of a state, each part once, in order."""
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
             return own[0] if self.mode == "pmap" else own
 
-        return [jax.tree.map(functools.partial(of, device), tree) for device in self.local_devices]
+        first = [holders[0] for holders in self._holders().values()]
+        return [jax.tree.map(functools.partial(of, device), tree) for device in first]
 
     def join(self, shards: Sequence[Table]) -> Table:
         """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
@@ -201,7 +222,8 @@ class Placement:
             size = self.devices * parts[0].shape[0]
             placed = [
                 jax.device_put(part, device)
-                for part, device in zip(parts, self.local_devices, strict=True)
+                for part, holders in zip(parts, self._holders().values(), strict=True)
+                for device in holders
             ]
             shape = (size, *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, placed)
@@ -209,26 +231,12 @@ class Placement:
         return jax.tree.map(one, *shards)
 
     def digests(self, tree: Any) -> np.ndarray:
-        """A digest of what every device holds: ``uint32[devices, 2]``.
+        """A digest of what every device of the mesh holds: ``uint32[devices, 2]``.
 
         Replicas are equal if their digests are: bits that differ go unnoticed once in 2**64 times.
         Each device reads its tables once, and 8 bytes of each travel. For use between steps.
         """
-
-        def one(state: Any) -> tuple[Any, Any]:
-            own = digest(state)
-            for axis in reversed(self.axes):
-                own = jax.lax.all_gather(own, axis)
-            return None, own.reshape(-1, 2)
-
-        if self.mode == "pmap":
-            return np.asarray(
-                _Pmapped(self, one, False, lambda out: jax.tree.map(_first, out))(tree)[1]
-            )
-        gathered = jax.jit(
-            lambda state: self._mapped(one, (self.specs(state),), (None, P()))(state)[1]
-        )
-        return np.asarray(gathered(tree))
+        return np.asarray(_digesting(self)(tree))
 
     def replicas_agree(self, tree: Any) -> bool:
         """Whether all devices hold the same bits; see :meth:`digests`."""
@@ -258,6 +266,27 @@ class Placement:
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _digesting(placement: Placement) -> Callable[[Any], Any]:
+    """A compiled function from a state to the digests of all devices."""
+
+    def one(state: Any) -> tuple[Any, Any]:
+        own = digest(state)
+        for axis in reversed(placement.mesh.axis_names):
+            own = jax.lax.all_gather(own, axis)
+        return None, own.reshape(-1, 2)
+
+    if placement.mode == "pmap":
+        pmapped = _Pmapped(placement, one, False, _first)
+        return lambda state: pmapped(state)[1]
+
+    @jax.jit
+    def gathered(state: Any) -> Any:
+        return placement._mapped(one, (placement.specs(state),), (None, P()))(state)[1]
+
+    return gathered
 
 
 class _Pmapped:
@@ -300,6 +329,17 @@ def _is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
 
+def _check_not_cut(leaf: Any) -> None:
+    kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or kept == leaf.dtype:
+        return
+    if not np.array_equal(leaf.astype(kept), leaf):
+        raise TypeError(
+            f"Placement.put: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
+            "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
+        )
+
+
 def _first(leaf: jax.Array) -> jax.Array:
     return leaf[0]
 
@@ -336,6 +376,8 @@ def digest(tree: Any) -> UInt32[Array, 2]:
 
 
 def _words(leaf: jax.Array) -> UInt32[Array, " n"]:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _updates, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import vary
+from jax_hkv._compat import agreed, vary
 from jax_hkv._exchange import (
     Exchange,
     Items,
@@ -97,10 +97,14 @@ class ShardedResult(NamedTuple):
 
 
 class ShardedRows(NamedTuple):
-    """What a reading lookup over several devices returns: rows, and whether keys are present."""
+    """What a reading lookup over several devices returns: rows, and whether keys are present.
+
+    `overflow` is as in :class:`ShardedResult`: above 0, a strict exchange has found nothing.
+    """
 
     values: Float[Array, "*batch dim"]
     found: Bool[Array, "*batch"]
+    overflow: Int32[Array, ""]
 
 
 class _Task(NamedTuple):
@@ -182,8 +186,10 @@ def look_up(
     task = _Task(exchange, items, bags, owners_pool, train, initial, measure)
     table, seen, route = _rounds(task, plan, table)
     counts, by_table = seen.counts, seen.by_table
-    if plan.hops and not plan.replicas:
+    if not plan.replicas:
         counts, by_table = jax.lax.psum((counts, by_table), exchange.axes)
+    else:
+        counts, by_table = agreed((counts, by_table), exchange.axes)
     groups = route.legs[0].groups if route.legs else None
     overflow = jnp.int32(0) if route.overflow is None else route.overflow
     values = checkpoint_name(seen.values, ROWS_NAME)
@@ -454,14 +460,14 @@ def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
 
         def second(_: jax.Array, now: jax.Array) -> jax.Array:
             again = [
-                _sent_wide(_only(now, _with_rows(each)), own, rows)
+                _sent_wide(_only(now, each), own, rows)
                 for (each, own), (_, rows) in zip(pairs, sent, strict=True)
             ]
             return _square_norm(again)
 
         total = vary(total, exchange.axes)
         total = _once_if(overflowed, second, total)
-    return total if exchange.replicas else jax.lax.psum(total, exchange.axes)
+    return (agreed if exchange.replicas else jax.lax.psum)(total, exchange.axes)
 
 
 def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, ""]:
@@ -504,20 +510,20 @@ def is_strict(result: Any) -> bool:
 
 def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
     """Results with their gradients; what ``jax.lax.scan`` stacked is taken apart."""
-    is_one = isinstance(result, ShardedResult)
+    is_one = isinstance(result, (ShardedResult, InsertResult))
     results = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
-    if not results or len(results) != len(gradients):
-        raise ValueError(
-            f"sharding.update: row_gradients must be one for each result, got {len(gradients)} for "
-            f"{len(results)} results"
-        )
     for each in results:
         if not isinstance(each, ShardedResult):
             raise TypeError(
                 "sharding.update: result must be what sharding.find_or_insert returned (or a "
                 f"sequence of such), got {type(each).__name__}"
             )
+    if not results or len(results) != len(gradients):
+        raise ValueError(
+            f"sharding.update: row_gradients must be one for each result, got {len(gradients)} for "
+            f"{len(results)} results"
+        )
     return [own for pair in zip(results, gradients, strict=True) for own in _apart(*pair)]
 
 
@@ -582,8 +588,10 @@ def _sent_wide(
 ) -> tuple[InsertResult, jax.Array]:
     """As :func:`_sent`, after a lookup whose keys overflowed: they are sent again, with room.
 
-    The owner's result has no slots yet. Gradients of bags need no room: they have been sent.
+    Keys that got no row are left out. The owner's result has no slots yet. Gradients of bags need
+    no room: they have been sent.
     """
+    result = _with_rows(result)
     route = result.route
     plan = _wide(route.plan, result.exchange, route.start)
     bag_count = 0 if result.bags is None else result.bags.splits.shape[0] - 1
@@ -599,7 +607,8 @@ def _sent_wide(
 
 
 def _located(table: Table, result: InsertResult) -> tuple[Table, InsertResult]:
-    """A result with the slots that its keys have now."""
+    """A result with the slots that its keys have now; of keys that are gone, any: it is stale."""
     groups = result.groups
     index, slots = _index.find(table.index, Keys(groups.keys), _index.all_of(groups))
+    slots = jnp.where(slots < 0, result.unique_slots, slots)
     return dataclasses.replace(table, index=index), result._replace(unique_slots=slots)

@@ -179,7 +179,7 @@ def find(
       fill: the row of absent keys: 0, or "initial" for the row that a key starts with.
 
     Returns:
-      The table, and rows with `found`.
+      The table, and rows with `found` and `overflow`.
     """
     call = "sharding.find"
     initial = pooled.is_initial(call, fill)
@@ -188,7 +188,7 @@ def find(
         exchange, table, flat, pools=False, train=False, initial=initial
     )
     values = result.values.reshape(*given.shape, table.dim)
-    return table, ShardedRows(values, _has_row(result).reshape(given.shape))
+    return table, ShardedRows(values, _has_row(result).reshape(given.shape), result.overflow)
 
 
 def _has_row(result: ShardedResult) -> Bool[Array, "*batch"]:
@@ -272,7 +272,7 @@ def find_pooled(
         initial=pooled.is_initial(call, fill),
     )
     values = result.values.reshape(*layout.batch, table.dim)
-    return table, ShardedRows(values, _has_row(result).reshape(layout.ids))
+    return table, ShardedRows(values, _has_row(result).reshape(layout.ids), result.overflow)
 
 
 def find_or_insert_pooled(

@@ -1,0 +1,252 @@
+"""Tables that move between numbers of devices, and where the parts of a table lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from many_devices import (
+    ADAM,
+    DIM,
+    GOLDEN,
+    Batch,
+    Case,
+    Many,
+    One,
+    assert_entries,
+    assert_same_bits,
+    assert_seen,
+    entries_of,
+    zipf_batch,
+)
+from oracle_sharding import owner_of
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+from jax_hkv.index import Policy
+from jax_hkv.sharding import Exchange, Placement
+
+ROOMY = 8192
+ON_EIGHT = Case(
+    capacity=ROOMY // 8,
+    options=(("choices", 2), ("admission", hkv.admission.frequency(2, width=2**12))),
+)
+TARGETS = {
+    "eight": ON_EIGHT,
+    "four": dataclasses.replace(ON_EIGHT, shape=(4,), capacity=ROOMY // 4),
+    "four under pmap": dataclasses.replace(ON_EIGHT, shape=(4,), capacity=ROOMY // 4, mode="pmap"),
+    "two by four": dataclasses.replace(
+        ON_EIGHT, exchange=Exchange(("node", "device")), shape=(2, 4), names=("node", "device")
+    ),
+    "four by two, the axes exchanged": dataclasses.replace(
+        ON_EIGHT, exchange=Exchange(("device", "node")), shape=(2, 4), names=("node", "device")
+    ),
+    "four and a further axis": dataclasses.replace(
+        ON_EIGHT, shape=(4, 2), names=("device", "model"), capacity=ROOMY // 4
+    ),
+}
+
+
+def batches(count):
+    rng = np.random.default_rng(3)
+    return [zipf_batch(rng, (400,)) for _ in range(count)]
+
+
+@cache
+def source(mode):
+    many = Many(dataclasses.replace(ON_EIGHT, mode=mode))
+    for batch in batches(8):
+        many.step(batch)
+    return sharding.export_entries(many.parts)
+
+
+def fill(exported, case):
+    """A table over devices with all entries, and the counts of the import."""
+    many = Many(case)
+    many.table, counts = sharding.import_entries(many.placement, many.table, exported)
+    return many, counts
+
+
+def assert_all_came(exported, tables, counts):
+    assert int(counts.unique) == int(counts.inserted) == len(exported.keys) > 100
+    assert int(counts.evicted) == int(counts.refused) == int(counts.hits) == 0
+    assert_same_bits(
+        jax.tree.map(np.asarray, entries_of(tables)),
+        jax.tree.map(np.asarray, sorted_by_key(exported)._replace(counters=None)),
+    )
+
+
+def sorted_by_key(exported):
+    order = np.argsort(exported.keys)
+    return exported._replace(
+        keys=exported.keys[order],
+        scores=exported.scores[order],
+        values=exported.values[order],
+        optimizer=tuple(leaf[order] for leaf in exported.optimizer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("pmap", "four"), *(("shard_map", name) for name in TARGETS)]
+)
+def test_entries_come_to_other_devices_with_all_that_they_have(mode, name):
+    exported = source(mode)
+    many, counts = fill(exported, TARGETS[name])
+    assert_all_came(exported, many.parts, counts)
+    for number, part in enumerate(many.parts):
+        keys = sharding.export_entries(part).keys
+        assert (owner_of(keys, len(many.parts)) == number).all()
+        assert int(part.optimizer.shared[0][0]) == 8
+
+
+def test_entries_come_to_one_device():
+    exported = source("shard_map")
+    table, counts = sharding.import_entries(None, ON_EIGHT.table(ROOMY), exported)
+    assert_all_came(exported, table, counts)
+
+
+@pytest.mark.parametrize("name", ["four", "four under pmap", "four by two, the axes exchanged"])
+def test_training_goes_on_after_resharding_as_if_nothing_had_happened(name):
+    """Sightings of absent keys too: two batches let in a key that was seen once before."""
+    many, _ = fill(source("shard_map"), TARGETS[name])
+    same = One(ON_EIGHT, ROOMY)
+    for batch in batches(8):
+        same.step(batch)
+    for batch in batches(14)[8:]:
+        assert_seen(many.step(batch), same.step(batch))
+    assert_entries(many.parts, same.table)
+
+
+# --- Tables with too little room -----------------------------------------------------------------
+
+
+def scored_entries(count):
+    """A table of one device with keys whose scores are in no order."""
+    options = (("policy", Policy.CUSTOM),)
+    one = One(Case(options=options), ROOMY)
+    keys = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
+    scores = np.random.default_rng(1).permutation(count).astype(np.uint64) + np.uint64(2**33)
+    one.step(Batch(keys, np.zeros((count, DIM), np.float32), None, scores))
+    return sharding.export_entries(one.table)
+
+
+@pytest.mark.parametrize("chunk", [65536, 100])
+def test_a_small_table_keeps_the_entries_of_highest_score_and_counts_the_others(chunk, monkeypatch):
+    monkeypatch.setattr("jax_hkv._entries._CHUNK", chunk)
+    exported = scored_entries(1000)
+    case = Case(shape=(4,), options=(("policy", Policy.CUSTOM),))  # a bucket on each device
+    many, counts = fill(exported, case)
+    expected = []
+    for part in range(4):
+        own = np.flatnonzero(owner_of(exported.keys, 4) == part)
+        assert len(own) > 128
+        expected += [*exported.keys[own[np.argsort(exported.scores[own])[-128:]]]]
+    assert sorted(entries_of(many.parts).keys) == sorted(expected)
+    assert int(counts.unique) == 1000
+    assert int(counts.inserted) - int(counts.evicted) == 512
+    assert int(counts.inserted) + int(counts.refused) == 1000
+
+
+def test_keys_that_are_present_are_overwritten():
+    exported = source("shard_map")
+    many, _ = fill(exported, ON_EIGHT)
+    doubled = exported._replace(values=2 * exported.values)
+    many.table, counts = sharding.import_entries(many.placement, many.table, doubled)
+    assert int(counts.hits) == len(exported.keys) and int(counts.inserted) == 0
+    np.testing.assert_array_equal(entries_of(many.parts).values, sorted_by_key(doubled).values)
+
+
+def test_an_empty_table_is_exported_and_imported():
+    exported = sharding.export_entries(Many(ON_EIGHT).parts)
+    assert exported.keys.shape == (0,) and exported.values.shape == (0, DIM)
+    many, counts = fill(exported, TARGETS["four"])
+    assert [int(count) for count in counts] == [0] * 5
+    assert int(hkv.size(many.table)) == 0
+
+
+def test_rows_of_another_shape_are_an_error():
+    table = ADAM.init(hkv.create(1024, DIM + 1))
+    with pytest.raises(ValueError, match="import_entries: exported must have rows.*same dim"):
+        sharding.import_entries(None, table, source("shard_map"))
+    with pytest.raises(ValueError, match="optimizer"):
+        sharding.import_entries(None, hkv.create(1024, DIM), source("shard_map"))
+
+
+def test_what_is_no_table_is_an_error():
+    with pytest.raises(TypeError, match=r"sharding\.export_entries"):
+        sharding.export_entries([np.zeros(3)])
+    with pytest.raises(ValueError, match="got none"):
+        sharding.export_entries([])
+
+
+# --- Where parts lie -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_parts_that_are_joined_are_the_table(name):
+    many = Many(TARGETS[name])
+    many.step(batches(1)[0])
+    again = many.placement.join(many.parts)
+    assert_same_bits(again, many.table)
+    shardings = [leaf.sharding.device_set for leaf in jax.tree.leaves(again)]
+    assert shardings == [leaf.sharding.device_set for leaf in jax.tree.leaves(many.table)]
+    many.table = again
+    many.step(batches(1)[0])
+
+
+def test_digests_see_every_leaf():
+    placement = Placement(jax.make_mesh((2,), ("device",)))
+    state = {"key": jax.random.key(0), "half": jnp.ones((4,), jnp.bfloat16), "on": jnp.bool_(True)}
+    first = placement.digests(state)
+    assert first.shape == (2, 2) and (first[0] == first[1]).all()
+    for name, other in {"key": jax.random.key(1), "on": jnp.bool_(False)}.items():
+        assert (placement.digests({**state, name: other}) != first).any()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_digests_are_compiled_once(mode, monkeypatch):
+    many = Many(Case(shape=(2,), mode=mode))
+    first = many.placement.digests(many.table)
+
+    def traced(_):
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("jax_hkv._placement.digest", traced)
+    again = Placement(many.placement.mesh, mode=mode).digests(many.table)
+    np.testing.assert_array_equal(again, first)
+
+
+def test_a_batch_of_wide_integers_that_would_be_cut_is_an_error():
+    if jax.config.jax_enable_x64:
+        pytest.skip("nothing is cut with x64 on")
+    placement = Placement(jax.make_mesh((2,), ("device",)))
+    wide = np.array([5, 2**40])
+    with pytest.raises(TypeError, match="Placement.put: .*int64.*Keys.from_numpy"):
+        placement.put({"ids": wide})
+    assert placement.put(np.array([5, -6])).tolist() == [5, -6]
+    assert placement.put(hkv.Keys.from_numpy(wide)).to_numpy().tolist() == wide.tolist()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_a_batch_that_cannot_be_split_is_an_error(mode):
+    placement = Placement(jax.make_mesh((4,), ("device",)), mode=mode)
+    with pytest.raises(ValueError, match=r"multiple of the devices, 4, got shape \[6, 2\].*valid="):
+        placement.put(np.zeros((6, 2)))
+    assert placement.put(np.zeros((8, 0))).size == 0
+
+
+def test_single_numbers_and_random_keys_of_a_batch_are_for_all_devices():
+    placement = Placement(jax.make_mesh((4,), ("device",)))
+    rate, key = placement.put((np.float32(0.5), jax.random.key(1)))
+    assert rate == np.float32(0.5) and key.shape == ()
+
+
+def test_sightings_are_the_same_after_moving_twice():
+    once, _ = fill(source("shard_map"), TARGETS["four"])
+    twice, _ = fill(sharding.export_entries(once.parts), ON_EIGHT)
+    for part in twice.parts:
+        np.testing.assert_array_equal(part.admission.counters, source("shard_map").counters)
