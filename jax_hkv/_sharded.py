@@ -511,7 +511,7 @@ def is_strict(result: Any) -> bool:
 def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
     """Results with their gradients; what ``jax.lax.scan`` stacked is taken apart."""
     is_one = isinstance(result, (ShardedResult, InsertResult))
-    results = [result] if is_one else list(result)
+    results: list[Any] = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:
         if not isinstance(each, ShardedResult):
