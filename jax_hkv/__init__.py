@@ -46,6 +46,7 @@ from jax_hkv.whole_table import (
 )
 
 if TYPE_CHECKING:
+    from jax_hkv import launch as launch
     from jax_hkv import linen as linen
     from jax_hkv import nnx as nnx
     from jax_hkv import plots as plots
@@ -107,7 +108,8 @@ __all__ = [
     "unique",
 ]
 
-_EXTRAS = ("linen", "nnx", "plots")  # each needs a package that jax_hkv itself does not
+# Most need a package that jax_hkv itself does not; `launch` is a program, too.
+_EXTRAS = ("launch", "linen", "nnx", "plots")
 
 
 def __getattr__(name: str) -> Any:

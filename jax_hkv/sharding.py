@@ -35,6 +35,7 @@ from jax_hkv._entries import Exported, export_entries, import_entries
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._placement import Mode, Placement, digest
+from jax_hkv._processes import synchronized
 from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
@@ -61,6 +62,7 @@ __all__ = [
     "import_entries",
     "owners",
     "skew_in",
+    "synchronized",
     "traffic",
     "update",
 ]

@@ -1,0 +1,171 @@
+"""One run of several processes: how they join, how they end, and how they keep step."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+Batch = TypeVar("Batch")
+
+ADDRESS = "JAX_HKV_COORDINATOR_ADDRESS"
+PROCESSES = "JAX_HKV_PROCESSES"
+PROCESS = "JAX_HKV_PROCESS"
+
+# A process that vanished is noticed by the latest of these; the others end 3 to 9 seconds later
+# (measured with JAX 0.10.2 and 0.12.0), and so within two minutes.
+INITIALIZATION_SECONDS = 90
+HEARTBEAT_SECONDS = 60
+SHUTDOWN_SECONDS = 60
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    initialization_timeout: int = INITIALIZATION_SECONDS,
+    heartbeat_timeout_seconds: int = HEARTBEAT_SECONDS,
+    shutdown_timeout_seconds: int = SHUTDOWN_SECONDS,
+    **others: Any,
+) -> None:
+    """Joins the processes of a run; does nothing in a run of one process.
+
+    As ``jax.distributed.initialize``, but its arguments may come from the launcher, CPU devices
+    talk through gloo, and when a process dies the others end, too, within two minutes: with a
+    status that is not zero and the cause in their logs. A process with an uncaught exception ends
+    at once, where JAX would wait for the others, and they for it.
+
+    Args:
+      coordinator_address: host and port of process 0; None: as the launcher says. Without a
+        launcher and any argument there is one process.
+      num_processes: of the run.
+      process_id: of this process, from 0.
+      initialization_timeout: seconds that processes wait for each other at the start.
+      heartbeat_timeout_seconds: after which a process that is not heard of counts as dead.
+      shutdown_timeout_seconds: that a process waits for the others at its end. Raise it if one of
+        them works on alone for longer than that after the last step.
+      **others: for ``jax.distributed.initialize``.
+
+    Raises:
+      RuntimeError: if JAX has devices already: call this before anything else of JAX.
+
+    Example:
+      >>> initialize()  # neither launched nor given an address: one process
+      >>> jax.process_count()
+      1
+    """
+    if coordinator_address is None and ADDRESS in os.environ:
+        coordinator_address = os.environ[ADDRESS]
+        num_processes, process_id = int(os.environ[PROCESSES]), int(os.environ[PROCESS])
+        others.setdefault("cluster_detection_method", "deactivate")
+    given = (coordinator_address, num_processes, process_id, *others.values())
+    if all(argument is None for argument in given):
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator_address,
+        num_processes,
+        process_id,
+        initialization_timeout=initialization_timeout,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=shutdown_timeout_seconds,
+        **others,
+    )
+    _leave_at_once_after_an_error()
+
+
+def _leave_at_once_after_an_error() -> None:
+    """An uncaught exception ends the process before JAX waits for the others at its exit.
+
+    They may sit in a collective that waits for this process, and would do so until both give up.
+    """
+    show = sys.excepthook
+    failed = threading.Event()
+
+    def show_and_remember(*error: Any) -> None:
+        show(*error)
+        failed.set()
+
+    def leave() -> None:
+        if failed.is_set():
+            print(
+                f"jax_hkv.launch: process {jax.process_index()} of {jax.process_count()} ends with "
+                "the error above. If that is a broken connection, another process ended first: "
+                "look for the cause in its log.",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = show_and_remember
+    atexit.register(leave)  # handlers run last in, first out: this one before JAX's
+
+
+def environment(
+    address: str, processes: int, process: int, devices: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment in which :func:`initialize` joins a process to the others.
+
+    Args:
+      address: of :func:`free_address`, the same for all.
+      processes: of the run.
+      process: which of them, from 0.
+      devices: of each: so many made of the CPU, or so many of the machine's GPUs, in order.
+      base: the environment without that.
+    """
+    flags = f"{base.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    own = range(process * devices, (process + 1) * devices)
+    return {
+        **base,
+        ADDRESS: address,
+        PROCESSES: str(processes),
+        PROCESS: str(process),
+        "XLA_FLAGS": flags.strip(),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own)),
+    }
+
+
+def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
+    """This process's batches, and empty ones until every process has run out.
+
+    A step over several processes needs all of them, as often as each other. Before each batch they
+    tell each other whether they have one, which is one byte of a process; nothing waits in a run of
+    one process. Prefetch what is given, not what is returned: collectives of two threads may meet
+    in another order elsewhere.
+
+    Args:
+      batches: of this process, all of the shapes of `empty`: pad a short last one, with a mask
+        (``valid=``) that says so.
+      empty: a batch whose mask is False everywhere.
+
+    Yields:
+      Batches, equally many on every process.
+
+    Example:
+      >>> none = np.zeros(2, np.int32), np.zeros(2, bool)
+      >>> given = [(np.array([7, 8], np.int32), np.ones(2, bool))]
+      >>> [ids.tolist() for ids, valid in synchronized(given, none)]
+      [[7, 8]]
+    """
+    own = iter(batches)
+    end = object()
+    while True:
+        batch = next(own, end)
+        if not _any_process(batch is not end):
+            return
+        yield empty if batch is end else batch  # pyright: ignore[reportReturnType]
+
+
+def _any_process(has_batch: bool) -> bool:
+    if jax.process_count() == 1:
+        return has_batch
+    return bool(np.any(multihost_utils.process_allgather(np.array([has_batch]))))

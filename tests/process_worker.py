@@ -1,0 +1,141 @@
+"""One process of tests/test_processes.py: trains a table that lies on the devices of all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_hkv as hkv
+
+LOCAL_DEVICES = 2
+BATCH = 16  # of one device
+LOCAL_BATCH = LOCAL_DEVICES * BATCH
+CAPACITY, DIM, IDS = 1024, 4, 300
+STEPS = (20, 17)  # of each part of the input: the second one is done first
+EMPTY_STEP, SHORT = 3, 5  # a step without ids, and the ids of the last one
+DEATH_STEP = 5
+OPTIMIZER = hkv.optim.adam(0.05)
+
+
+class Batch(NamedTuple):
+    """Ids with a mask, and what the gradient of their rows is made of."""
+
+    ids: Any
+    valid: Any
+    targets: Any
+
+
+NONE = Batch(
+    np.zeros(LOCAL_BATCH, np.int32),
+    np.zeros(LOCAL_BATCH, bool),
+    np.zeros((LOCAL_BATCH, DIM), np.float32),
+)
+
+
+def batches(part: int) -> Iterator[Batch]:
+    """A part of the input, one batch a step."""
+    random = np.random.default_rng(part)
+    for step in range(STEPS[part]):
+        count = SHORT if step == STEPS[part] - 1 else LOCAL_BATCH
+        count = 0 if (part, step) == (0, EMPTY_STEP) else count
+        yield Batch(
+            random.integers(0, IDS, LOCAL_BATCH).astype(np.int32),
+            np.arange(LOCAL_BATCH) < count,
+            random.normal(size=(LOCAL_BATCH, DIM)).astype(np.float32),
+        )
+
+
+def gradients_of(rows: Any, batch: Batch) -> Any:
+    """Of half the squared distance to the targets."""
+    return jnp.where(batch.valid[..., None], rows - batch.targets, 0)
+
+
+def backwards(batch: Batch) -> Batch:
+    """The same positions, the last one first."""
+    return Batch(*(leaf[::-1] for leaf in batch))
+
+
+def train_step(table: Any, batch: Batch) -> Any:
+    table, result = hkv.sharding.find_or_insert(
+        table, batch.ids, valid=batch.valid, axis_name="device"
+    )
+    gradients = gradients_of(result.values, batch)
+    return hkv.sharding.update(OPTIMIZER, table, result, gradients), result.counts
+
+
+def restored(placement: Any, exported: Any) -> Any:
+    """What a fresh table holds that is given what this process exported."""
+    table = placement.create(lambda: OPTIMIZER.init(hkv.create(CAPACITY // 4, DIM)))
+    table, counts = hkv.sharding.import_entries(placement, table, exported)
+    assert int(counts.inserted) == len(exported.keys)
+    return hkv.sharding.export_entries(placement.shards(table))
+
+
+def die(how: str) -> None:
+    print(f"ends by {how}", flush=True)
+    if how == "raise":
+        raise ValueError("the cause")
+    if how == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--mode", default="shard_map")
+    parser.add_argument("--restore", action="store_true", help="what was exported, too")
+    parser.add_argument("--other-order", action="store_true")
+    parser.add_argument("--death", nargs=2, metavar=("PROCESS", "HOW"), default=("-1", ""))
+    parser.add_argument("--heartbeat", type=int, help="seconds, instead of the library's")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    if given.other_order and os.environ["JAX_HKV_PROCESS"] == "0":
+        time.sleep(1)  # process 1 is there before its coordinator
+    others = {"heartbeat_timeout_seconds": given.heartbeat} if given.heartbeat else {}
+    hkv.launch.initialize(**others)
+    own = jax.process_index()
+    placement = hkv.sharding.Placement(jax.make_mesh((4,), ("device",)), mode=given.mode)
+    table = placement.create(lambda: OPTIMIZER.init(hkv.create(CAPACITY // 4, DIM)))
+    step = placement.step(train_step)
+    steps = 0
+    part = 1 - own if given.other_order else own
+    for batch in hkv.sharding.synchronized(batches(part), NONE):
+        batch = backwards(batch) if given.other_order else batch
+        table, counts = step(table, placement.put(batch))
+        steps += 1
+        if steps == DEATH_STEP and own == int(given.death[0]):
+            die(given.death[1])
+    digests = placement.digests(table)
+    exported = hkv.sharding.export_entries(placement.shards(table))
+    again = restored(placement, exported) if given.restore else exported
+    np.savez(
+        given.folder / f"{own}.npz",
+        keys=exported.keys,
+        scores=exported.scores,
+        values=exported.values,
+        restored=again.keys,
+        restored_values=again.values,
+        digests=digests,
+        steps=steps,
+        hits=int(counts.hits),
+        **{f"optimizer{number}": leaf for number, leaf in enumerate(exported.optimizer)},
+    )
+    print(f"trained {steps} steps on {len(jax.devices())} devices", flush=True)
+
+
+if __name__ == "__main__":
+    main()
