@@ -74,7 +74,9 @@ sanitizers() {
 
 benchmarks() {
   "$python" benchmarks/train_step.py --out "$out/train_step.json" &&
-    "$python" benchmarks/table.py --budget 240 --out "$out/table.json"
+    "$python" benchmarks/soak.py --seconds 60 --out "$out/soak.json" &&
+    "$python" benchmarks/scaling.py --budget 60 --out "$out/scaling.json" &&
+    "$python" benchmarks/table.py --budget 200 --out "$out/table.json"
 }
 
 readonly SKIPPED=77 # as automake's tests say it

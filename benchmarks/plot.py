@@ -1,4 +1,4 @@
-"""Draws what benchmarks/results/table.json holds, one picture a number of candidate buckets.
+"""Draws what the records of table.py (a picture a number of candidate buckets) and scaling.py hold.
 
 python benchmarks/plot.py [RESULTS.json] [--out FOLDER]
 """
@@ -45,6 +45,25 @@ def draw(record: dict[str, Any], choices: int, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_scaling(record: dict[str, Any], path: Path) -> None:
+    """Two panels: keys a second against the slots of the table, and against the keys of a batch."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
+    for axis, sweep in zip(axes, ("slots", "batch"), strict=True):
+        points = record[sweep]
+        for name in dict.fromkeys(name for point in points for name in point["operations"]):
+            rates = [point["operations"][name]["keys_per_second"] / 1e9 for point in points]
+            axis.plot([point[sweep] for point in points], rates, marker="o", label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel({"slots": "slots of the table", "batch": "keys of a batch"}[sweep])
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylabel("billion keys/s")
+    axes[0].legend()
+    figure.suptitle(f"{record['device']}, dim {record['dim']}, commit {record['commit'][:9]}")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -53,6 +72,10 @@ def main() -> None:
     options = parser.parse_args()
     record = json.loads(options.results.read_text())
     options.out.mkdir(parents=True, exist_ok=True)
+    if "cases" not in record:
+        draw_scaling(record, options.out / "scaling.png")
+        print(options.out / "scaling.png")
+        return
     for choices in sorted({case["choices"] for case in record["cases"]}):
         path = options.out / f"table_choices_{choices}.png"
         draw(record, choices, path)

@@ -39,3 +39,21 @@ def test_training_steps_are_measured(tmp_path):
     record = run("train_step.py", tmp_path / "train_step.json", *sizes)
     assert 0 < record["ten tables adam"]["unique"] < 1000
     assert record["dcnv2"]["samples_per_second"] > 0
+
+
+def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]
+    record = run("scaling.py", tmp_path / "scaling.json", *sizes)
+    assert [point["slots"] for point in record["slots"]] == [2**11, 2**12]
+    assert [point["batch"] for point in record["batch"]] == [64, 128, 256]
+    assert record["left_out"] == []
+    command = [sys.executable, str(BENCHMARKS / "plot.py"), str(tmp_path / "scaling.json")]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=300)
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
+    record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
+    assert record["steps"] == 96 and len(record["compared"]) == 2
+    assert record["digest"][0] != record["digest"][1]
