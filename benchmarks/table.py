@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,7 +178,7 @@ def operations(dim: int, batch: int) -> Iterator[tuple[str, str, bool, Callable[
 
 
 def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]:
-    """Bytes a second of a plain copy, and of XLA's gather of random rows."""
+    """Bytes a second of a plain copy, of XLA's gather of random rows, and of a plain kernel's."""
     values = jnp.ones((slots, dim), jnp.float32)
     places = jax.random.randint(jax.random.key(1), (batch,), 0, slots)
     gather = jax.jit(lambda values, places: values[places])
@@ -188,10 +189,16 @@ def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]
         return measure.median(runs) / IN_A_ROW
 
     part = values[: min(slots, 2**28 // (4 * dim))]
-    return {
+    found = {
         "copy": 2 * part.nbytes / fastest(lambda: copy(part)),
         "xla gather": 2 * 4 * dim * batch / fastest(lambda: gather(values, places)),
     }
+    del values, part
+    if options.gather is not None:
+        command = [str(options.gather), str(dim), str(slots), str(batch)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found["random gather"] = float(done.stdout)
+    return found
 
 
 def check(table: hkv.Table, offered: int, rng: Any) -> None:
@@ -244,6 +251,7 @@ def main() -> None:
     add("--batch", type=int, default=2**20)
     add("--runs", type=int, default=measure.RUNS)
     add("--budget", type=float, default=400.0, help="seconds (%(default)s)")
+    add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
     add("--out", type=Path, default=measure.RESULTS / "table.json")
     options = parser.parse_args()
     begin = time.perf_counter()

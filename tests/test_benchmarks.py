@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,12 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
     assert record["steps"] == 96 and len(record["compared"]) == 2
     assert record["digest"][0] != record["digest"][1]
+
+
+def test_the_plain_gather_of_random_rows_compiles(tmp_path):
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    source = str(BENCHMARKS / "random_gather.cu")
+    command = [nvcc, "-std=c++20", "-arch=sm_90", "-Werror=all-warnings", "-c", source]
+    subprocess.run([*command, "-o", str(tmp_path / "gather.o")], check=True, timeout=300)

@@ -1,0 +1,80 @@
+// The ceiling of row operations: random rows of float32 are read from a large array and written one after
+// the other, 16 bytes a thread, with nothing else to do. Prints the bytes moved in a second.
+//
+//     nvcc -O3 -arch=native random_gather.cu -o random_gather && ./random_gather DIM ROWS BATCH
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRuns = 9;
+constexpr int kInARow = 10;
+
+void require(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+// SplitMix64: random places, equal on every run.
+uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    gather(const float4* rows, const int32_t* places, float4* out, int64_t fours, int64_t count) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  out[i] = rows[places[i / fours] * fours + i % fours];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4 || std::atoll(argv[1]) % 4 != 0) {
+    std::fprintf(stderr, "usage: random_gather DIM ROWS BATCH, DIM a multiple of 4\n");
+    return 2;
+  }
+  const int64_t fours = std::atoll(argv[1]) / 4;
+  const int64_t rows = std::atoll(argv[2]);
+  const int64_t batch = std::atoll(argv[3]);
+  float4* values = nullptr;
+  float4* out = nullptr;
+  int32_t* places = nullptr;
+  require(cudaMalloc(&values, sizeof(float4) * fours * rows), "rows");
+  require(cudaMalloc(&out, sizeof(float4) * fours * batch), "result");
+  require(cudaMalloc(&places, sizeof(int32_t) * batch), "places");
+  require(cudaMemset(values, 1, sizeof(float4) * fours * rows), "cudaMemset");
+  std::vector<int32_t> random(static_cast<size_t>(batch));
+  for (int64_t i = 0; i < batch; ++i) {
+    random[static_cast<size_t>(i)] =
+        static_cast<int32_t>(mix(static_cast<uint64_t>(i)) % static_cast<uint64_t>(rows));
+  }
+  require(cudaMemcpy(places, random.data(), sizeof(int32_t) * batch, cudaMemcpyHostToDevice), "upload");
+  cudaEvent_t begin, end;
+  require(cudaEventCreate(&begin), "cudaEventCreate");
+  require(cudaEventCreate(&end), "cudaEventCreate");
+  const int64_t count = fours * batch;
+  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+  std::vector<double> seconds;
+  for (int run = 0; run < kRuns; ++run) {
+    require(cudaEventRecord(begin), "cudaEventRecord");
+    for (int i = 0; i < kInARow; ++i) gather<<<blocks, kThreads>>>(values, places, out, fours, count);
+    require(cudaEventRecord(end), "cudaEventRecord");
+    require(cudaEventSynchronize(end), "the kernel");
+    float milliseconds = 0;
+    require(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
+    seconds.push_back(milliseconds / 1e3 / kInARow);
+  }
+  std::sort(seconds.begin(), seconds.end());
+  std::printf("%.6g\n", 2.0 * sizeof(float4) * static_cast<double>(count) / seconds[kRuns / 2]);
+}
