@@ -178,7 +178,7 @@ def operations(dim: int, batch: int) -> Iterator[tuple[str, str, bool, Callable[
 
 
 def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]:
-    """Bytes a second of a plain copy, of XLA's gather of random rows, and of a plain kernel's."""
+    """Bytes a second of a plain copy, and of XLA's gather of random rows."""
     values = jnp.ones((slots, dim), jnp.float32)
     places = jax.random.randint(jax.random.key(1), (batch,), 0, slots)
     gather = jax.jit(lambda values, places: values[places])
@@ -189,16 +189,16 @@ def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]
         return measure.median(runs) / IN_A_ROW
 
     part = values[: min(slots, 2**28 // (4 * dim))]
-    found = {
+    return {
         "copy": 2 * part.nbytes / fastest(lambda: copy(part)),
         "xla gather": 2 * 4 * dim * batch / fastest(lambda: gather(values, places)),
     }
-    del values, part
-    if options.gather is not None:
-        command = [str(options.gather), str(dim), str(slots), str(batch)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found["random gather"] = float(done.stdout)
-    return found
+
+
+def plain_gather(program: Path, dim: int, slots: int, batch: int) -> float:
+    """Bytes a second of a kernel that does nothing but gather random rows."""
+    command = [str(program), str(dim), str(slots), str(batch)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def check(table: hkv.Table, offered: int, rng: Any) -> None:
@@ -263,7 +263,9 @@ def main() -> None:
     }
     for dim in options.dims:
         slots = options.slots if dim < 64 else options.slots // 2
-        record["ceilings"][str(dim)] = ceilings(dim, slots, options.batch, options)
+        record["ceilings"][str(dim)] = found = ceilings(dim, slots, options.batch, options)
+        if options.gather is not None:
+            found["random gather"] = plain_gather(options.gather, dim, slots, options.batch)
     cases = [
         Case(dim, load, choices)
         for choices in options.choices
