@@ -200,6 +200,8 @@ def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) 
     if exchange.partial is False or exchange.replicas or is_weighted or bags is None:
         return False
     rows = bags.splits.shape[0] - 1
+    if not rows:
+        return False  # XLA gathers nothing of none
     return bool(exchange.partial) or rows < plan.hops[0].places
 
 
@@ -438,7 +440,7 @@ def is_sharded(result: Any) -> bool:
 def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
     """Results with their gradients; what ``jax.lax.scan`` stacked is taken apart."""
     is_one = isinstance(result, (ShardedResult, InsertResult))
-    results = [result] if is_one else list(result)
+    results: list[Any] = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:
         if not isinstance(each, ShardedResult):
