@@ -303,7 +303,7 @@ def mesh_of(case, kind):
     [*((name, "Explicit") for name in TYPED), ("plain", "Auto"), ("levels", "Auto")],
 )
 def test_a_typed_shard_map_by_hand_is_one_table(name, kind, rng):
-    """The types say that counts, overflow and norm are the same on every device."""
+    """30: axes are Auto or Explicit; counts, overflow and norm have the type of equal values."""
     case = TYPED[name]
     mesh, spec = mesh_of(case, kind), P(case.exchange.axes)
     placement, one = Placement(mesh), One(case, ROOMY)
