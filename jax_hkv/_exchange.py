@@ -230,7 +230,7 @@ def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = Fa
 def _room(mean: float, exchange: Exchange, most: int) -> int:
     """Places for a number of keys of this mean, at most as many as there are keys."""
     if exchange.replicas and exchange.distinct == 1.0:
-        return most
+        return max(1, most)
     wanted = math.ceil(exchange.slack * mean + _DEVIATIONS * math.sqrt(mean))
     return max(1, min(most, wanted))
 

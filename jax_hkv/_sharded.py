@@ -238,6 +238,8 @@ def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) 
     if exchange.partial is False or exchange.replicas or is_weighted or bags is None:
         return False
     rows = bags.splits.shape[0] - 1
+    if not rows:
+        return False  # XLA gathers nothing of none
     return bool(exchange.partial) or rows < plan.hops[0].places
 
 

@@ -54,7 +54,6 @@ class Case:
       attracted: whether the loss pulls rows to the slopes; otherwise the slopes are the gradients.
       options: of the table.
       scored: whether steps are given scores.
-      seed: of the batches.
     """
 
     exchange: Exchange = Exchange("device")
@@ -66,7 +65,6 @@ class Case:
     attracted: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     scored: bool = False
-    seed: int = 0
 
     @property
     def mesh(self) -> Any:
@@ -106,6 +104,9 @@ def looked_up(module: Any, case: Case, table: hkv.Table, batch: Batch, **axis: A
 
 
 def everywhere(case: Case, array: jax.Array) -> jax.Array:
+    """The batches of all devices; XLA gathers nothing of none."""
+    if not array.shape[0]:
+        return array
     return jax.lax.all_gather(array, case.exchange.axes, tiled=True)
 
 
@@ -170,7 +171,8 @@ class One:
     """A table of one device."""
 
     def __init__(self, case: Case, capacity: int | None = None):
-        self.case = case
+        # One compiled step for all cases that ask the same of one device.
+        self.case = Case(combiner=case.combiner, attracted=case.attracted)
         self.table = case.table(capacity)
 
     def step(self, batch: Batch) -> Seen:

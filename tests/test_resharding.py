@@ -33,7 +33,7 @@ from jax_hkv.sharding import Exchange, Placement
 ROOMY = 8192
 ON_EIGHT = Case(
     capacity=ROOMY // 8,
-    options=(("choices", 2), ("admission", hkv.admission.frequency(2, width=2**12))),
+    options=(("choices", 2), ("admission", hkv.admission.frequency(2, width=2**16))),
 )
 TARGETS = {
     "eight": ON_EIGHT,

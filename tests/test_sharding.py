@@ -59,9 +59,10 @@ def trained(case, kind=Many):
     return table, [table.step(batch) for batch in batches(case.combiner)]
 
 
-@pytest.mark.parametrize("combiner", [None, "mean"])
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("devices", "combiner"), [(1, None), (2, None), (4, None), (8, None), (2, "mean"), (8, "mean")]
+)
 def test_training_on_many_devices_is_training_on_one(devices, mode, combiner):
     many, seen = trained(training(combiner, devices, mode))
     one, expected = trained(dataclasses.replace(training(combiner), capacity=ROOMY), One)
@@ -148,7 +149,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Others stand for these in the run of every day.
+SLOW = {
+    "EPOCH_LRU",
+    "LFU, not merged",
+    "LRU under pmap",
+    "a further axis outside",
+    "admission by chance",
+    "bfloat16, not merged",
+    "levels at once",
+    "levels of which one has one device",
+    "three devices",
+}
+assert set(CASES) >= SLOW
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_each_part_is_a_table_fed_its_own_keys(name, rng):
     case = CASES[name]
     many, apart = Many(case), Apart(case)
@@ -162,5 +180,5 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
         lost += int(seen.counts.evicted + seen.counts.refused)
         overflow += int(seen.overflow)
     assert lost > 0
-    assert (overflow > 0) == (case.exchange.distinct < 1)
+    assert overflow > 0 or case.exchange.distinct == 1  # keys that are not merged may overflow
     assert_same_bits(many.parts, [one.table for one in apart.ones])
