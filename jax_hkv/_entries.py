@@ -50,7 +50,8 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
     """All entries of a table, or of the parts of a table. For use between steps.
 
     Args:
-      tables: a table of one device, or what :meth:`Placement.shards` returned of one.
+      tables: a table of one device, or what :meth:`Placement.shards` returned of one; of replicas,
+        one of them (``shards(table)[0]``).
 
     Returns:
       The entries, part by part in the order of slots.
@@ -117,7 +118,7 @@ def _chunks(table: Table) -> Any:
 
 
 def import_entries(
-    placement: Placement | None, table: Table, exported: Exported
+    placement: Placement | None, table: Table, exported: Exported, *, replicas: bool = False
 ) -> tuple[Table, Counts]:
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
@@ -129,13 +130,14 @@ def import_entries(
       placement: of the table, or None for a table of one device.
       table: to fill, usually empty; it is used up.
       exported: of :func:`export_entries`; every process gives all entries.
+      replicas: whether every device holds the whole table, and so gets all entries.
 
     Returns:
       The table, and counts over this process's devices: `evicted` and `refused` entries found no
       room.
 
     Raises:
-      ValueError: if rows or optimizer rows have another shape than the table's.
+      ValueError: if rows, optimizer rows or sightings have another shape than the table's.
 
     Example:
       >>> import jax_hkv as hkv
@@ -149,10 +151,10 @@ def import_entries(
         _check_fits(part, exported)
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     filled = []
+    devices = 1 if placement is None or replicas else placement.devices
     numbers = [0] if placement is None else placement.local_parts
     for number, part in zip(numbers, parts, strict=True):
-        devices = 1 if placement is None else placement.devices
-        mine = _owned(exported, number, devices)
+        mine = _owned(exported, number % devices, devices)
         part, counts = _fill(part, mine)
         filled.append(part)
         total = _plus(total, counts)
@@ -161,14 +163,28 @@ def import_entries(
 
 def _check_fits(table: Table, exported: Exported) -> None:
     check_table("sharding.import_entries", table)
-    rows = table.optimizer.rows if table.optimizer else ()
-    wanted = [(leaf.shape[1:], np.dtype(leaf.dtype)) for leaf in (table.values, *rows)]
-    given = [(leaf.shape[1:], leaf.dtype) for leaf in (exported.values, *exported.optimizer)]
-    if wanted != given:
+    rows, shared = (table.optimizer.rows, table.optimizer.shared) if table.optimizer else ((), ())
+    wanted = [leaf.shape[1:] for leaf in (table.values, *rows)], _kinds((table.values, *rows))
+    given = (
+        [leaf.shape[1:] for leaf in (exported.values, *exported.optimizer)],
+        _kinds((exported.values, *exported.optimizer)),
+    )
+    if wanted != given or _kinds(shared) != _kinds(exported.shared):
         raise ValueError(
             "sharding.import_entries: exported must have rows and optimizer rows like the table's, "
             f"{wanted}, got {given}: create the table with the same dim, dtype and optimizer"
         )
+    own = None if table.admission is None else table.admission.counters
+    if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
+        raise ValueError(
+            "sharding.import_entries: exported must have sightings like the table's, "
+            f"{list(own.shape)}, got {list(exported.counters.shape)}: create the table with the "
+            "same admission, or import exported._replace(counters=None), which forgets them"
+        )
+
+
+def _kinds(leaves: Any) -> list[Any]:
+    return [np.dtype(leaf.dtype) for leaf in leaves]
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:

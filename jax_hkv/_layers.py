@@ -194,6 +194,12 @@ class Devices(NamedTuple):
                 f"train_step: {where} was looked up without an axis name, so that every device "
                 f"trains a table of its own: give its layer axis_name={self.axes[-1]!r}"
             )
+        for each in results if self.axes else ():
+            if set(each.exchange.axes) != set(self.axes):
+                raise ValueError(
+                    f"train_step: {where} was looked up over the axes {each.exchange.axes}, but "
+                    f"the placement spreads it over {self.axes}: name the same axes in both"
+                )
         overflow = sum((jnp.sum(each.overflow) for each in results), 0) if self.axes else 0
         own = metrics.of(table, results, overflow)
         return own._replace(load_factor=self.mean(own.load_factor), skipped=self.total(own.skipped))

@@ -183,8 +183,14 @@ def look_up(
     if owners_pool and plan.hops and bags is not None:
         items = items._replace(bags=bags.sources, weights=bags.weights)
     items = vary(items, exchange.axes)
-    task = _Task(exchange, items, bags, owners_pool, train, initial, measure)
+    # JAX does not differentiate loops backward: what weights are multiplied with leaves them first.
+    pools_later = pools and not owners_pool and is_weighted and _may_repeat(plan, exchange)
+    own_bags = None if pools_later else bags
+    task = _Task(exchange, items, own_bags, owners_pool, train, initial, measure)
     table, seen, route = _rounds(task, plan, table)
+    if pools_later and bags is not None:
+        slots = jnp.where(batch.valid, _rows.positions(positions), NO_SLOT)
+        seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags))
     counts, by_table = seen.counts, seen.by_table
     if not plan.replicas:
         counts, by_table = jax.lax.psum((counts, by_table), exchange.axes)
@@ -243,6 +249,11 @@ def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) 
     return bool(exchange.partial) or rows < plan.hops[0].places
 
 
+def _may_repeat(plan: Plan, exchange: Exchange) -> bool:
+    """Whether a second round stands in the program."""
+    return not plan.is_complete and not exchange.strict
+
+
 def _counts_occurrences(table: Table) -> bool:
     rule = None if table.admission is None else table.admission.rule
     return table.policy in _COUNTING or isinstance(rule, Frequency)
@@ -259,8 +270,9 @@ def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]
         arrived = arrived._replace(valid=arrived.valid & (overflow == 0))
     table, seen, owner = _round(task, plan, table, legs, arrived)
     route = Route(plan, legs, owner, task.items, overflow)
-    if overflow is None or task.exchange.strict:
+    if not _may_repeat(plan, task.exchange):
         return table, seen, route
+    assert overflow is not None
 
     def second(state: tuple[Table, _Seen], now: jax.Array) -> tuple[Table, _Seen]:
         wide = _wide(plan, task.exchange, task.items)
@@ -521,6 +533,11 @@ def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
                 "sharding.update: result must be what sharding.find_or_insert returned (or a "
                 f"sequence of such), got {type(each).__name__}"
             )
+    if len({each.exchange.strict for each in results}) > 1:
+        raise ValueError(
+            "sharding.update: the results of one update must come from exchanges that are all "
+            "strict, or all not; got both: update with each kind by itself"
+        )
     if not results or len(results) != len(gradients):
         raise ValueError(
             f"sharding.update: row_gradients must be one for each result, got {len(gradients)} for "

@@ -124,14 +124,15 @@ def _weights(result: InsertResult) -> jax.Array:
 
 def listed(result: Any, row_gradients: Any) -> tuple[list[InsertResult], list[Any]]:
     """Checked results and gradients as lists; what ``jax.lax.scan`` stacked is taken apart."""
-    is_one = isinstance(result, InsertResult)
+    is_one = isinstance(result, InsertResult) or hasattr(result, "_fields")
     results = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:
         if not isinstance(each, InsertResult):
             raise TypeError(
                 "optim.update: result must be what find_or_insert returned (or a sequence of "
-                f"such), got {type(each).__name__}"
+                f"such), got {type(each).__name__}: results of a table over several devices go to "
+                "jax_hkv.sharding.update"
             )
     if not results or len(results) != len(gradients):
         raise ValueError(

@@ -69,7 +69,7 @@ class Case:
     @property
     def mesh(self) -> Any:
         count = int(np.prod(self.shape))
-        return jax.make_mesh(self.shape, self.names, devices=jax.devices()[:count])
+        return jax.make_mesh(self.shape, self.names, devices=jax.devices("cpu")[:count])
 
     @property
     def placement(self) -> Placement:

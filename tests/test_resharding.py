@@ -199,7 +199,7 @@ def test_parts_that_are_joined_are_the_table(name):
 
 
 def test_digests_see_every_leaf():
-    placement = Placement(jax.make_mesh((2,), ("device",)))
+    placement = Placement(jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2]))
     state = {"key": jax.random.key(0), "half": jnp.ones((4,), jnp.bfloat16), "on": jnp.bool_(True)}
     first = placement.digests(state)
     assert first.shape == (2, 2) and (first[0] == first[1]).all()
@@ -223,7 +223,7 @@ def test_digests_are_compiled_once(mode, monkeypatch):
 def test_a_batch_of_wide_integers_that_would_be_cut_is_an_error():
     if jax.config.jax_enable_x64:
         pytest.skip("nothing is cut with x64 on")
-    placement = Placement(jax.make_mesh((2,), ("device",)))
+    placement = Placement(jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2]))
     wide = np.array([5, 2**40])
     with pytest.raises(TypeError, match="Placement.put: .*int64.*Keys.from_numpy"):
         placement.put({"ids": wide})
@@ -233,14 +233,16 @@ def test_a_batch_of_wide_integers_that_would_be_cut_is_an_error():
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_a_batch_that_cannot_be_split_is_an_error(mode):
-    placement = Placement(jax.make_mesh((4,), ("device",)), mode=mode)
+    placement = Placement(
+        jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]), mode=mode
+    )
     with pytest.raises(ValueError, match=r"multiple of the devices, 4, got shape \[6, 2\].*valid="):
         placement.put(np.zeros((6, 2)))
     assert placement.put(np.zeros((8, 0))).size == 0
 
 
 def test_single_numbers_and_random_keys_of_a_batch_are_for_all_devices():
-    placement = Placement(jax.make_mesh((4,), ("device",)))
+    placement = Placement(jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]))
     rate, key = placement.put((np.float32(0.5), jax.random.key(1)))
     assert rate == np.float32(0.5) and key.shape == ()
 
@@ -250,3 +252,22 @@ def test_sightings_are_the_same_after_moving_twice():
     twice, _ = fill(sharding.export_entries(once.parts), ON_EIGHT)
     for part in twice.parts:
         np.testing.assert_array_equal(part.admission.counters, source("shard_map").counters)
+
+
+def test_every_replica_gets_all_entries():
+    exported = source("shard_map")
+    placement = Placement(dataclasses.replace(ON_EIGHT, shape=(2,)).mesh)
+    options = dict(ON_EIGHT.options)
+    table = placement.create(lambda: ADAM.init(hkv.create(ROOMY, DIM, **options)))
+    table, counts = sharding.import_entries(placement, table, exported, replicas=True)
+    assert int(counts.inserted) == 2 * len(exported.keys)
+    assert placement.replicas_agree(table)
+    copy = sharding.export_entries(placement.shards(table)[1])
+    assert sorted(copy.keys.tolist()) == sorted(exported.keys.tolist())
+
+
+def test_sightings_of_another_shape_are_refused():
+    rule = hkv.admission.frequency(2, width=64)
+    table = ADAM.init(hkv.create(128, DIM, admission=rule))
+    with pytest.raises(ValueError, match="sightings like the table's.*forgets them"):
+        sharding.import_entries(None, table, source("shard_map"))

@@ -100,6 +100,22 @@ class Nnx(nnx.Module):
         return self.out(nnx.relu(self.hidden(hidden)))[:, 0]
 
 
+class Small(nn.Module):
+    axis_name: object = None
+
+    @nn.compact
+    def __call__(self, batch, *, train=False):
+        layer = hkv.linen.Embed(1024, 4, optimizer=OPTIMIZER, axis_name=self.axis_name)
+        return nn.Dense(1)(layer(batch["user"], train=train))[:, 0]
+
+
+def small_state(placement, axis_name=AXIS):
+    example = jax.tree.map(lambda leaf: leaf[: BATCH // placement.devices], next(batches()))
+    return placement.create(
+        lambda: hkv.linen.TrainState.create(Small(axis_name), jax.random.key(0), example, tx=DENSE)
+    )
+
+
 def ids(rng, *shape):
     return hkv.Keys.from_numpy(rng.zipf(1.3, shape).astype(np.uint64) * np.uint64(0x9E3779B9))
 
@@ -219,8 +235,9 @@ def assert_equal_training(kind, placement, state, infos, tolerance=1e-6):
     assert reports(infos) == reports(expected_infos)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("shard_map", 1), ("shard_map", 8), ("pmap", 2), ("pmap", 8)]
+)
 def test_a_linen_model_trains_on_several_devices_as_on_one(mode, devices):
     placement = Placement(mesh_of(devices), mode=mode)
     state, infos = train_linen(placement, AXIS)
@@ -380,10 +397,7 @@ def test_batches_of_other_data_are_not_traced_again():
         return linen_loss(apply, batch)
 
     placement = Placement(mesh_of(2))
-    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(Linen(AXIS), jax.random.key(0), example, tx=DENSE)
-    )
+    state = small_state(placement)
     step = hkv.linen.train_step(counted, placement=placement)
     seen = []
     for batch in batches(count=3):
@@ -394,10 +408,7 @@ def test_batches_of_other_data_are_not_traced_again():
 
 def test_aux_has_a_leading_axis_for_the_devices():
     placement = Placement(mesh_of(2))
-    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(Linen(AXIS), jax.random.key(0), example, tx=DENSE)
-    )
+    state = small_state(placement)
 
     def loss(apply, batch):
         return linen_loss(apply, batch), {"labels": batch["labels"]}
@@ -410,10 +421,7 @@ def test_aux_has_a_leading_axis_for_the_devices():
 
 def test_a_layer_without_an_axis_name_in_a_step_of_many_devices_is_an_error():
     placement = Placement(mesh_of(2))
-    example = jax.tree.map(lambda leaf: leaf[: BATCH // 2], next(batches()))
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(Linen(), jax.random.key(0), example, tx=DENSE)
-    )
+    state = small_state(placement, None)
     step = hkv.linen.train_step(linen_loss, placement=placement)
     with pytest.raises(ValueError, match="without an axis name.* axis_name='device'"):
         step(state, placement.put(next(batches())))
@@ -423,3 +431,23 @@ def test_a_layer_outside_of_its_mesh_says_where_it_belongs():
     layer = hkv.linen.Embed(128, 4, axis_name=AXIS)
     with pytest.raises(NameError, match=r"inside jax\.shard_map or jax\.pmap"):
         layer.init(jax.random.key(0), jnp.arange(4))
+
+
+def test_a_layer_over_other_axes_than_the_placement_is_an_error():
+    placement = Placement(mesh_of(8, 2, 4))
+    state = small_state(placement, AXIS)
+    step = hkv.linen.train_step(linen_loss, placement=placement)
+    with pytest.raises(ValueError, match="looked up over the axes.*name the same axes"):
+        step(state, placement.put(next(batches())))
+
+
+def test_an_optimizer_of_one_device_says_who_updates_a_table_of_several():
+    placement = Placement(mesh_of(2))
+
+    def step(table, keys):
+        table, result = hkv.sharding.find_or_insert(table, keys, axis_name=AXIS)
+        return OPTIMIZER.update(table, result, result.values), 0
+
+    table = placement.create(lambda: OPTIMIZER.init(hkv.create(128, 4)))
+    with pytest.raises(TypeError, match=r"got ShardedResult.*jax_hkv\.sharding\.update"):
+        placement.step(step)(table, placement.put(np.arange(4, dtype=np.int32)))

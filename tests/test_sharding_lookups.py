@@ -304,7 +304,7 @@ def test_the_measured_share_of_distinct_keys_leaves_room_for_all(rng):
 
 def trace(fn):
     """Traces a function of a part of a table inside shard_map."""
-    placement = Placement(jax.make_mesh((2,), ("device",)))
+    placement = Placement(jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2]))
     table = placement.create(FOUR.table)
     return placement.step(lambda table: (fn(table), 0))(table)
 
@@ -363,7 +363,7 @@ def test_slack_is_above_0(value):
 
 
 def test_a_placement_names_axes_of_its_mesh_and_a_mode():
-    mesh = jax.make_mesh((2, 2), AXES)
+    mesh = jax.make_mesh((2, 2), AXES, devices=jax.devices("cpu")[:4])
     with pytest.raises(ValueError, match=r"must name axes of the mesh, .*'node'.*got 'model'"):
         Placement(mesh, "model")
     with pytest.raises(ValueError, match="mode must be one of .*'shard_map', 'pmap'.*got 'vmap'"):
