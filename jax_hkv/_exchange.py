@@ -22,11 +22,13 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import vary
 from jax_hkv._keys import Keys, as_keys
-from jax_hkv.index import NO_SLOT, Groups
+from jax_hkv.index import MAX_SLOTS, NO_SLOT, Groups
 
 # Room beyond the expected number of keys for a peer, in standard deviations: keys are spread by a
 # hash, so their number is binomial, and six deviations are passed once in 10**9 times.
 _DEVIATIONS = 6.0
+_WORD = 4  # bytes
+_DIGIT = 16  # values of a digit, when the number of an owner is found digit by digit
 
 
 @jax.tree_util.register_static
@@ -145,10 +147,14 @@ def owners(keys: Any, devices: int) -> Int32[Array, "*batch"]:
     flat = given.reshape(-1)
     count = max(1, flat.shape[0])
     valid = jnp.ones(flat.shape, jnp.bool_)
-    _, places, _ = _ffi.call(
-        "route_keys", flat.words, valid, devices=devices, inner=1, p=devices, c=count
-    )
-    return (places // jnp.int32(count)).reshape(given.shape)
+    owner, inner = jnp.zeros(flat.shape, jnp.int32), 1
+    while inner < devices:  # digit by digit: a place for each key and value of a digit is made
+        _, places, _ = _ffi.call(
+            "route_keys", flat.words, valid, devices=devices, inner=inner, p=_DIGIT, c=count
+        )
+        owner = owner + places // jnp.int32(count) * jnp.int32(inner)
+        inner *= _DIGIT
+    return owner.reshape(given.shape)
 
 
 # --- Plans ---------------------------------------------------------------------------------------
@@ -202,15 +208,22 @@ def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = Fa
     sizes = exchange.sizes
     devices = math.prod(sizes)
     hops: list[Hop] = []
-    left, inner, expected = items, 1, items * exchange.distinct
+    left, inner = items, 1
+    expected = items * (exchange.distinct if merges else 1.0)
     legs = [*zip(exchange.axes, sizes, strict=True)][::-1]
     for axes, peers in [((axis,), size) for axis, size in legs]:
         if not exchange.levels or complete or exchange.replicas:
             axes, peers = exchange.axes, devices
-        places = left
+        places = max(1, left)
         if not complete:
             mean = expected if exchange.replicas else expected / peers
             places = _room(mean, exchange, left)
+        if peers * places > MAX_SLOTS:
+            raise ValueError(
+                f"jax_hkv: an exchange of {peers} devices with {places} places for each needs "
+                "more than 2**31 places: give smaller batches, or (beside strict=True) a smaller "
+                "distinct= or slack= of jax_hkv.sharding.Exchange"
+            )
         if peers > 1:
             hops.append(Hop(axes, peers, inner, places))
             left = peers * places
@@ -229,7 +242,7 @@ def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = Fa
 
 def _room(mean: float, exchange: Exchange, most: int) -> int:
     """Places for a number of keys of this mean, at most as many as there are keys."""
-    if exchange.replicas and exchange.distinct == 1.0:
+    if exchange.replicas and mean == most:
         return max(1, most)
     wanted = math.ceil(exchange.slack * mean + _DEVIATIONS * math.sqrt(mean))
     return max(1, min(most, wanted))
@@ -238,6 +251,26 @@ def _room(mean: float, exchange: Exchange, most: int) -> int:
 def _is_complete(items: int, hops: list[Hop]) -> bool:
     arriving = [items, *(hop.room for hop in hops)]
     return all(hop.places >= count for hop, count in zip(hops, arriving, strict=False))
+
+
+def bytes_of_rows(plan: Plan, row_bytes: int) -> float:
+    """Bytes that a device sends in a step whose owners return a row for each key."""
+    each = 2 * _WORD + _WORD + row_bytes + row_bytes  # key, status, row, gradient
+    return sum(_leaving(hop) * hop.room * each for hop in plan.hops)
+
+
+def bytes_of_sums(plan: Plan, bags: int, row_bytes: int) -> float:
+    """Bytes that a device sends in a step whose owners return a row for each bag."""
+    total = 0.0
+    for hop in plan.hops:
+        total += _leaving(hop) * hop.room * 4 * _WORD  # key, bag or weight, status
+        total += (hop.peers - 1) * bags * 2 * row_bytes  # sums, and gradients
+        bags *= hop.peers
+    return total
+
+
+def _leaving(hop: Hop) -> float:
+    return 1 - 1 / hop.peers
 
 
 # --- Keys outward --------------------------------------------------------------------------------
@@ -343,10 +376,11 @@ def _hop(
         arrived = jax.lax.all_to_all(message, hop.axes, 0, 0, tiled=True)
     incoming = arrived[:, 0, 0].astype(jnp.int32)
     valid = _rows.positions(hop.places)[None] < incoming[:, None]
-    words = arrived[:, 1:].reshape(hop.room, -1)
+    words = arrived[:, 1:].reshape(hop.room, arrived.shape[-1])
     slots = places if groups is None else _index.by_position(groups, places, NO_SLOT)
     leg = Leg(groups, sent, slots, outgoing, incoming)
-    return leg, _unpacked(words, valid.reshape(-1), items), jnp.sum(counts - outgoing)
+    beyond = jnp.sum(counts - outgoing, dtype=jnp.int32)
+    return leg, _unpacked(words, valid.reshape(-1), items), beyond
 
 
 def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Array, jax.Array]:

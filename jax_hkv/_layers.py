@@ -202,7 +202,9 @@ class Devices(NamedTuple):
                 )
         overflow = sum((jnp.sum(each.overflow) for each in results), 0) if self.axes else 0
         own = metrics.of(table, results, overflow)
-        return own._replace(load_factor=self.mean(own.load_factor), skipped=self.total(own.skipped))
+        is_copied = self.axes and results[0].exchange.replicas
+        skipped = own.skipped if is_copied else self.total(own.skipped)
+        return own._replace(load_factor=self.mean(own.load_factor), skipped=skipped)
 
 
 def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]]:
@@ -236,8 +238,9 @@ def prepared(
     scale: LossScale | None,
     max_norm: float | None,
     devices: Devices,
+    overflow: dict[str, Int32[Array, ""]],
 ) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
-    """Gradients without the loss scale, clipped; whether they are finite; the next loss scale."""
+    """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
     finite = None
     if scale is not None:
         finite = devices.every(all_finite(dense, rows))
@@ -246,14 +249,15 @@ def prepared(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * inverse,
             (dense, rows),
         )
-        scale = scale.adjust(finite)
+        adjusted = scale.adjust(finite)
+        scale = kept_unless(taken(None, overflow), adjusted, scale)
     if max_norm is not None:
         order = list(results)
         dense, clipped, _ = clip_by_global_norm(
             max_norm, dense, [results[name] for name in order], [rows[name] for name in order]
         )
         rows = dict(zip(order, clipped, strict=True))
-    return dense, rows, finite, scale
+    return dense, rows, taken(finite, overflow), scale
 
 
 def copied(scale: LossScale | None) -> LossScale | None:

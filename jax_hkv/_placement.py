@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from jax_hkv.features import Jagged
 from jax_hkv.table import Table
 
 Mode = Literal["shard_map", "pmap"]
@@ -89,6 +90,20 @@ class Placement:
         return [device for device in self.mesh.devices.flat if device.process_index == own]
 
     @property
+    def _pmapped(self) -> list[Any] | None:
+        """What pmap takes: devices in order; over several processes all there are."""
+        every = list(self.mesh.devices.flat)
+        if jax.process_count() == 1:
+            return every
+        if every != jax.devices():
+            raise ValueError(
+                "sharding.Placement: pmap over several processes runs on all devices in the order "
+                "of jax.devices(), which this mesh does not have: use mode='shard_map', or make "
+                "the mesh of all devices"
+            )
+        return None
+
+    @property
     def local_parts(self) -> list[int]:
         """Which parts of a table the devices of this process hold, in order."""
         return list(self._holders())
@@ -111,9 +126,8 @@ class Placement:
             capacity of one device; layers with an axis name divide theirs by themselves.
         """
         if self.mode == "pmap":
-            local = self.local_devices
-            on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=local)
-            return on_each(np.arange(len(local)))
+            on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
+            return on_each(np.arange(len(self.local_devices)))
         trees = []
 
         def leaves() -> tuple[Any, ...]:
@@ -155,10 +169,14 @@ class Placement:
         Args:
           fn: of (state, *batch), for one device, to arrays with a leading axis.
 
+        Raises:
+          ValueError: if one of them has none.
+
         Returns:
           A function of (state, *batch) to the arrays of all devices, one after the other (with
           "pmap", along a leading axis).
         """
+        fn = _with_leading_axes(fn)
         if self.mode == "pmap":
             return _Pmapped(
                 self, lambda *args: (None, fn(*args)), False, lambda outputs: outputs, 1
@@ -180,9 +198,29 @@ class Placement:
 
         Raises:
           TypeError: if JAX would cut 64-bit integers to 32 bits and change them.
-          ValueError: if a leading axis cannot be split evenly.
+          ValueError: if a leading axis cannot be split evenly, or a :class:`jax_hkv.Jagged` is not
+            one for each device (see :func:`jax_hkv.sharding.concatenate`).
         """
+        for node in jax.tree.leaves(batch, is_leaf=_is_jagged):
+            if _is_jagged(node):
+                self._check_jagged(node)
         return jax.tree.map(self._put, batch)
+
+    def _check_jagged(self, bags: Jagged) -> None:
+        """Raises unless it is one of each device, one after the other, whose splits begin at 0."""
+        count, splits = len(self.local_parts), np.asarray(bags.row_splits)
+        positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
+        if count > 1 and len(splits) % count == 0 and positions % count == 0:
+            each = splits.reshape(count, -1)
+            if not each[:, 0].any() and (each[:, -1] <= positions // count).all():
+                return
+        if count > 1:
+            raise ValueError(
+                f"Placement.put: a Jagged must be one for each of {count} devices, one after the "
+                f"other, each with row_splits that begin at 0 and end within its {positions} / "
+                f"{count} positions: make them with the same capacity and number of bags, and give "
+                "jax_hkv.sharding.concatenate([...]) of them"
+            )
 
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
@@ -319,10 +357,28 @@ class _Pmapped:
                 self._fn,
                 axis_name=self._placement.axes[0],
                 in_axes=(0, *jax.tree.unflatten(tree, axes)),
-                devices=self._placement.local_devices if jax.process_count() == 1 else None,
+                devices=self._placement._pmapped,
                 donate_argnums=(0,) if self._donate else (),
             )
         return self._compiled[tree, axes]
+
+
+def concatenate(batches: Sequence[Any]) -> Any:
+    """The batches of this process's devices as one, for :meth:`Placement.put`.
+
+    Args:
+      batches: one for each device, pytrees of arrays of equal shapes.
+
+    Example:
+      >>> bags = [[[5, 6], []], [[7], [8]]]
+      >>> concatenate([Jagged.from_lists(own, capacity=4) for own in bags]).row_splits.tolist()
+      [0, 2, 2, 0, 1, 2]
+    """
+    return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
+
+
+def _is_jagged(node: Any) -> bool:
+    return isinstance(node, Jagged)
 
 
 def _is_table(node: Any) -> bool:
@@ -338,6 +394,19 @@ def _check_not_cut(leaf: Any) -> None:
             f"Placement.put: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
             "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
         )
+
+
+def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        outputs = fn(*args)
+        if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(outputs)):
+            raise ValueError(
+                "Placement.run: the function must return arrays with a leading axis, which those "
+                "of the devices are put along, got a single number: return it as x[None]"
+            )
+        return outputs
+
+    return checked
 
 
 def _first(leaf: jax.Array) -> jax.Array:

@@ -28,6 +28,8 @@ from jax_hkv._exchange import (
     bags_homeward,
     bags_onward,
     by_slot,
+    bytes_of_rows,
+    bytes_of_sums,
     homeward,
     onward,
     outward,
@@ -174,9 +176,10 @@ def look_up(
     if exchange.replicas and not train:
         plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
     bags = batch.bags if pools else None
-    owners_pool = pools and (not plan.hops or _pays(plan, exchange, bags, is_weighted))
-    if owners_pool:
-        plan = dataclasses.replace(plan, merges=False)
+    owners_pool = pools and not plan.hops
+    if bags is not None and plan.hops:
+        summed = _summed(exchange, table, plan, bags, is_weighted)
+        owners_pool, plan = summed is not plan, summed
     items = Items(batch.keys, batch.valid, None if scores is None else scores.words)
     if plan.merges and plan.hops and train and _counts_occurrences(table):
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
@@ -239,14 +242,18 @@ def of_batch(
     return table, rows
 
 
-def _pays(plan: Plan, exchange: Exchange, bags: Bags | None, is_weighted: bool) -> bool:
-    """Whether a row for each bag and owner is less than a row for each key."""
-    if exchange.partial is False or exchange.replicas or is_weighted or bags is None:
-        return False
-    rows = bags.splits.shape[0] - 1
-    if not rows:
-        return False  # XLA gathers nothing of none
-    return bool(exchange.partial) or rows < plan.hops[0].places
+def _summed(exchange: Exchange, table: Table, plan: Plan, bags: Bags, is_weighted: bool) -> Plan:
+    """The plan by which owners return a sum for each bag; the given one if rows are better.
+
+    Sums are better where they are fewer bytes. Weights that may be differentiated need rows.
+    """
+    count = bags.splits.shape[0] - 1
+    if exchange.partial is False or exchange.replicas or is_weighted or not count:
+        return plan  # of no bags XLA gathers nothing
+    summed = plan_of(exchange, bags.sources.shape[0], merges=False)
+    row_bytes = 4 * table.dim
+    pays = bytes_of_sums(summed, count, row_bytes) < bytes_of_rows(plan, row_bytes)
+    return summed if exchange.partial or pays else plan
 
 
 def _may_repeat(plan: Plan, exchange: Exchange) -> bool:
@@ -278,9 +285,10 @@ def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]
         wide = _wide(plan, task.exchange, task.items)
         items = task.items._replace(valid=task.items.valid & now)
         legs, arrived, _ = outward(wide, items, task.bag_count)
-        return _round(task, wide, state[0], legs, arrived, is_ticked=True)[:2]
+        after = _round(task, wide, state[0], legs, arrived, is_ticked=True)[:2]
+        return vary(after, task.exchange.axes)
 
-    seen = vary(seen, task.exchange.axes)
+    table, seen = vary((table, seen), task.exchange.axes)
     table, seen = _once_if(overflow > 0, second, (table, seen))
     return table, seen, route
 

@@ -497,11 +497,10 @@ def train_step(
         lookups = _lookups(updated)
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
         dense, rows = devices.total(gradients[0]), _gradients(lookups, gradients[1])
-        dense, rows, finite, scale = _layers.prepared(
-            dense, rows, results, state.loss_scale, max_norm, devices
-        )
         overflow = _layers.strict_overflow({"/".join(path): own for path, own in results.items()})
-        finite = _layers.taken(finite, overflow)
+        dense, rows, finite, scale = _layers.prepared(
+            dense, rows, results, state.loss_scale, max_norm, devices, overflow
+        )
         params, opt_state = _layers.dense_update(
             state.tx, dense, state.opt_state, state.params, finite
         )

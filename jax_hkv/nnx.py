@@ -480,6 +480,10 @@ def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
 _SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState))
 
 
+# What devices find out by themselves, each from its part of a batch: their mean is kept.
+_STATISTICS = nnx.Not(nnx.Any(TableVariable, nnx.Param, nnx.RngState))
+
+
 class TrainState(nnx.Module):
     """Everything that a training step changes: the model with its tables, and the optimizers.
 
@@ -543,11 +547,10 @@ def train_step(
         )
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
-        dense, gradients, finite, scale = _layers.prepared(
-            devices.total(dense), gradients, results, scale, max_norm, devices
-        )
         overflow = _layers.strict_overflow(results)
-        finite = _layers.taken(finite, overflow)
+        dense, gradients, finite, scale = _layers.prepared(
+            devices.total(dense), gradients, results, scale, max_norm, devices, overflow
+        )
         state.optimizer.update(state.model, dense)
         if finite is not None:
             nnx.update(parts, _layers.kept_unless(finite, nnx.state(parts, _SKIPPED), before))
@@ -608,8 +611,9 @@ class _Placed:
             def pure(values: Any, *args: Any) -> tuple[Any, StepInfo]:
                 state = nnx.merge(graph, values)
                 info = self._step(state, *args)
-                statistics = nnx.state(state, nnx.BatchStat)
-                nnx.update(state, self._devices.mean(statistics))
+                nnx.pop(state.model, nnx.Intermediate)  # what a model sows is of this call only
+                statistics = nnx.state(state.model, _STATISTICS)
+                nnx.update(state.model, self._devices.mean(statistics))
                 return nnx.split(state)[1], info
 
             self._compiled[graph] = self._placement.step(pure, donate=self._donate)

@@ -34,7 +34,7 @@ from jax_hkv import _checks, _sharded, pooled
 from jax_hkv._entries import Exported, export_entries, import_entries
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
-from jax_hkv._placement import Mode, Placement, digest
+from jax_hkv._placement import Mode, Placement, concatenate, digest
 from jax_hkv._processes import synchronized
 from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._traffic import Collective, Traffic, traffic
@@ -52,6 +52,7 @@ __all__ = [
     "ShardedRows",
     "Traffic",
     "check_overflow",
+    "concatenate",
     "digest",
     "distinct_in",
     "export_entries",
@@ -111,7 +112,9 @@ class ExchangeOverflow(OverflowError):
     """Keys of a strict exchange found no room.
 
     Attributes:
-      outputs: what the step returned; its state is as before the step, but for clocks.
+      outputs: what the step returned. In its state the table is as before, but for its clock; other
+        lookups of the step have inserted their keys, but no table, parameter or optimizer was
+        updated.
     """
 
     outputs: Any = None

@@ -73,9 +73,14 @@ def train_step(table: Any, batch: Batch) -> Any:
     return hkv.sharding.update(OPTIMIZER, table, result, gradients), result.counts
 
 
+def own_capacity() -> int:
+    """Of one device, as a layer with an axis name finds it."""
+    return hkv.sharding.Exchange("device").local_capacity(CAPACITY)
+
+
 def restored(placement: Any, exported: Any) -> Any:
     """What a fresh table holds that is given what this process exported."""
-    table = placement.create(lambda: OPTIMIZER.init(hkv.create(CAPACITY // 4, DIM)))
+    table = placement.create(lambda: OPTIMIZER.init(hkv.create(own_capacity(), DIM)))
     table, counts = hkv.sharding.import_entries(placement, table, exported)
     assert int(counts.inserted) == len(exported.keys)
     return hkv.sharding.export_entries(placement.shards(table))
@@ -109,7 +114,7 @@ def main() -> None:
     hkv.launch.initialize(**others)
     own = jax.process_index()
     placement = hkv.sharding.Placement(jax.make_mesh((4,), ("device",)), mode=given.mode)
-    table = placement.create(lambda: OPTIMIZER.init(hkv.create(CAPACITY // 4, DIM)))
+    table = placement.create(lambda: OPTIMIZER.init(hkv.create(own_capacity(), DIM)))
     step = placement.step(train_step)
     steps = 0
     part = 1 - own if given.other_order else own
@@ -119,6 +124,7 @@ def main() -> None:
         steps += 1
         if steps == DEATH_STEP and own == int(given.death[0]):
             die(given.death[1])
+    assert [part.capacity for part in placement.shards(table)] == [CAPACITY // 4] * LOCAL_DEVICES
     digests = placement.digests(table)
     exported = hkv.sharding.export_entries(placement.shards(table))
     again = restored(placement, exported) if given.restore else exported

@@ -24,6 +24,8 @@ CAPACITY = 1 << 15
 OPTIMIZER = hkv.optim.adam(1e-2, eps=1e-3)
 DENSE = optax.adam(1e-2, eps=1e-3)
 MODES = ("shard_map", "pmap")
+SELDOM = pytest.mark.slow  # what other tests show of smaller programs
+ONCE = ("shard_map", pytest.param("pmap", marks=SELDOM))
 
 
 def mesh_of(devices: int, *shape: int):
@@ -236,7 +238,13 @@ def assert_equal_training(kind, placement, state, infos, tolerance=1e-6):
 
 
 @pytest.mark.parametrize(
-    ("mode", "devices"), [("shard_map", 1), ("shard_map", 8), ("pmap", 2), ("pmap", 8)]
+    ("mode", "devices"),
+    [
+        ("shard_map", 8),
+        ("pmap", 8),
+        pytest.param("shard_map", 1, marks=SELDOM),
+        pytest.param("pmap", 2, marks=SELDOM),
+    ],
 )
 def test_a_linen_model_trains_on_several_devices_as_on_one(mode, devices):
     placement = Placement(mesh_of(devices), mode=mode)
@@ -244,7 +252,7 @@ def test_a_linen_model_trains_on_several_devices_as_on_one(mode, devices):
     assert_equal_training("linen", placement, state, infos)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONCE)
 def test_an_nnx_model_trains_on_several_devices_as_on_one(mode):
     placement = Placement(mesh_of(4), mode=mode)
     state, infos = train_nnx(placement, AXIS)
@@ -278,7 +286,7 @@ def test_replicas_train_as_one_device_and_stay_equal():
     assert reports(infos) == reports(expected_infos)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONCE)
 def test_gradients_are_clipped_by_the_norm_over_all_devices(mode):
     expected, expected_infos = train_linen(count=4, max_norm=0.05)
     placement = Placement(mesh_of(4), mode=mode)
@@ -364,7 +372,7 @@ def test_a_strict_exchange_that_overflows_raises_and_leaves_the_state_as_it_was(
     assert not bool(info.finite)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ONCE)
 def test_evaluation_gives_the_rows_of_all_devices_and_changes_nothing(mode):
     placement = Placement(mesh_of(4), mode=mode)
     state, _ = train_linen(placement, AXIS)

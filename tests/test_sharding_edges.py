@@ -1,0 +1,217 @@
+"""What a review of tables over devices found, and what users of them do wrong."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from many_devices import ADAM
+from oracle_sharding import owner_of
+from test_sharding_traffic import mesh_of, traffic_of
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+from jax_hkv.sharding import Exchange, Placement
+
+
+def zipf(rng, *shape):
+    return hkv.Keys.from_numpy(rng.zipf(1.3, shape).astype(np.uint64))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_reads_in_a_typed_shard_map_may_take_a_second_round(pooled, rng):
+    """30."""
+    placement = Placement(mesh_of(8))
+    table = placement.create(lambda: hkv.create(1024, 4))
+    find = sharding.find_pooled if pooled else sharding.find
+
+    def read(table, words):
+        return find(table, hkv.Keys(words), axis_name="device", fill="initial")[1].values
+
+    keys = zipf(rng, 8 * 40, 5)
+    spec = P("device")
+    typed = jax.shard_map(read, mesh=placement.mesh, in_specs=(spec, spec), out_specs=spec)
+    one = hkv.create(128, 4)
+    module = hkv.find_pooled if pooled else hkv.find
+    expected = module(one, keys, fill="initial")[1].values
+    actual = jax.jit(typed)(table, placement.put(keys.words))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_measured_skew_is_room_enough_for_keys_that_are_not_merged(rng):
+    ids = zipf(rng, 8, 64, 50)
+    skew = max(sharding.skew_in(ids[device], 8) for device in range(8))
+    distinct = max(sharding.distinct_in(ids[device]) for device in range(8))
+    placement = Placement(mesh_of(8))
+    words = ids.words.reshape(8 * 64, 50, 2)
+    for options in ({"partial": True}, {"deduplicate": False, "partial": False}):
+        exchange = Exchange("device", distinct=distinct, slack=skew, **options)
+
+        def step(table, words, exchange=exchange):
+            table, result = sharding.find_or_insert_pooled(
+                table, hkv.Keys(words), axis_name=exchange
+            )
+            return table, result.overflow
+
+        table = placement.create(lambda: hkv.create(4096, 4))
+        overflow = placement.step(step)(table, placement.put(words))[1]
+        assert int(overflow) == 0 and overflow.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(("hotness", "pays"), [(4, False), (100, True)])
+def test_what_moves_fewer_bytes_is_chosen_on_two_levels_too(hotness, pays):
+    axes, shape = ("node", "device"), (256, hotness)
+    sent = {
+        partial: traffic_of(
+            mesh_of(2, 4), Exchange(axes, partial=partial, strict=True), shape, pooled=True
+        ).sent()
+        for partial in (None, True, False)
+    }
+    assert (sent[True] < sent[False]) == pays
+    assert sent[None] == min(sent.values())
+
+
+@pytest.mark.parametrize("devices", [1, 7, 16, 17, 1000, 2**20])
+def test_owners_among_any_number_of_devices_are_those_of_the_oracle(devices, rng):
+    words = rng.integers(0, 2**64, 3000, np.uint64)
+    found = sharding.owners(hkv.Keys.from_numpy(words), devices)
+    np.testing.assert_array_equal(found, owner_of(words, devices))
+
+
+def bags_of(rng, count):
+    lists = [rng.integers(0, 50, rng.integers(0, 4)).tolist() for _ in range(count)]
+    return hkv.Jagged.from_lists(lists, capacity=4 * count)
+
+
+def test_a_jagged_for_each_device_is_put_and_one_for_all_is_refused(rng):
+    placement = Placement(mesh_of(2))
+    each = [bags_of(rng, 3), bags_of(rng, 3)]
+
+    def read(table, bags):
+        return sharding.find_pooled(table, bags, axis_name="device")[1].values
+
+    table = placement.create(lambda: hkv.create(128, 4))
+    rows = placement.run(read)(table, placement.put(sharding.concatenate(each)))
+    one = hkv.create(128, 4)
+    expected = np.concatenate([hkv.find_pooled(one, bags)[1].values for bags in each])
+    np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"one for each of 2 devices.*sharding\.concatenate"):
+        placement.put(bags_of(rng, 7))
+
+
+def test_an_evaluation_that_returns_one_number_is_an_error():
+    placement = Placement(mesh_of(2))
+    table = placement.create(lambda: hkv.create(128, 4))
+    with pytest.raises(ValueError, match=r"Placement\.run.*return it as x\[None\]"):
+        placement.run(lambda table: hkv.size(table))(table)
+
+
+def test_a_batch_that_needs_too_many_places_is_an_error():
+    placement = Placement(mesh_of(8))
+    table = jax.eval_shape(lambda: placement.create(lambda: hkv.create(128, 1)))
+    keys = jax.ShapeDtypeStruct((2**33, 2), jnp.uint32)
+
+    def step(table, words):
+        return sharding.find(table, hkv.Keys(words), axis_name="device")[0], 0
+
+    with pytest.raises(ValueError, match="more than 2\\*\\*31 places: give smaller batches"):
+        placement.step(step).lower(table, keys)
+
+
+class Twice(nn.Module):
+    """One table whose exchange has room, and one whose exchange has not."""
+
+    @nn.compact
+    def __call__(self, ids, *, train=False):
+        roomy = hkv.linen.Embed(4096, 4, optimizer=ADAM, axis_name="device")
+        tight = Exchange("device", distinct=0.01, slack=0.1, strict=True)
+        strict = hkv.linen.Embed(4096, 4, optimizer=ADAM, axis_name=tight)
+        rows = roomy(ids, train=train) + strict(ids, train=train)
+        return nn.Dense(1)(rows)[..., 0]
+
+
+def test_a_step_that_a_strict_exchange_stops_updates_nothing_and_keeps_its_loss_scale(rng):
+    placement = Placement(mesh_of(8))
+    keys = hkv.Keys.from_numpy(rng.permutation(8 * 100).astype(np.int64))
+    scale = hkv.optim.LossScale.create(8.0)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Twice(), jax.random.key(0), keys[:100], tx=optax.adam(1e-2), loss_scale=scale
+        )
+    )
+    params = jax.tree.map(np.asarray, state.params)
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.mean(jnp.square(apply(ids, train=True) - 1.0)), placement=placement
+    )
+    with pytest.raises(sharding.ExchangeOverflow) as caught:
+        step(state, placement.put(keys))
+    after, info = caught.value.outputs
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, after.params))
+    assert (float(after.loss_scale.scale), int(after.loss_scale.good_steps)) == (8.0, 0)
+    inserted = {where: int(own.inserted) for where, own in info.tables.items()}
+    assert inserted == {"Embed_0/table": 800, "Embed_1/table": 0}
+    table = after.tables["Embed_0"]["table"]
+    assert int(np.asarray(table.optimizer.shared[0]).max()) == 0
+
+
+class Mean(nnx.Variable):
+    """A statistic of a model's own."""
+
+
+class Averaging(nnx.Module):
+    def __init__(self, rngs):
+        self.rows = hkv.nnx.Embed(4096, 4, optimizer=ADAM, axis_name="device")
+        self.dense = nnx.Linear(4, 1, rngs=rngs)
+        self.mean = Mean(jnp.zeros(()))
+
+    def __call__(self, ids, *, train=False):
+        rows = self.rows(ids, train=train)
+        if train:
+            self.mean.set_value(0.5 * self.mean.get_value() + jnp.mean(rows))
+            self.sow(nnx.Intermediate, "seen", rows)
+        return self.dense(rows)[..., 0]
+
+
+def test_statistics_of_an_nnx_model_are_averaged_and_what_it_sows_is_dropped(rng):
+    placement = Placement(mesh_of(4))
+    state = hkv.nnx.place(
+        lambda: hkv.nnx.TrainState(Averaging(nnx.Rngs(0)), optax.sgd(0.1)), placement
+    )
+    step = hkv.nnx.train_step(
+        lambda model, ids: jnp.mean(jnp.square(model(ids, train=True) - 1.0)), placement=placement
+    )
+    for _ in range(2):
+        step(state, placement.put(zipf(rng, 64)))
+    parts = [float(part.data) for part in state.model.mean.get_value().addressable_shards]
+    assert len(set(parts)) == 1 and parts[0] != 0
+    assert not hasattr(state.model, "seen")
+
+
+def test_stale_rows_of_replicas_are_counted_once(rng):
+    placement = Placement(mesh_of(4))
+    exchange = Exchange("device", replicas=True)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, *, train=False):
+            layer = hkv.linen.Embed(128, 4, optimizer=ADAM, axis_name=exchange)
+            first = layer(ids, train=train)
+            layer(ids + 1000, train=train)  # in a full table the first ids have lost their slots
+            return nn.Dense(1)(first)[..., 0]
+
+    ids = np.arange(4 * 32, dtype=np.int32)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Model(), jax.random.key(0), jnp.zeros((32,), jnp.int32), tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.mean(apply(ids, train=True)), placement=placement
+    )
+    _, info = step(state, placement.put(ids))
+    assert int(info.tables["Embed_0/table"].skipped) == 128
