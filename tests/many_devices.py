@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from oracle_sharding import owner_of
 
 import jax_hkv as hkv
@@ -19,6 +20,13 @@ DIM = 4
 ADAM = hkv.optim.adam(1e-2)
 UNIVERSE = 5000  # keys
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def seldom(names: Any, slow: set[Any]) -> list[Any]:
+    """Parameters of a test; what others stand for in the run of every day is marked as slow."""
+    names = list(names)
+    assert set(names) >= slow
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
 class Batch(NamedTuple):
