@@ -44,6 +44,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """What a file compiled is of little use to the next one, and slows down all that follows."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def rng(request):
     """A NumPy generator; pytest prints its seed when the test fails."""

@@ -301,7 +301,15 @@ def mesh_of(case, kind):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "Explicit") for name in TYPED), ("plain", "Auto"), ("levels", "Auto")],
+    [
+        ("plain", "Auto"),
+        ("levels", "Explicit"),
+        ("no room", "Explicit"),
+        *(
+            pytest.param(name, "Explicit", marks=pytest.mark.slow)
+            for name in ("plain", "one device", "refused keys", "replicas")
+        ),
+    ],
 )
 def test_a_typed_shard_map_by_hand_is_one_table(name, kind, rng):
     """30: axes are Auto or Explicit; counts, overflow and norm have the type of equal values."""
