@@ -41,7 +41,8 @@ AXES = ("node", "device")
 ROOMY = 8192
 EIGHT = Case(capacity=ROOMY // 8, options=(("choices", 2),))
 OVERFLOWING = dataclasses.replace(EIGHT, exchange=Exchange("device", distinct=0.02))
-RULE = (("admission", hkv.admission.frequency(2, width=2**12)),)
+# Wide enough that no two keys share all of their counters, in one sketch or in eight.
+RULE = (("admission", hkv.admission.frequency(2, width=2**16)),)
 NEAR = 1e-6
 
 
