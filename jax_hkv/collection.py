@@ -21,7 +21,7 @@ from jax_hkv import _sharded, initializers, pooled, whole_table
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv._sharded import ShardedResult
-from jax_hkv.features import Bagged, Jagged, Padded
+from jax_hkv.features import Bagged, Jagged, Layout, Padded
 from jax_hkv.index import Policy, Status, all_of, take
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import Bags, Counts, InsertResult, Table, create
@@ -276,14 +276,14 @@ class Collection:
         batches: dict[str, Bagged] = {}
         slots: dict[str, Any] = {}
         for group in self.groups:
-            batch, own_parts = _batch(group, inputs)
+            batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
             tables[group.name], found = _sharded.of_batch(
                 f"Collection.lookup of {group.name!r}",
                 tables[group.name],
                 batch,
                 exchange=as_exchange(axis_name),
-                is_weighted=any(_is_weighted(inputs[own.name]) for own in group.features),
+                is_weighted=is_weighted,
                 train=train and group.optimizer is not None,
                 fill=fill,
                 measure=group.counts,
@@ -369,10 +369,6 @@ class CollectionRows:
     slots: dict[str, Int32[Array, " n"]]
 
 
-def _is_weighted(ids: Any) -> bool:
-    return getattr(ids, "weights", None) is not None
-
-
 def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
     call = "Collection"
     by_name: dict[str, TableConfig] = {}
@@ -449,17 +445,19 @@ class _IsOfTable:
         return ~less(keys, first) & (less(keys, behind) if behind < 2**64 else everything)
 
 
-def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...]]:
-    """All features of a group as one batch of bags, a bag for each row that comes back."""
+def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...], bool]:
+    """All features of a group as one batch of bags, a bag for each row; whether any has weights."""
     batches, parts = [], []
     positions = rows = 0
+    is_weighted = False
     for feature in group.features:
-        own, shape = _bags_of(feature, inputs[feature.name])
+        own, layout = _bags_of(feature, inputs[feature.name])
+        is_weighted |= layout.is_weighted
         keys = in_namespace(own.keys, group.number(feature.table), group.bits)
         splits = own.bags.splits[:-1] + jnp.int32(positions)
         sources = own.bags.sources + jnp.int32(rows)
         batches.append(Bagged(keys, own.valid, Bags(sources, splits, own.bags.weights)))
-        parts.append(Part(feature.name, rows, shape))
+        parts.append(Part(feature.name, rows, layout.batch))
         positions += own.keys.shape[0]
         rows += own.bags.splits.shape[0] - 1
     weights = None
@@ -474,11 +472,11 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     )
     words = jnp.concatenate([batch.keys.words for batch in batches])
     valid = jnp.concatenate([batch.valid for batch in batches])
-    return Bagged(Keys(words), valid, bags), tuple(parts)
+    return Bagged(Keys(words), valid, bags), tuple(parts), is_weighted
 
 
-def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:
-    """The bags of one feature, with the weights that its combiner gives, and their shape."""
+def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:
+    """The bags of one feature, with the weights that its combiner gives."""
     call = f"feature {feature.name!r}"
     weights, valid = None, None
     if isinstance(ids, Padded):
@@ -495,11 +493,10 @@ def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, tuple[int, ...]]:
             ids = ids.reshape(*ids.shape, 1)
             weights = None if weights is None else weights[..., None]
             valid = None if valid is None else valid[..., None]
-    batch, layout = pooled.as_batch(call, feature.combiner, ids, weights, valid)
-    return batch, layout.batch
+    return pooled.as_batch(call, feature.combiner, ids, weights, valid)
 
 
-def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, tuple[int, ...]]:
+def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
     """Without a combiner every id is a bag of its own."""
     if isinstance(ids, Jagged):
         raise TypeError(
@@ -507,8 +504,5 @@ def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, tupl
             "padded ids (jax_hkv.Padded)"
         )
     keys = as_keys(call, "ids", ids)
-    shape = keys.shape
-    keys = keys.reshape(*shape, 1)
     own = [None if array is None else array[..., None] for array in (weights, valid)]
-    batch, _ = pooled.as_batch(call, "sum", keys, *own)
-    return batch, shape
+    return pooled.as_batch(call, "sum", keys.reshape(*keys.shape, 1), *own)

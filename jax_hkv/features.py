@@ -155,10 +155,17 @@ class Bagged(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The shapes of what a caller gave: of the ids, and of the batch of bags."""
+    """The form of what a caller gave.
+
+    Attributes:
+      ids: their shape.
+      batch: the shape of the batch of bags.
+      is_weighted: whether there were weights, which may be differentiated.
+    """
 
     ids: tuple[int, ...]
     batch: tuple[int, ...]
+    is_weighted: bool
 
 
 def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
@@ -174,7 +181,8 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
     mask = _checks.as_mask(call, "valid", valid, keys.shape).reshape(-1)
     batch = keys.shape[:-1]
     bags = dense_bags(batch, keys.shape[-1], as_weights(call, weights, keys.shape))
-    return Bagged(keys.reshape(-1), mask, bags), Layout(keys.shape, batch)
+    layout = Layout(keys.shape, batch, weights is not None)
+    return Bagged(keys.reshape(-1), mask, bags), layout
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
@@ -192,7 +200,7 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
         )
     splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
     bags = jagged_bags(splits, keys.shape[0], as_weights(call, given.weights, keys.shape))
-    layout = Layout(keys.shape, (splits.shape[0] - 1,))
+    layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
     return Bagged(keys, bags.sources < layout.batch[0], bags), layout
 
 

@@ -215,7 +215,7 @@ class EmbedBag(Embed):
             variable.value,
             batch,
             exchange=as_exchange(self.axis_name),
-            is_weighted=weights is not None or getattr(ids, "weights", None) is not None,
+            is_weighted=layout.is_weighted,
             train=is_training,
             fill=fill,
             scores=scores,

@@ -243,7 +243,7 @@ class EmbedBag(Embed):
             self.table.get_value(),
             batch,
             exchange=as_exchange(self.axis_name),
-            is_weighted=weights is not None or getattr(ids, "weights", None) is not None,
+            is_weighted=layout.is_weighted,
             train=train,
             fill=fill,
             scores=scores,

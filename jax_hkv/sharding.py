@@ -146,7 +146,7 @@ def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None)
         raise error
 
 
-def _batch(call: str, table: Table, keys: Any, valid: Any, axis_name: Any) -> Any:
+def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
     exchange = as_exchange(axis_name)
     if exchange is None:
         raise TypeError(
@@ -155,15 +155,15 @@ def _batch(call: str, table: Table, keys: Any, valid: Any, axis_name: Any) -> An
             f"{call.removeprefix('sharding.')}"
         )
     check_table(call, table)
+    return exchange
+
+
+def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
+    """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
     mask = _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
-    flat = Bagged(given.reshape(-1), mask, _no_bags())
-    return exchange, given, flat
-
-
-def _no_bags() -> Bags:
-    none = jnp.zeros((0,), jnp.int32)
-    return Bags(none, jnp.zeros((1,), jnp.int32), None)
+    none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
+    return given, Bagged(given.reshape(-1), mask, none)
 
 
 def find(
@@ -188,7 +188,8 @@ def find(
     """
     call = "sharding.find"
     initial = pooled.is_initial(call, fill)
-    exchange, given, flat = _batch(call, table, keys, valid, axis_name)
+    exchange = _exchange(call, table, axis_name)
+    given, flat = _flat(call, keys, valid)
     table, result = _sharded.look_up(
         exchange, table, flat, pools=False, train=False, initial=initial
     )
@@ -228,7 +229,8 @@ def find_or_insert(
       NameError: if the axis is not bound.
     """
     call = "sharding.find_or_insert"
-    exchange, given, flat = _batch(call, table, keys, valid, axis_name)
+    exchange = _exchange(call, table, axis_name)
+    given, flat = _flat(call, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     table, result = _sharded.look_up(
         exchange, table, flat, pools=False, train=True, initial=True, scores=pairs
@@ -264,15 +266,14 @@ def find_pooled(
       fill: what absent ids add: "initial" or 0.
     """
     call = "sharding.find_pooled"
-    exchange, table, batch, layout, given = _bags(
-        call, table, ids, axis_name, combiner, weights, valid
-    )
+    exchange = _exchange(call, table, axis_name)
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     table, result = _sharded.look_up(
         exchange,
         table,
         batch,
         pools=True,
-        is_weighted=given,
+        is_weighted=layout.is_weighted,
         train=False,
         initial=pooled.is_initial(call, fill),
     )
@@ -302,30 +303,20 @@ def find_or_insert_pooled(
       scores: of the shape of `ids`; see :func:`jax_hkv.find_or_insert`.
     """
     call = "sharding.find_or_insert_pooled"
-    exchange, table, batch, layout, given = _bags(
-        call, table, ids, axis_name, combiner, weights, valid
-    )
+    exchange = _exchange(call, table, axis_name)
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     table, result = _sharded.look_up(
         exchange,
         table,
         batch,
         pools=True,
-        is_weighted=given,
+        is_weighted=layout.is_weighted,
         train=True,
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
     )
     keys = batch.keys.reshape(*layout.ids)
     return table, _shaped(result, keys, (*layout.batch, table.dim))
-
-
-def _bags(
-    call: str, table: Table, ids: Any, axis_name: Any, combiner: str, weights: Any, valid: Any
-) -> Any:
-    exchange, *_ = _batch(call, table, jnp.zeros((0,), jnp.int32), None, axis_name)
-    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
-    given = weights is not None or getattr(ids, "weights", None) is not None
-    return exchange, table, batch, layout, given
 
 
 def update(
