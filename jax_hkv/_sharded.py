@@ -401,21 +401,20 @@ def _home_rows(
         mask = valid if task.initial else None
         table, rows = pooled.pool_stored(table, keys, slots, bags, mask)
         return table, bags_homeward(plan, rows), rows
-    if plan.replicas and plan.hops:
-        (keys, valid, slots), room = _own((keys, valid, slots), plan), slots.shape[0]
+    everyones = plan.replicas and plan.hops
+    room = slots.shape[0]
+    if everyones:  # rows of the others' keys are theirs to read
+        keys, valid, slots = _own((keys, valid, slots), plan)
     initial = (table.initializer, table.seed, keys, valid) if task.initial else None
     table, rows = gather_values(table, slots, initial=initial)
-    sent = rows
-    if plan.replicas and plan.hops:
-        sent = jnp.zeros((room, table.dim), table.dtype)  # for its shape alone
-        by_place = rows
-    else:
-        by_place = homeward(plan, legs, rows, last=False)
     if not plan.hops:
         return table, rows, rows
+    by_place = rows if everyones else homeward(plan, legs, rows, last=False)
+    # Of replicas the result's values matter for their shape alone.
+    returned = jnp.zeros((room, table.dim), table.dtype) if everyones else rows
     if task.bags is None:
-        return table, by_slot(by_place, legs[0].slots), sent
-    return table, pooled.pool_by_slot(by_place, legs[0].slots, task.bags), sent
+        return table, by_slot(by_place, legs[0].slots), returned
+    return table, pooled.pool_by_slot(by_place, legs[0].slots, task.bags), returned
 
 
 def _own(tree: Any, plan: Plan) -> Any:
@@ -452,7 +451,7 @@ def update(
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
-    pairs = listed(result, row_gradients)
+    pairs = _listed(result, row_gradients)
     overflowed = _overflowed(pairs)
     first = _taken(apply, None if overflowed is None else ~overflowed)
     sent = [_sent(*pair) for pair in pairs]
@@ -463,7 +462,7 @@ def update(
     def second(table: Table, now: jax.Array) -> Table:
         again = []
         for pair, (_, rows) in zip(pairs, sent, strict=True):
-            owner, rows = _sent_wide(_only(now, pair[0]), pair[1], rows)
+            owner, rows = _sent_wide(_masked(pair[0], now), pair[1], rows)
             table, owner = _located(table, owner)
             again.append((owner, rows))
         return _apply(optimizer, table, again, apply, extra)
@@ -473,7 +472,7 @@ def update(
 
 def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
     """The squared norm of the summed gradients of all devices' distinct keys that have rows."""
-    pairs = listed(result, row_gradients)
+    pairs = _listed(result, row_gradients)
     exchange = pairs[0][0].exchange
     overflowed = _overflowed(pairs)
     sent = [_sent(*pair) for pair in pairs]
@@ -482,7 +481,7 @@ def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
 
         def second(_: jax.Array, now: jax.Array) -> jax.Array:
             again = [
-                _sent_wide(_only(now, each), own, rows)
+                _sent_wide(_masked(each, now), own, rows)
                 for (each, own), (_, rows) in zip(pairs, sent, strict=True)
             ]
             return _square_norm(again)
@@ -496,18 +495,10 @@ def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, "
     return _updates.square_norm([own for own, _ in sent], [rows for _, rows in sent])
 
 
-def _with_rows(result: ShardedResult) -> ShardedResult:
-    """A result that leaves out the keys that have no row."""
+def _masked(result: ShardedResult, mask: Bool[Array, ...]) -> ShardedResult:
+    """A result that leaves out the positions where a mask is False."""
     start = result.route.start
-    has_row = slots_like(result.status.reshape(-1)) >= 0
-    start = start._replace(valid=start.valid & has_row)
-    return result._replace(route=result.route._replace(start=start))
-
-
-def _only(now: jax.Array, result: ShardedResult) -> ShardedResult:
-    """A result whose keys are sent again if it is time."""
-    start = result.route.start
-    start = start._replace(valid=start.valid & now)
+    start = start._replace(valid=start.valid & mask)
     return result._replace(route=result.route._replace(start=start))
 
 
@@ -530,36 +521,16 @@ def is_strict(result: Any) -> bool:
     return isinstance(result, ShardedResult) and result.exchange.strict
 
 
-def listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
-    """Results with their gradients; what ``jax.lax.scan`` stacked is taken apart."""
-    is_one = isinstance(result, (ShardedResult, InsertResult))
-    results: list[Any] = [result] if is_one else list(result)
-    gradients = [row_gradients] if is_one else list(row_gradients)
-    for each in results:
-        if not isinstance(each, ShardedResult):
-            raise TypeError(
-                "sharding.update: result must be what sharding.find_or_insert returned (or a "
-                f"sequence of such), got {type(each).__name__}"
-            )
+def _listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
+    """Checked results with their gradients, as pairs."""
+    names = ("sharding.update", "sharding.find_or_insert")
+    results, gradients = _updates.listed(result, row_gradients, ShardedResult, *names)
     if len({each.exchange.strict for each in results}) > 1:
         raise ValueError(
             "sharding.update: the results of one update must come from exchanges that are all "
             "strict, or all not; got both: update with each kind by itself"
         )
-    if not results or len(results) != len(gradients):
-        raise ValueError(
-            f"sharding.update: row_gradients must be one for each result, got {len(gradients)} for "
-            f"{len(results)} results"
-        )
-    return [own for pair in zip(results, gradients, strict=True) for own in _apart(*pair)]
-
-
-def _apart(result: ShardedResult, gradients: Any) -> list[tuple[ShardedResult, Any]]:
-    if result.overflow.ndim == 0:
-        return [(result, gradients)]
-    steps = range(result.overflow.shape[0])
-    parts = [jax.tree.map(lambda leaf, n=n: leaf[n], (result, gradients)) for n in steps]
-    return [own for part in parts for own in _apart(*part)]
+    return [*zip(results, gradients, strict=True)]
 
 
 def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | None:
@@ -618,7 +589,7 @@ def _sent_wide(
     Keys that got no row are left out. The owner's result has no slots yet. Gradients of bags need
     no room: they have been sent.
     """
-    result = _with_rows(result)
+    result = _masked(result, slots_like(result.status.reshape(-1)) >= 0)
     route = result.route
     plan = _wide(route.plan, result.exchange, route.start)
     bag_count = 0 if result.bags is None else result.bags.splits.shape[0] - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax_hkv.index import NO_SLOT
 from jax_hkv.table import InsertResult, OptimizerRows, Table
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+Result = TypeVar("Result")
 
 
 class Batch(NamedTuple):
@@ -122,35 +124,49 @@ def _weights(result: InsertResult) -> jax.Array:
     return result.bags.factors
 
 
-def listed(result: Any, row_gradients: Any) -> tuple[list[InsertResult], list[Any]]:
-    """Checked results and gradients as lists; what ``jax.lax.scan`` stacked is taken apart."""
-    is_one = isinstance(result, InsertResult) or hasattr(result, "_fields")
+def listed(
+    result: Any,
+    row_gradients: Any,
+    kind: type[Result] = InsertResult,
+    call: str = "optim.update",
+    lookup: str = "find_or_insert",
+) -> tuple[list[Result], list[Any]]:
+    """Checked results and gradients as lists; what ``jax.lax.scan`` stacked is taken apart.
+
+    Args:
+      result: of a lookup, or a sequence of such.
+      row_gradients: of it, or of each.
+      kind: of the results.
+      call: for errors.
+      lookup: what returns such results, for errors.
+    """
+    is_one = hasattr(result, "_fields")
     results = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:
-        if not isinstance(each, InsertResult):
+        if not isinstance(each, kind):
             raise TypeError(
-                "optim.update: result must be what find_or_insert returned (or a sequence of "
-                f"such), got {type(each).__name__}: results of a table over several devices go to "
-                "jax_hkv.sharding.update"
+                f"{call}: result must be what {lookup} returned (or a sequence of such), got "
+                f"{type(each).__name__}: results of a table over several devices go to "
+                "jax_hkv.sharding.update, others to the update of an optimizer"
             )
     if not results or len(results) != len(gradients):
         raise ValueError(
-            f"optim.update: row_gradients must be one for each result, got {len(gradients)} for "
+            f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
             f"{len(results)} results"
         )
-    apart: list[tuple[InsertResult, Any]] = []
+    apart: list[tuple[Result, Any]] = []
     for pair in zip(results, gradients, strict=True):
         apart += _apart(*pair)
     return [own for own, _ in apart], [own for _, own in apart]
 
 
-def _apart(result: InsertResult, gradients: Any) -> list[tuple[InsertResult, Any]]:
-    if result.unique_slots.ndim == 1:
+def _apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:
+    if result.counts.unique.ndim == 0:
         return [(result, gradients)]
     rows = _as_rows(result, gradients)
 
-    def step(number: int) -> tuple[InsertResult, Any]:
+    def step(number: int) -> tuple[Any, Any]:
         return jax.tree.map(lambda leaf: leaf[number], (result, rows))
 
     return [pair for n in range(len(rows)) for pair in _apart(*step(n))]
