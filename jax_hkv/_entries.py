@@ -15,7 +15,8 @@ from jax_hkv import index as _index
 from jax_hkv._exchange import owners
 from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement
-from jax_hkv.index import NO_SLOT, Policy, Status
+from jax_hkv.index import Policy
+from jax_hkv.operations import counts_of
 from jax_hkv.table import Counts, Table, check_table, scatter_optimizer, scatter_values
 from jax_hkv.whole_table import export_batch
 
@@ -240,18 +241,9 @@ def _write_entries(
     index, upserted = _index.upsert(as_given, groups, scores, admit=True)
     index = dataclasses.replace(index, policy=table.policy)
     table = dataclasses.replace(table, index=index)
-    has_slot = upserted.unique_slots >= 0
-    slots = jnp.where(has_slot, upserted.unique_slots, NO_SLOT)
-    table = scatter_values(table, slots, groups.last, values)
-    table = scatter_optimizer(table, slots, groups.last, optimizer)
-
-    def of(status: Status) -> jax.Array:
-        return jnp.sum(upserted.unique_status == status, dtype=jnp.int32)
-
-    evicted = of(Status.EVICTED)
-    inserted = of(Status.INSERTED) + evicted
-    counts = Counts(groups.count[0], of(Status.FOUND), inserted, evicted, of(Status.REFUSED))
-    return table, counts
+    table = scatter_values(table, upserted.unique_slots, groups.last, values)
+    table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)
+    return table, counts_of(groups, upserted.unique_status)
 
 
 _write = jax.jit(_write_entries, donate_argnums=0)

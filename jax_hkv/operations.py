@@ -69,7 +69,9 @@ def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
     return scatter_optimizer(table, slots, jnp.zeros_like(slots), fresh)
 
 
-def _counts(groups: Groups, unique_status: jax.Array) -> Counts:
+def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
+    """What became of the distinct keys of a batch."""
+
     def of(status: Status) -> jax.Array:
         return jnp.sum(unique_status == status, dtype=jnp.int32)
 
@@ -399,7 +401,7 @@ def insert_result(
         keys=keys,
         slots=upserted.slots,
         status=upserted.status,
-        counts=_counts(groups, upserted.unique_status),
+        counts=counts_of(groups, upserted.unique_status),
         evicted=entries,
         groups=groups,
         unique_slots=upserted.unique_slots,
@@ -466,7 +468,7 @@ def _insert_or_assign(
 def _write_result(
     groups: Groups, upserted: _index.Upserted, entries: Entries | None = None
 ) -> WriteResult:
-    counts = _counts(groups, upserted.unique_status)
+    counts = counts_of(groups, upserted.unique_status)
     return WriteResult(upserted.slots, upserted.status, counts, entries)
 
 
@@ -597,7 +599,7 @@ def _erase(table: Table, keys: Keys, valid: jax.Array) -> Any:
         _index.tick(table.index), groups, None, admit=False, write_scores=False
     )
     index = _index.erase(index, upserted.unique_slots)
-    counts = _counts(groups, upserted.unique_status)
+    counts = counts_of(groups, upserted.unique_status)
     return dataclasses.replace(table, index=index), EraseResult(upserted.status, counts)
 
 
