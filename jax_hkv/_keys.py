@@ -105,6 +105,17 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
     )
 
 
+def would_cut(leaf: Any) -> bool:
+    """Whether NumPy integers do not fit in the 32 bits that JAX, with x64 off, would leave them."""
+    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype.kind not in "iu":
+        return False
+    kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if kept == leaf.dtype or not leaf.size:
+        return False
+    bounds = np.iinfo(kept)
+    return bool(leaf.min() < bounds.min or leaf.max() > bounds.max)
+
+
 def _check_words(call: str, argument: str, words: Any) -> None:
     if words.dtype != np.uint32 or words.ndim < 1 or words.shape[-1] != 2:
         raise TypeError(

@@ -16,11 +16,10 @@ from jax_hkv import _sharded, metrics, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
+from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged, as_splits
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import Counts, Table
-
-_CUT = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}  # with x64 off
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -67,26 +66,17 @@ def with_host_checks(jitted: Any, info_of: Callable[[Any], StepInfo]) -> Any:
 
 def _check_host(args: Any) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
-    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-            if _is_cut(leaf):
-                raise TypeError(
-                    f"train_step: arguments{jax.tree_util.keystr(path)} holds {leaf.dtype} numbers "
-                    "that JAX would cut to 32 bits: make keys of ids with "
-                    "jax_hkv.Keys.from_numpy(ids)"
-                )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if would_cut(leaf):
+            raise TypeError(
+                f"train_step: arguments{jax.tree_util.keystr(path)} holds {leaf.dtype} numbers "
+                "that JAX would cut to 32 bits: make keys of ids with "
+                "jax_hkv.Keys.from_numpy(ids)"
+            )
     for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
         if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
             count = np.shape(bags.ids)[0]
             as_splits("train_step", "row_splits of a Jagged", bags.row_splits, count)
-
-
-def _is_cut(leaf: Any) -> bool:
-    """Whether 64-bit numbers do not fit in the 32 bits that JAX would leave them."""
-    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype not in _CUT or not leaf.size:
-        return False
-    bounds = np.iinfo(_CUT[leaf.dtype])
-    return bool(leaf.min() < bounds.min or leaf.max() > bounds.max)
 
 
 class Found(NamedTuple):
@@ -172,20 +162,16 @@ class Devices(NamedTuple):
 
     def stacked(self, tree: Any) -> Any:
         """Every device's, along a leading axis."""
+        if not self.axes:
+            return tree
         for axis in reversed(self.axes):
             tree = jax.lax.all_gather(tree, axis)
-        shaped = len(self.axes)
-        return (
-            jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[shaped:]), tree)
-            if (shaped)
-            else tree
-        )
+        leading = len(self.axes)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[leading:]), tree)
 
     def part(self, loss: jax.Array) -> jax.Array:
         """This device's share of the mean of all losses."""
-        return (
-            loss / math.prod(jax.lax.axis_size(axis) for axis in self.axes) if self.axes else loss
-        )
+        return loss / math.prod(jax.lax.axis_size(axis) for axis in self.axes)
 
     def measured(self, table: Table, results: list[Any], where: str) -> metrics.Metrics:
         """The metrics of a table and of its lookups, over all devices."""

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged
 from jax_hkv.table import Table
 
@@ -154,7 +155,7 @@ class Placement:
           random keys among them are the same for all devices. It has ``lower`` as jitted functions.
         """
         if self.mode == "pmap":
-            return _Pmapped(self, fn, donate, lambda report: jax.tree.map(_first, report))
+            return _Pmapped(self, fn, _with_one_report, donate=donate)
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
             specs = self.specs(state)
@@ -178,9 +179,7 @@ class Placement:
         """
         fn = _with_leading_axes(fn)
         if self.mode == "pmap":
-            return _Pmapped(
-                self, lambda *args: (None, fn(*args)), False, lambda outputs: outputs, 1
-            )
+            return _Pmapped(self, fn)
 
         def on_all(state: Any, *batch: Any) -> Any:
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
@@ -310,40 +309,30 @@ class Placement:
 def _digesting(placement: Placement) -> Callable[[Any], Any]:
     """A compiled function from a state to the digests of all devices."""
 
-    def one(state: Any) -> tuple[Any, Any]:
+    def one(state: Any) -> jax.Array:
         own = digest(state)
         for axis in reversed(placement.mesh.axis_names):
             own = jax.lax.all_gather(own, axis)
-        return None, own.reshape(-1, 2)
+        return own.reshape(-1, 2)
 
     if placement.mode == "pmap":
-        pmapped = _Pmapped(placement, one, False, _first)
-        return lambda state: pmapped(state)[1]
-
-    @jax.jit
-    def gathered(state: Any) -> Any:
-        return placement._mapped(one, (placement.specs(state),), (None, P()))(state)[1]
-
-    return gathered
+        return _Pmapped(placement, one, _first)
+    return jax.jit(lambda state: placement._mapped(one, (placement.specs(state),), P())(state))
 
 
 class _Pmapped:
-    """A pmapped function of (state, *batch), and what is done with its second result."""
+    """A pmapped function of (state, *batch), and what is done with its outputs."""
 
-    def __init__(
-        self, placement: Placement, fn: Any, donate: bool, finish: Any, result: int | None = None
-    ):
+    def __init__(self, placement: Placement, fn: Any, finish: Any = None, *, donate: bool = False):
         self._placement = placement
         self._fn = fn
-        self._donate = donate
         self._finish = finish
-        self._result = result
+        self._donate = donate
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, *batch: Any) -> Any:
-        state, outputs = self._of(batch)(state, *batch)
-        outputs = self._finish(outputs)
-        return outputs if self._result else (state, outputs)
+        outputs = self._of(batch)(state, *batch)
+        return outputs if self._finish is None else self._finish(outputs)
 
     def lower(self, state: Any, *batch: Any) -> Any:
         """As of jitted functions."""
@@ -386,10 +375,7 @@ def _is_table(node: Any) -> bool:
 
 
 def _check_not_cut(leaf: Any) -> None:
-    kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or kept == leaf.dtype:
-        return
-    if not np.array_equal(leaf.astype(kept), leaf):
+    if would_cut(leaf):
         raise TypeError(
             f"Placement.put: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
             "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
@@ -407,6 +393,11 @@ def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return checked
+
+
+def _with_one_report(outputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    state, report = outputs
+    return state, jax.tree.map(_first, report)
 
 
 def _first(leaf: jax.Array) -> jax.Array:
