@@ -207,13 +207,13 @@ def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = Fa
     """The plan for a batch of so many positions; a complete one has room for all, in one hop."""
     sizes = exchange.sizes
     devices = math.prod(sizes)
+    expected = items * (exchange.distinct if merges else 1.0)
+    levels = [((axis,), size) for axis, size in zip(exchange.axes, sizes, strict=True)]
+    if not exchange.levels or complete or exchange.replicas:
+        levels = [(exchange.axes, devices)]
     hops: list[Hop] = []
     left, inner = items, 1
-    expected = items * (exchange.distinct if merges else 1.0)
-    legs = [*zip(exchange.axes, sizes, strict=True)][::-1]
-    for axes, peers in [((axis,), size) for axis, size in legs]:
-        if not exchange.levels or complete or exchange.replicas:
-            axes, peers = exchange.axes, devices
+    for axes, peers in reversed(levels):
         places = max(1, left)
         if not complete:
             mean = expected if exchange.replicas else expected / peers
@@ -228,8 +228,6 @@ def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = Fa
             hops.append(Hop(axes, peers, inner, places))
             left = peers * places
         inner *= peers
-        if inner == devices:
-            break
     return Plan(
         hops=tuple(hops),
         devices=devices,
