@@ -73,8 +73,12 @@ sanitizers() {
 }
 
 benchmarks() {
+  local peer=()
+  if "$python" -c 'import torch' 2>/dev/null; then
+    peer=(--peer-python "$python")
+  fi
   nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
-    "$python" benchmarks/train_step.py --out "$out/train_step.json" &&
+    "$python" benchmarks/train_step.py "${peer[@]}" --out "$out/train_step.json" &&
     "$python" benchmarks/soak.py --seconds 60 --out "$out/soak.json" &&
     "$python" benchmarks/scaling.py --budget 60 --out "$out/scaling.json" &&
     "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" --out "$out/table.json"

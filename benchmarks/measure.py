@@ -39,6 +39,18 @@ def median(times: list[float]) -> float:
     return statistics.median(times)
 
 
+def peer(python: str, script: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """What a script beside this one prints as JSON, run by another interpreter."""
+    command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        command += [f"--{name.replace('_', '-')}", *map(str, values)]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{finished.stderr[-3000:]}")
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
 def _first_line(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

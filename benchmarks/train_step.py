@@ -1,9 +1,12 @@
 """Training steps on a GPU: ten tables by themselves, and the whole of MLPerf's DLRM-DCNv2.
 
-    python benchmarks/train_step.py [--out results/train_step.json]
+    python benchmarks/train_step.py [--peer-python PYTHON] [--out results/train_step.json]
 
 Ten tables: dim 128, 1,048,570 ids a step from a power law, forward, backward and update, with SGD
-and with Adam; the gradients of the rows are given. DLRM-DCNv2: the model of examples/dcnv2.py in
+and with Adam; the gradients of the rows are given, and a sample of the rows is compared with double
+precision after the last step. Beside them, on the same ids: a dense array of XLA's with a scatter
+for SGD, and with ``--peer-python`` PyTorch's ``nn.EmbeddingBag`` with SGD and SparseAdam, each with
+a row for every id there may be. DLRM-DCNv2: the model of examples/dcnv2.py in
 bfloat16 with float32 rows, fused Adagrad, ids made on the device. What it leaves out: the input
 pipeline, all but one device, and rows beyond `--capacity-factor` (MLPerf's 40 million rows a table
 do not fit beside their optimizer's; ids of rows that were evicted start anew).
@@ -13,14 +16,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import expected
 import jax
 import jax.numpy as jnp
 import measure
+import numpy as np
 import optax
 
 import jax_hkv as hkv
@@ -34,6 +40,10 @@ TABLES, DIM = 10, 128
 EXPONENT = 1.05
 BATCHES = 4
 IN_A_ROW = 10
+SETTINGS = ("positions", "ids", "batch", "capacity_factor", "runs")
+RATE = 1e-3
+SAMPLE = 8  # ids of each of ten tables, looked for in all of them
+LARGEST_ERROR = 1e-4  # of a sampled row, by one more than its size: sums of thousands are rounded
 
 
 def power_law(key: jax.Array, shape: tuple[int, ...], most: int) -> jax.Array:
@@ -58,8 +68,20 @@ def in_a_row(step: Callable[[Any, int], Any], state: Any, runs: int) -> tuple[li
     return times, state
 
 
-def ten_tables(optimizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+def make_ids(options: argparse.Namespace) -> jax.Array:
+    """The ids of each batch and table, ``int32[batches, tables, positions]``."""
+    shape = (BATCHES, TABLES, options.positions // TABLES)
+    return power_law(jax.random.key(0), shape, options.ids)
+
+
+def row_gradients(options: argparse.Namespace) -> jax.Array:
+    """Of the rows of all tables, table by table."""
+    return jax.random.normal(jax.random.key(1), (options.positions // TABLES * TABLES, DIM))
+
+
+def ten_tables(name: str, every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
     """Forward, backward and update of ten tables that are one."""
+    optimizer = getattr(hkv.optim, name)(RATE)
     names = [f"table {number}" for number in range(TABLES)]
     capacity = int(1.7 * options.ids)
     collection = hkv.Collection(
@@ -67,13 +89,8 @@ def ten_tables(optimizer: Any, options: argparse.Namespace) -> dict[str, Any]:
         [hkv.Feature(name, name) for name in names],
     )
     (group,) = collection.groups
-    shape = (options.positions // TABLES,)
-    keys = jax.random.split(jax.random.key(0), (BATCHES, TABLES))
-    ids = [
-        {name: power_law(key, shape, options.ids) for name, key in zip(names, row, strict=True)}
-        for row in keys
-    ]
-    gradients = jax.random.normal(jax.random.key(1), (TABLES * shape[0], DIM))
+    ids = [dict(zip(names, batch, strict=True)) for batch in every]
+    gradients = row_gradients(options)
 
     def one(table: hkv.Table, inputs: Any, gradients: jax.Array) -> Any:
         tables, found = collection.lookup({group.name: table}, inputs, train=True)
@@ -83,34 +100,82 @@ def ten_tables(optimizer: Any, options: argparse.Namespace) -> dict[str, Any]:
         return optimizer.update(tables[group.name], result, gradients), rows, result.counts
 
     step = jax.jit(one, donate_argnums=0)
-    unique = []
+    unique, order = [], []
 
     def run(table: hkv.Table, number: int) -> hkv.Table:
         table, _, counts = step(table, ids[number], gradients)
         unique.append(counts.unique)
+        order.append(number)
         return table
 
-    runs, table = in_a_row(run, collection.create()[group.name], options.runs)
+    sample = np.unique(np.asarray(every[0, :, :SAMPLE]))
+
+    def sampled(table: hkv.Table) -> np.ndarray:
+        inputs = dict.fromkeys(names, jnp.asarray(sample))
+        _, found = collection.lookup({group.name: table}, inputs)
+        rows = collection.spread(found.rows, found.parts)
+        return np.concatenate([np.asarray(rows[name]) for name in names])
+
+    table = collection.create()[group.name]
+    start = sampled(table)
+    runs, table = in_a_row(run, table, options.runs)
     assert int(table.optimizer.skipped[0]) == 0
-    return {"seconds": runs, "unique": int(unique[0]), "positions": TABLES * shape[0]}
+    sums = sampled_sums(np.asarray(every), sample, np.asarray(gradients))
+    expect = {"sgd": expected.sgd, "adam": expected.adam}[name]
+    should = expect(start, (sums[number] for number in order), RATE)
+    error = float(np.max(np.abs(sampled(table) - should) / (1 + np.abs(should))))
+    assert error < LARGEST_ERROR, error
+    return {"seconds": runs, "unique": int(unique[0]), "rows": should.shape[0], "error": error}
 
 
-def dense_tables(options: argparse.Namespace) -> dict[str, Any]:
+def sampled_sums(
+    every: np.ndarray, sample: np.ndarray, gradients: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each batch, which rows of the sample of each table it touches, and with what."""
+    found = []
+    for batch in every:
+        numbers = np.searchsorted(sample, batch).clip(max=len(sample) - 1)
+        is_sampled = (sample[numbers] == batch).reshape(-1)
+        rows = (numbers + len(sample) * np.arange(TABLES)[:, None]).reshape(-1)
+        found.append(expected.sums_of(rows[is_sampled], gradients[is_sampled]))
+    return found
+
+
+def dense_places(every: jax.Array, options: argparse.Namespace) -> jax.Array:
+    """Rows of the ids in an array that has one for each id of each table."""
+    return (every + options.ids * jnp.arange(TABLES)[:, None]).reshape(BATCHES, -1)
+
+
+def dense_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
     """The same ids in a dense array with a row for each: XLA's gather, and its scatter for SGD."""
-    places = [
-        power_law(key, (options.positions // TABLES * TABLES,), options.ids)
-        + jnp.arange(options.positions // TABLES * TABLES) % TABLES * options.ids
-        for key in jax.random.split(jax.random.key(0), BATCHES)
-    ]
-    gradients = jax.random.normal(jax.random.key(1), (len(places[0]), DIM))
+    places = dense_places(every, options)
+    gradients = row_gradients(options)
 
     def one(rows: jax.Array, places: jax.Array, gradients: jax.Array) -> Any:
-        return rows.at[places].add(-0.01 * gradients), rows[places]
+        return rows.at[places].add(-RATE * gradients), rows[places]
 
     step = jax.jit(one, donate_argnums=0)
     rows = jnp.ones((TABLES * options.ids, DIM))
     runs, _ = in_a_row(lambda rows, n: step(rows, places[n], gradients)[0], rows, options.runs)
     return {"seconds": runs}
+
+
+def torch_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
+    """The same ids in PyTorch, on the same device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "batches.npz"
+        places = np.asarray(dense_places(every, options))
+        np.savez(path, batches=places, shape=np.array([TABLES * options.ids, DIM]))
+        return measure.peer(
+            options.peer_python,
+            "peer_torch.py",
+            path,
+            rate=RATE,
+            runs=options.runs,
+            in_a_row=IN_A_ROW,
+            optimizers=["sgd", "adam"],
+            device="cuda" if jax.default_backend() == "gpu" else "cpu",
+        )
 
 
 def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
@@ -163,16 +228,23 @@ def main() -> None:
     add("--batch", type=int, default=6_912, help="samples a step of DLRM-DCNv2")
     add("--capacity-factor", type=float, default=0.25, help="rows of MLPerf's tables kept")
     add("--runs", type=int, default=measure.RUNS)
+    add("--peer-python", help="an interpreter with torch")
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
-    record: dict[str, Any] = measure.surroundings() | {"settings": vars(options) | {"out": None}}
-    for name, optimizer in (("sgd", hkv.optim.sgd(0.01)), ("adam", hkv.optim.adam(1e-3))):
-        record[f"ten tables {name}"] = found = ten_tables(optimizer, options)
+    settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
+    record: dict[str, Any] = measure.surroundings() | {"settings": settings}
+    every = make_ids(options)
+    for name in ("sgd", "adam"):
+        record[f"ten tables {name}"] = found = ten_tables(name, every, options)
         milliseconds = 1e3 * measure.median(found["seconds"])
         print(f"ten tables, {name}: {milliseconds:.3f} ms a step, {found['unique']} distinct ids")
         measure.write(options.out.stem, record, options.out.parent)
-    record["dense sgd"] = dense_tables(options)
+    record["dense sgd"] = dense_tables(every, options)
     print(f"dense, sgd: {1e3 * measure.median(record['dense sgd']['seconds']):.3f} ms a step")
+    if options.peer_python:
+        record["torch"] = peer = torch_tables(every, options)
+        for name, seconds in peer["seconds"].items():
+            print(f"PyTorch, {name}: {1e3 * measure.median(seconds):.3f} ms a step")
     record["dcnv2"] = found = dcnv2(options)
     print(f"DLRM-DCNv2: {found['samples_per_second']:.0f} samples/s")
     print(measure.write(options.out.stem, record, options.out.parent))

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import expected
 import jax
 import jax.numpy as jnp
 import measure
@@ -163,28 +162,14 @@ def torch_times(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batches.npz"
         np.savez(path, batches=np.stack(batches), gradients=gradients, start=start)
-        script = str(Path(__file__).with_name("peer_torch.py"))
-        command = [python, script, str(path), str(RATE), str(options.runs)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return json.loads(output.splitlines()[-1]) | {"rows": np.load(path.with_suffix(".npy"))}
+        found = measure.peer(python, "peer_torch.py", path, rate=RATE, runs=options.runs)
+        return found | {"rows": np.load(path.with_suffix(".npy"))}
 
 
-def check(
-    options: argparse.Namespace, batches: Any, gradients: Any, start: Any, rows: Any
-) -> float:
+def check(batches: Any, gradients: Any, start: Any, rows: Any) -> float:
     """The largest difference from lazy Adam in double precision, after all batches."""
-    expected = np.asarray(start, np.float64)
-    first, second = np.zeros_like(expected), np.zeros_like(expected)
-    for number, batch in enumerate(batches):
-        touched, inverse = np.unique(batch, return_inverse=True)
-        sums = np.zeros((len(touched), options.dim))
-        np.add.at(sums, inverse.reshape(-1), np.asarray(gradients, np.float64))
-        first[touched] = 0.9 * first[touched] + 0.1 * sums
-        second[touched] = 0.999 * second[touched] + 0.001 * sums**2
-        corrected = first[touched] / (1 - 0.9 ** (number + 1))
-        root = np.sqrt(second[touched] / (1 - 0.999 ** (number + 1)))
-        expected[touched] -= RATE * corrected / (root + 1e-8)
-    return float(np.abs(expected - rows).max())
+    steps = (expected.sums_of(batch, gradients) for batch in batches)
+    return float(np.abs(expected.adam(start, steps, RATE) - rows).max())
 
 
 def main() -> None:
@@ -209,14 +194,14 @@ def main() -> None:
 
     seconds: dict[str, Any] = {}
     seconds["jax_hkv"], rows = own_times(options, batches, gradients, start)
-    errors = {"jax_hkv": check(options, batches, gradients, start, rows)}
+    errors = {"jax_hkv": check(batches, gradients, start, rows)}
     seconds["dense"] = dense_times(options, batches, gradients, start)
     peer = torch_times(options.peer_python, options, batches, gradients, start)
     record = measure.surroundings()
     if peer is not None:
-        seconds["torch"] = peer["seconds"]
+        seconds["torch"] = peer["seconds"]["adam"]
         record["versions"] |= peer["versions"]
-        errors["torch"] = check(options, batches, gradients, start, peer["rows"])
+        errors["torch"] = check(batches, gradients, start, peer["rows"])
     # Where a gradient is next to zero PyTorch's eps, which is not corrected for its bias, shows.
     assert errors["jax_hkv"] < 1e-5 and errors.get("torch", 0.0) < RATE, errors
     medians = {name: measure.median(runs) for name, runs in seconds.items()}

@@ -39,6 +39,7 @@ def test_training_steps_are_measured(tmp_path):
     sizes = ["--positions", "1000", "--ids", "500", "--batch", "32", "--capacity-factor", "1e-6"]
     record = run("train_step.py", tmp_path / "train_step.json", *sizes)
     assert 0 < record["ten tables adam"]["unique"] < 1000
+    assert record["ten tables sgd"]["rows"] > 100
     assert record["dcnv2"]["samples_per_second"] > 0
 
 
