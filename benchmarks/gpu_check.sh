@@ -78,6 +78,7 @@ benchmarks() {
     peer=(--peer-python "$python")
   fi
   nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
+    "$python" benchmarks/profile_step.py --out "$out/profile_step.json" &&
     "$python" benchmarks/train_step.py "${peer[@]}" --out "$out/train_step.json" &&
     "$python" benchmarks/soak.py --seconds 60 --out "$out/soak.json" &&
     "$python" benchmarks/scaling.py --budget 60 --out "$out/scaling.json" &&

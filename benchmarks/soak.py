@@ -132,7 +132,6 @@ def main() -> None:
     add("--steps", type=int, default=1_000_000)
     add("--chunk", type=int, default=1000, help="steps of one compiled loop (%(default)s)")
     add("--seconds", type=float, default=500.0, help="budget (%(default)s)")
-    add("--runs", type=int, default=1, help=argparse.SUPPRESS)
     add("--out", type=Path, default=measure.RESULTS / "soak.json")
     options = parser.parse_args()
     begin, compared = time.perf_counter(), machines()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+ONCE = ("--runs", "1")
 
 
 def run(script: str, out: Path, *options: str) -> dict:
     """The record that a benchmark writes."""
-    command = [sys.executable, str(BENCHMARKS / script), "--out", str(out), "--runs", "1", *options]
+    command = [sys.executable, str(BENCHMARKS / script), "--out", str(out), *options]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(out.read_text())
@@ -24,7 +27,7 @@ def run(script: str, out: Path, *options: str) -> dict:
 def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "2048", "--batch", "128", "--dims", "8", "--loads", "0.5", "1"]
-    record = run("table.py", tmp_path / "table.json", *sizes, "--choices", "2")
+    record = run("table.py", tmp_path / "table.json", *ONCE, *sizes, "--choices", "2")
     assert [case["load"] for case in record["cases"]] == [0.5, 1.0] and not record["left_out"]
     assert record["cases"][1]["reached"] > 0.99
     for case in record["cases"]:
@@ -37,7 +40,7 @@ def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
 
 def test_training_steps_are_measured(tmp_path):
     sizes = ["--positions", "1000", "--ids", "500", "--batch", "32", "--capacity-factor", "1e-6"]
-    record = run("train_step.py", tmp_path / "train_step.json", *sizes)
+    record = run("train_step.py", tmp_path / "train_step.json", *ONCE, *sizes)
     assert 0 < record["ten tables adam"]["unique"] < 1000
     assert record["ten tables sgd"]["rows"] > 100
     assert record["dcnv2"]["samples_per_second"] > 0
@@ -46,7 +49,7 @@ def test_training_steps_are_measured(tmp_path):
 def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]
-    record = run("scaling.py", tmp_path / "scaling.json", *sizes)
+    record = run("scaling.py", tmp_path / "scaling.json", *ONCE, *sizes)
     assert [point["slots"] for point in record["slots"]] == [2**11, 2**12]
     assert [point["batch"] for point in record["batch"]] == [64, 128, 256]
     assert record["left_out"] == []
@@ -59,6 +62,65 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
     assert record["steps"] == 96 and len(record["compared"]) == 2
     assert record["digest"][0] != record["digest"][1]
+
+
+PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #14"
+    events { metadata_id: 1 duration_ps: 4000000 stats { metadata_id: 1 ref_value: 10 }
+             stats { metadata_id: 3 uint64_value: 7 } }
+    events { metadata_id: 1 duration_ps: 4000000 stats { metadata_id: 1 ref_value: 10 } }
+    events { metadata_id: 2 duration_ps: 1000000 stats { metadata_id: 2 ref_value: 11 } }
+  }
+  lines { name: "XLA Ops" events { metadata_id: 3 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "void hkv::cuda::find_kernel<8>()" } }
+  event_metadata { key: 2 value { id: 2 name: "MemcpyD2D" } }
+  event_metadata { key: 3 value { id: 3 name: "fusion" } }
+  stat_metadata { key: 1 value { id: 1 name: "kernel_details" } }
+  stat_metadata { key: 2 value { id: 2 name: "memcpy_details" } }
+  stat_metadata { key: 3 value { id: 3 name: "cuda_graph_id" } }
+  stat_metadata { key: 10 value { id: 10 name: "regs:40" } }
+  stat_metadata { key: 11 value { id: 11 name: "kind_src:device kind_dst:device size:4096" } }
+}
+planes {
+  name: "/host:CPU"
+  lines {
+    name: "python"
+    events { metadata_id: 1 } events { metadata_id: 2 } events { metadata_id: 3 }
+    events { metadata_id: 3 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "cuGraphLaunch (CudaGraph:7)" } }
+  event_metadata { key: 2 value { id: 2 name: "custom Python function" } }
+  event_metadata { key: 3 value { id: 3 name: "cuStreamSynchronize" } }
+}
+"""
+
+
+def test_a_profile_shows_copies_graphs_and_waits(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    profile_step = importlib.import_module("profile_step")
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(PROFILE)
+    profile = jax.profiler.ProfileData.from_serialized_xspace(serialized)
+    found = profile_step.of_profile(profile)
+    assert found["devices"] == 1 and found["copies"] == {"count": 1, "largest": 4096}
+    assert {name: event["count"] for name, event in found["events"].items()} == {
+        "void hkv::cuda::find_kernel<8>()": 2, "MemcpyD2D": 1,
+    }  # fmt: skip
+    assert found["own_kernels"] == {"in graphs": 1, "outside": 1}
+    assert found["driver_calls"] == {"cuStreamSynchronize": 2, "cuGraphLaunch": 1}
+    wrong = profile_step.complaints(found, 2, 4096)
+    assert len(wrong) == 4 and "a table" in wrong[0]
+    found["own_kernels"]["outside"] = 0
+    assert profile_step.complaints(found, 1, 4097) == ["2 waits for the device in 1 steps"]
+
+
+def test_steps_are_profiled(tmp_path):
+    sizes = ["--capacity", "1024", "--dim", "4", "--batch", "16", "--steps", "3"]
+    record = run("profile_step.py", tmp_path / "profile_step.json", *sizes)
+    assert record["table_bytes"] == 1024 * 4 * 4
+    assert (record["device"] == "cpu") == (record["devices"] == 0)
 
 
 def test_the_plain_gather_of_random_rows_compiles(tmp_path):
