@@ -266,6 +266,59 @@ def test_a_result_whose_keys_are_gone_changes_no_other_row(case, rng):
     assert skipped == 320 - is_first.sum()
 
 
+# --- Rows that travel ragged ---------------------------------------------------------------------
+
+
+def ragged_all_to_all(operand, output, starts, sizes, places, received, *, axis_name):
+    """What JAX documents of its own, which XLA cannot do on a CPU; NaN or -1 where sizes differ."""
+    operands, *parts = jax.lax.all_gather((operand, starts, sizes, places, sizes), axis_name)
+    me = jax.lax.axis_index(axis_name)
+    starts, sizes, places, _ = (part[:, me] for part in parts)
+    row = jnp.arange(operand.shape[0])
+    for peer in range(operands.shape[0]):
+        is_sent = (row >= starts[peer]) & (row < starts[peer] + sizes[peer])
+        target = jnp.where(is_sent, row - starts[peer] + places[peer], len(output))
+        output = output.at[target].set(operands[peer], mode="drop")
+    wrong = jnp.asarray(jnp.nan if jnp.issubdtype(output.dtype, jnp.floating) else -1)
+    return jnp.where((sizes == received).all(), output, wrong.astype(output.dtype))
+
+
+RAGGED = {
+    "room": EIGHT,
+    "no room": OVERFLOWING,
+    "levels": dataclasses.replace(
+        EIGHT, exchange=Exchange(AXES, distinct=0.1), shape=(2, 4), names=AXES
+    ),
+    "axes at once": dataclasses.replace(
+        EIGHT, exchange=Exchange(AXES, levels=False), shape=(2, 4), names=AXES
+    ),
+    "not merged": dataclasses.replace(EIGHT, exchange=Exchange("device", deduplicate=False)),
+}
+
+
+@pytest.mark.parametrize("name", seldom(RAGGED, {"room", "axes at once", "not merged"}))
+def test_ragged_and_padded_rows_give_the_same_bits(name, rng, monkeypatch):
+    """As GPUs exchange them: only the meaning of the collective is simulated."""
+    case = RAGGED[name]
+    called = []
+
+    def counted(*args, **kwargs):
+        called.append(args)
+        return ragged_all_to_all(*args, **kwargs)
+
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", counted)
+    ways = [dataclasses.replace(case.exchange, ragged=ragged) for ragged in (True, False)]
+    ragged, padded = (Many(dataclasses.replace(case, exchange=own)) for own in ways)
+    for _ in range(3):
+        batch = zipf_batch(rng, (640,))
+        seen = ragged.step(batch)
+        assert_same_bits(seen, padded.step(batch))
+        assert np.isfinite(seen.values).all()
+    assert len(called) >= 3
+    for own, other in zip(ragged.parts, padded.parts, strict=True):
+        assert_same_bits(own, other)
+
+
 # --- Maps and scans made by hand -----------------------------------------------------------------
 
 
