@@ -4,9 +4,9 @@
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
 # Parts, in this order: build, suite, driver, sanitizers, benchmarks; without names, all. OUTDIR gets one
-# log a part, the benchmarks' JSON, and summary.json. A part that has passed for the same sources is not
-# run again, so that a call which ran out of time is finished by calling again. Python needs jax with its
-# CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
+# log a part, the benchmarks' JSON, and summary.json. No part and no test that has passed for the same sources
+# is run again, so that a call which ran out of time is finished by calling again. Python needs jax with
+# its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
 set -uo pipefail
 
 if (($# == 0)); then
@@ -42,7 +42,10 @@ suite() {
   if "$python" -c 'import xdist' 2>/dev/null; then
     workers=(-n 8) # the device is shared and mostly idle: host threads are what a test waits for
   fi
-  "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 "${workers[@]}"
+  local status=0 # tests that have passed for the same sources are left out: 5 if all are
+  "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --passed="$work/passed-$sources" \
+    "${workers[@]}" || status=$?
+  ((status == 0 || status == 5))
 }
 
 compile_driver() {
@@ -102,7 +105,7 @@ run_part() {
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
-    $(declare -p out python work site SKIPPED)
+    $(declare -p out python work site sources SKIPPED)
     $(declare -f build suite compile_driver driver sanitizers benchmarks)
     $part" >"$out/$part.log" 2>&1
   status=$?

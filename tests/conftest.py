@@ -29,19 +29,41 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests of full size")
     parser.addoption("--x64", action="store_true", help="with 64-bit numbers enabled in jax")
     parser.addoption("--seed", type=int, default=None, help="seed of every `rng`, else random")
+    parser.addoption("--passed", type=Path, help="file of tests to leave out; those that pass join")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: a test of full size, run only with --slow")
     jax.config.update("jax_enable_x64", config.getoption("--x64"))
+    if config.getoption("--passed"):
+        config.pluginmanager.register(Passed(config))
+
+
+class Passed:
+    """A run that can be stopped and gone on with, by the file of --passed."""
+
+    def __init__(self, config):
+        self.path = config.getoption("--passed")
+        self.is_worker = hasattr(config, "workerinput")  # of xdist, whose controller writes
+        self.before = set(self.path.read_text().splitlines()) if self.path.exists() else set()
+
+    def pytest_collection_modifyitems(self, config, items):
+        leave_out(config, items, lambda item: item.nodeid in self.before)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed and not self.is_worker:
+            with self.path.open("a") as file:
+                file.write(report.nodeid + "\n")
+
+
+def leave_out(config, items, is_left_out):
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if not config.getoption("--slow"):
+        leave_out(config, items, lambda item: item.get_closest_marker("slow"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -164,3 +164,19 @@ def test_no_example_is_too_long():
     lines = {path.name: path.read_text().count("\n") for path in files(ROOT / "examples", {".py"})}
     assert lines
     assert {name: count for name, count in lines.items() if count > MOST_EXAMPLE_LINES} == {}
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_rest(tmp_path):
+    passed = tmp_path / "passed.txt"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--passed={passed}"]
+    command += [str(Path(__file__)), "-k", "too_long"]
+
+    def run() -> tuple[int, list[str]]:
+        status = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode
+        return status, passed.read_text().splitlines()
+
+    status, names = run()
+    assert status == 0 and len(names) > 1 and len(set(names)) == len(names)
+    passed.write_text("\n".join(names[1:]) + "\n")
+    assert run() == (0, [*names[1:], names[0]])
+    assert run() == (5, [*names[1:], names[0]])
