@@ -156,8 +156,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _run(options: argparse.Namespace, folder: Path) -> int:
@@ -165,9 +165,9 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     try:
         copies.start()
         failure = copies.first_failure()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("jax_hkv.launch: interrupted; all processes are ended", file=sys.stderr)
-        return _SHELL_SIGNAL + signal.SIGINT
+        return _SHELL_SIGNAL + (interrupt.args or (signal.SIGINT,))[0]
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave some running
         copies.end()
@@ -181,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The program.
 
     Returns:
-      0 if all processes did; else the status of the first that failed, or 128 + its signal.
+      0 if all processes did; else the status of the first that failed, or 128 + the signal that
+      ended it or interrupted the program.
     """
     options = _options(arguments)
     signal.signal(signal.SIGTERM, _interrupt)

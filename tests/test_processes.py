@@ -228,7 +228,8 @@ def test_the_launcher_gives_each_process_its_place(tmp_path):
     assert failed.returncode == 7 and "process 0 ended with status 7" in failed.stderr
 
 
-def test_an_interrupted_launcher_leaves_nothing_running(tmp_path):
+@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     """Not even those that take no notice of SIGTERM."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -238,17 +239,20 @@ def test_an_interrupted_launcher_leaves_nothing_running(tmp_path):
         "time.sleep(600)\n"
     )
     command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, script, tmp_path]
+    # In the background of a shell SIGINT is ignored, and would be by whoever is started here.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     launcher = subprocess.Popen(
         command, env=environment(), cwd=WORKER.anchor, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGINT, before)
     files = [tmp_path / str(number) for number in range(2)]
     deadline = time.monotonic() + MOST_SECONDS
     while not all(path.exists() and path.read_text() for path in files):
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.05)
-    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(interrupt)
     _, errors = launcher.communicate(timeout=MOST_SECONDS)
-    assert launcher.returncode == 128 + signal.SIGINT and "interrupted" in errors
+    assert launcher.returncode == 128 + interrupt and "interrupted" in errors
     for path in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
