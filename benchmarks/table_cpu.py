@@ -173,10 +173,7 @@ def peer_times(python: str | None, rng: np.random.Generator) -> dict[str, Any] |
     """TensorFlow Recommenders-Addons' CPU table beside ours, where an interpreter has it."""
     if python is None:
         return None
-    script = str(Path(__file__).with_name("peer_tfra.py"))
-    command = [python, script, str(PEER_KEYS), str(DIM)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    peer = json.loads(output.splitlines()[-1])
+    peer = measure.peer(python, "peer_tfra.py", PEER_KEYS, DIM)
 
     keys = hkv.Keys.from_numpy(rng.permutation(PEER_KEYS))
     values = jnp.asarray(rng.standard_normal((PEER_KEYS, DIM), np.float32))

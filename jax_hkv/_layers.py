@@ -212,6 +212,22 @@ def taken(
     return finite
 
 
+def loss_and_aux(outputs: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """What a loss function returned, checked: otherwise all gradients might be zeros, silently."""
+    is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
+    pair: Any = outputs if has_aux and is_pair else (outputs, None)
+    loss, aux = pair
+    is_number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float)) and not np.shape(loss)
+    if has_aux == is_pair and is_number and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        return jnp.asarray(loss), aux
+    dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", ())
+    got = type(loss).__name__ if dtype is None else f"{dtype}{list(shape)}"
+    raise TypeError(
+        "train_step: loss_fn must return one floating-point number (with has_aux=True: a pair of "
+        f"it and anything), got {got}: take a mean, or name what else it returns by has_aux"
+    )
+
+
 def scaled(loss: jax.Array, scale: LossScale | None) -> jax.Array:
     """The loss that is differentiated."""
     return loss if scale is None else loss * scale.scale.astype(loss.dtype)

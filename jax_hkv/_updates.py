@@ -140,7 +140,7 @@ def listed(
       call: for errors.
       lookup: what returns such results, for errors.
     """
-    is_one = hasattr(result, "_fields")
+    is_one = hasattr(result, "_fields") and not isinstance(result[0], kind)
     results = [result] if is_one else list(result)
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:

@@ -483,8 +483,7 @@ def train_step(
                 variables.update(updated)
                 return outputs
 
-            value = loss_fn(apply, *args)
-            loss, aux = value if has_aux else (value, None)
+            loss, aux = _layers.loss_and_aux(loss_fn(apply, *args), has_aux)
             scaled = _layers.scaled(devices.part(loss), state.loss_scale)
             return scaled, (loss, aux, variables)
 

@@ -536,8 +536,7 @@ def train_step(
         scale = None if state.loss_scale is None else state.loss_scale.get_value()
 
         def scaled_loss(model: nnx.Module, *args: Any) -> Any:
-            value = loss_fn(model, *args)
-            loss, aux = value if has_aux else (value, None)
+            loss, aux = _layers.loss_and_aux(loss_fn(model, *args), has_aux)
             return _layers.scaled(devices.part(loss), scale), (loss, aux)
 
         parts = (state.model, state.optimizer)

@@ -338,3 +338,33 @@ def test_masks_and_weights_of_a_feature_can_be_lists():
     _, found = declared.lookup(declared.create(), {"f_a": padded})
     rows = np.asarray(hkv.initial_rows(declared.create()["a"], IDS))
     np.testing.assert_allclose(found.rows["a"][0], rows[0] + 2 * rows[1], rtol=1e-6)
+
+
+LOSSES = {
+    r"int32\[\]": lambda rows: (rows > 0).sum(),
+    r"bool\[\]": lambda rows: (rows > 0).any(),
+    r"float32\[3, 4\]": lambda rows: rows,
+    "tuple": lambda rows: (rows.sum(), {}),
+    "NoneType": lambda rows: None,
+}
+
+
+@pytest.mark.parametrize("got", LOSSES)
+def test_a_loss_that_is_no_number_is_refused(got):
+    """By a number without a derivative every gradient would be zero, and nothing would be said."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, ids: LOSSES[got](apply(ids, train=True)))
+    nnx_state = hkv.nnx.TrainState(NnxModel(), optax.sgd(0.1))
+    nnx_step = hkv.nnx.train_step(lambda model, ids: LOSSES[got](model(ids, train=True)))
+    for own, own_state in ((step, state), (nnx_step, nnx_state)):
+        with pytest.raises(TypeError, match=f"one floating-point number.*, got {got}: take a mean"):
+            own(own_state, IDS)
+
+
+def test_a_loss_with_more_beside_it_is_a_pair():
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum(), has_aux=True)
+    with pytest.raises(TypeError, match=r"a pair of it and anything\), got float32\[\]"):
+        step(state, IDS)
