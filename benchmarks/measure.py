@@ -47,7 +47,7 @@ def peer(python: str, script: str, *arguments: Any, **options: Any) -> dict[str,
         command += [f"--{name.replace('_', '-')}", *map(str, values)]
     finished = subprocess.run(command, check=False, capture_output=True, text=True)
     if finished.returncode:
-        raise SystemExit(f"{' '.join(command)}:\n{finished.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)}:\n{finished.stderr[-3000:]}")
     return json.loads(finished.stdout.splitlines()[-1])
 
 

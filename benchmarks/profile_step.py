@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -27,6 +28,8 @@ import jax_hkv as hkv
 
 MOST_NAMES = 40
 OUR_KERNELS = "hkv::"  # in their names
+# While it is watched XLA launches one kernel after the other, if it is not told to do as always.
+AS_ALWAYS = "--xla_enable_command_buffers_during_profiling=true"
 
 
 def of_profile(profile: Any) -> dict[str, Any]:
@@ -147,6 +150,7 @@ def main() -> None:
     add("--steps", type=int, default=50)
     add("--out", type=Path, default=measure.RESULTS / "profile_step.json")
     options = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {AS_ALWAYS}".strip()
     found, table_bytes = recorded(options)
     settings = {name: getattr(options, name) for name in ("capacity", "dim", "batch", "steps")}
     record = measure.surroundings() | {"settings": settings, "table_bytes": table_bytes} | found

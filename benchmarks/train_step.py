@@ -15,12 +15,14 @@ do not fit beside their optimizer's; ids of rows that were evicted start anew).
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import expected
 import jax
@@ -35,6 +37,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from dcnv2 import EPSILON_INSIDE_ROOT, LEARNING_RATE, DlrmDcnV2, Shape, embeddings  # noqa: E402
 from dlrm import Inputs, mean_loss  # noqa: E402
+
+Result = TypeVar("Result")
 
 TABLES, DIM = 10, 128
 EXPONENT = 1.05
@@ -79,8 +83,9 @@ def row_gradients(options: argparse.Namespace) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (options.positions // TABLES * TABLES, DIM))
 
 
-def ten_tables(name: str, every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
+def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Forward, backward and update of ten tables that are one."""
+    every = make_ids(options)
     optimizer = getattr(hkv.optim, name)(RATE)
     names = [f"table {number}" for number in range(TABLES)]
     capacity = int(1.7 * options.ids)
@@ -141,14 +146,15 @@ def sampled_sums(
     return found
 
 
-def dense_places(every: jax.Array, options: argparse.Namespace) -> jax.Array:
+def dense_places(options: argparse.Namespace) -> jax.Array:
     """Rows of the ids in an array that has one for each id of each table."""
-    return (every + options.ids * jnp.arange(TABLES)[:, None]).reshape(BATCHES, -1)
+    tables = jnp.arange(TABLES)[:, None]
+    return (make_ids(options) + options.ids * tables).reshape(BATCHES, -1)
 
 
-def dense_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
+def dense_tables(options: argparse.Namespace) -> dict[str, Any]:
     """The same ids in a dense array with a row for each: XLA's gather, and its scatter for SGD."""
-    places = dense_places(every, options)
+    places = dense_places(options)
     gradients = row_gradients(options)
 
     def one(rows: jax.Array, places: jax.Array, gradients: jax.Array) -> Any:
@@ -160,11 +166,12 @@ def dense_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any
     return {"seconds": runs}
 
 
-def torch_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any]:
-    """The same ids in PyTorch, on the same device."""
+def torch_tables(device: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same ids in PyTorch, which gets the device's memory for itself."""
+    jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batches.npz"
-        places = np.asarray(dense_places(every, options))
+        places = np.asarray(dense_places(options))
         np.savez(path, batches=places, shape=np.array([TABLES * options.ids, DIM]))
         return measure.peer(
             options.peer_python,
@@ -174,7 +181,7 @@ def torch_tables(every: jax.Array, options: argparse.Namespace) -> dict[str, Any
             runs=options.runs,
             in_a_row=IN_A_ROW,
             optimizers=["sgd", "adam"],
-            device="cuda" if jax.default_backend() == "gpu" else "cpu",
+            device=device,
         )
 
 
@@ -219,8 +226,15 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def apart(part: Callable[..., Result], *arguments: Any) -> Result:
+    """What a part returns, in a process of its own: JAX keeps the memory that it had."""
+    spawning = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawning) as pool:
+        return pool.submit(part, *arguments).result()
+
+
 def main() -> None:
-    """Measures, prints and writes the record."""
+    """Measures, prints and writes the record after each part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--positions", type=int, default=1_048_570, help="ids a step, of ten tables")
@@ -232,22 +246,28 @@ def main() -> None:
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
-    record: dict[str, Any] = measure.surroundings() | {"settings": settings}
-    every = make_ids(options)
-    for name in ("sgd", "adam"):
-        record[f"ten tables {name}"] = found = ten_tables(name, every, options)
-        milliseconds = 1e3 * measure.median(found["seconds"])
-        print(f"ten tables, {name}: {milliseconds:.3f} ms a step, {found['unique']} distinct ids")
+    record: dict[str, Any] = apart(measure.surroundings) | {"settings": settings}
+
+    def report(part: str, milliseconds: float, more: str = "") -> None:
+        print(f"{part}: {milliseconds:.3f} ms a step{more}", flush=True)
         measure.write(options.out.stem, record, options.out.parent)
-    record["dense sgd"] = dense_tables(every, options)
-    print(f"dense, sgd: {1e3 * measure.median(record['dense sgd']['seconds']):.3f} ms a step")
+
+    def milliseconds(found: dict[str, Any]) -> float:
+        return 1e3 * measure.median(found["seconds"])
+
+    for name in ("sgd", "adam"):
+        record[f"ten tables {name}"] = found = apart(ten_tables, name, options)
+        report(f"ten tables, {name}", milliseconds(found), f", {found['unique']} distinct ids")
+    record["dense sgd"] = found = apart(dense_tables, options)
+    report("dense, sgd", milliseconds(found))
+    record["dcnv2"] = found = apart(dcnv2, options)
+    report("DLRM-DCNv2", milliseconds(found), f", {found['samples_per_second']:.0f} samples/s")
     if options.peer_python:
-        record["torch"] = peer = torch_tables(every, options)
-        for name, seconds in peer["seconds"].items():
-            print(f"PyTorch, {name}: {1e3 * measure.median(seconds):.3f} ms a step")
-    record["dcnv2"] = found = dcnv2(options)
-    print(f"DLRM-DCNv2: {found['samples_per_second']:.0f} samples/s")
-    print(measure.write(options.out.stem, record, options.out.parent))
+        device = "cpu" if record["device"] == "cpu" else "cuda"
+        record["torch"] = found = apart(torch_tables, device, options)
+        for name, seconds in found["seconds"].items():
+            report(f"PyTorch, {name}", 1e3 * measure.median(seconds))
+    print(options.out)
 
 
 if __name__ == "__main__":

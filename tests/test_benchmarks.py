@@ -117,7 +117,7 @@ def test_a_profile_shows_copies_graphs_and_waits(monkeypatch):
 
 
 def test_steps_are_profiled(tmp_path):
-    sizes = ["--capacity", "1024", "--dim", "4", "--batch", "16", "--steps", "3"]
+    sizes = ["--capacity", "1024", "--dim", "4", "--batch", "16", "--steps", "30"]
     record = run("profile_step.py", tmp_path / "profile_step.json", *sizes)
     assert record["table_bytes"] == 1024 * 4 * 4
     assert (record["device"] == "cpu") == (record["devices"] == 0)
