@@ -19,8 +19,8 @@ namespace hkv {
 inline constexpr int kWarp = 32;
 inline constexpr int kBlockThreads = 256;  // eight warps: enough to fill an SM's 64 by eight blocks
 
-// The exchanges of one tile of kSize threads. The mask names the tile alone: neighbouring tiles of
-// the warp may be elsewhere.
+// What the members of one tile of kSize threads tell each other. The mask names the tile alone:
+// neighbouring tiles of the warp may be elsewhere.
 template <int kSize>
 struct DeviceLane {
   static HKV_HOST_DEVICE int rank() {
@@ -35,21 +35,37 @@ struct DeviceLane {
     __syncwarp(mask());
 #endif
   }
-  static HKV_HOST_DEVICE uint64_t exchange(uint64_t value, int step) {
+  template <class Value>
+  static HKV_HOST_DEVICE Value exchange(Value value, int step) {
 #ifdef __CUDA_ARCH__
-    return __shfl_xor_sync(mask(), static_cast<unsigned long long>(value), step);
+    return __shfl_xor_sync(mask(), value, step);
 #else
     (void)step;
     return value;
 #endif
   }
+  static HKV_HOST_DEVICE int broadcast(int value, int from) {
+#ifdef __CUDA_ARCH__
+    return __shfl_sync(mask(), value, from, kSize);
+#else
+    (void)from;
+    return value;
+#endif
+  }
+  static HKV_HOST_DEVICE uint32_t ballot(bool flag) {
+#ifdef __CUDA_ARCH__
+    return (__ballot_sync(mask(), flag) >> first()) & kTile;
+#else
+    return flag ? 1 : 0;
+#endif
+  }
 
  private:
 #ifdef __CUDA_ARCH__
-  static __device__ __forceinline__ uint32_t mask() {
-    constexpr uint32_t kTile = ~uint32_t{0} >> (kWarp - kSize);
-    return kTile << (threadIdx.x % kWarp / kSize * kSize);
-  }
+  static constexpr uint32_t kTile = ~uint32_t{0} >> (kWarp - kSize);
+
+  static __device__ __forceinline__ uint32_t first() { return threadIdx.x % kWarp / kSize * kSize; }
+  static __device__ __forceinline__ uint32_t mask() { return kTile << first(); }
 #endif
 };
 

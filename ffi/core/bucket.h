@@ -6,26 +6,13 @@
 
 namespace hkv {
 
-// The lane of a key in a bucket, or -1.
-template <Group G>
-HKV_HOST_DEVICE int find_lane(const G& group, const TableView& table, int64_t bucket, Digest digest,
-                              Key key) {
-  LaneMask matches = group.match(table.line(bucket), digest);
-  while (matches.any()) {
-    const int lane = matches.lowest();
-    if (table.keys[bucket * kLanes + lane].value() == key) return lane;
-    matches.remove(lane);
-  }
-  return -1;
-}
-
 // The slot of a key, in whichever candidate bucket it is, or kNoSlot.
 template <Group G>
 HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, Key key) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
     const int64_t bucket = table.candidate(hash, choice);
-    const int lane = find_lane(group, table, bucket, digest_of(hash), key);
+    const int lane = group.find(table.line(bucket), table.keys + bucket * kLanes, digest_of(hash), key);
     if (lane >= 0) return slot_of(bucket, lane);
   }
   return kNoSlot;

@@ -49,12 +49,13 @@ struct Candidate {
 };
 
 template <class G>
-concept Group = requires(const G group, const Digest* line, const Words* scores, LaneMask mask, void* to,
+concept Group = requires(const G group, const Digest* line, const Words* words, LaneMask mask, void* to,
                          const void* from, int64_t size) {
   { group.rank() };                                     // this member
   { group.size() };                                     // members
   { group.match(line, Digest{0}) };                     // the lanes whose digest is the given one
-  { group.lowest_score(scores, mask) };                 // the first victim outside the mask
+  { group.find(line, words, Digest{0}, Key{0}) };       // the lane of the key with this digest, or -1
+  { group.lowest_score(words, mask) };                  // the first victim outside the mask
   { group.copy(to, from, size) };                       // bytes, shared among the members
   { group.sync() };
 };
@@ -84,6 +85,16 @@ struct SerialGroup {
     return mask;
   }
 
+  static HKV_HOST_DEVICE int find(const Digest* line, const Words* keys, Digest code, Key key) {
+    LaneMask matches = match(line, code);
+    while (matches.any()) {
+      const int lane = matches.lowest();
+      if (keys[lane].value() == key) return lane;
+      matches.remove(lane);
+    }
+    return -1;
+  }
+
   static HKV_HOST_DEVICE Candidate lowest_score(const Words* scores, const LaneMask& excluded) {
     Candidate best;
     for (int word = 0; word < 2; ++word) {
@@ -108,8 +119,8 @@ struct SerialGroup {
   }
 };
 
-// A tile of kSize threads of a warp. Lane gives the rank and the two exchanges between members; on
-// the device it is shuffles, in tests/cpp it is host threads.
+// A tile of kSize threads of a warp. Lane gives the rank and what members tell each other; on the
+// device it is shuffles and votes, in tests/cpp it is host threads.
 template <int kSize, class Lane>
 struct TileGroup {
   static_assert(kSize >= 4 && kSize <= 32 && (kSize & (kSize - 1)) == 0,
@@ -121,17 +132,24 @@ struct TileGroup {
   HKV_HOST_DEVICE void sync() const { lane.sync(); }
 
   HKV_HOST_DEVICE LaneMask match(const Digest* line, Digest code) const {
-    constexpr int kShare = kLanes / kSize;  // consecutive lanes of the bucket for each member
-    uint32_t bits = 0;
-    const auto* words = reinterpret_cast<const uint32_t*>(line) + rank() * (kShare / 4);
-    for (int word = 0; word < kShare / 4; ++word) bits |= equal_bytes(words[word], code) << (4 * word);
     LaneMask mask;
-    mask.add_from(rank() * kShare, bits);
+    mask.add_from(rank() * kShare, own_matches(line, code));
     for (int step = kSize / 2; step > 0; step /= 2) {
       mask.words[0] |= lane.exchange(mask.words[0], step);
       mask.words[1] |= lane.exchange(mask.words[1], step);
     }
     return mask;
+  }
+
+  // Each member compares the keys of its own lanes: one has the key, or none.
+  HKV_HOST_DEVICE int find(const Digest* line, const Words* keys, Digest code, Key key) const {
+    int found = -1;
+    for (uint32_t left = own_matches(line, code); left != 0; left &= left - 1) {
+      const int candidate = rank() * kShare + count_trailing_zeros(left);
+      if (keys[candidate].value() == key) found = candidate;
+    }
+    const uint32_t finders = lane.ballot(found >= 0);
+    return finders == 0 ? -1 : lane.broadcast(found, count_trailing_zeros(finders));
   }
 
   HKV_HOST_DEVICE Candidate lowest_score(const Words* scores, const LaneMask& excluded) const {
@@ -144,8 +162,7 @@ struct TileGroup {
     for (int step = kSize / 2; step > 0; step /= 2) {
       Candidate other;
       other.score = lane.exchange(best.score, step);
-      other.lane = static_cast<int>(
-          static_cast<int64_t>(lane.exchange(static_cast<uint64_t>(static_cast<int64_t>(best.lane)), step)));
+      other.lane = lane.exchange(best.lane, step);
       if (other.goes_before(best)) best = other;
     }
     return best;
@@ -186,13 +203,26 @@ struct TileGroup {
     }
   }
 
-  // One bit for each of the four bytes of a word, set where the byte is the code.
-  static HKV_HOST_DEVICE uint32_t equal_bytes(uint32_t word, Digest code) {
+  static constexpr int kShare = kLanes / kSize;  // consecutive lanes of a bucket for each member
+  struct alignas(kShare) Share {
+    uint32_t words[kShare / 4];
+  };
+
+  // One bit for each lane of this member's share whose digest is the given one.
+  HKV_HOST_DEVICE uint32_t own_matches(const Digest* line, Digest code) const {
+    const Share share = reinterpret_cast<const Share*>(line)[rank()];
     uint32_t bits = 0;
-    for (int byte = 0; byte < 4; ++byte) {
-      bits |= static_cast<uint32_t>(((word >> (8 * byte)) & 0xff) == code) << byte;
-    }
+    for (int word = 0; word < kShare / 4; ++word) bits |= equal_bytes(share.words[word], code) << (4 * word);
     return bits;
+  }
+
+  // One bit for each of the four bytes of a word, set where the byte is the code. Bytes that differ from
+  // it carry into their highest bit; the product moves the four highest bits, inverted, side by side.
+  static HKV_HOST_DEVICE uint32_t equal_bytes(uint32_t word, Digest code) {
+    constexpr uint32_t kLow = 0x7f7f7f7f;
+    const uint32_t difference = word ^ (uint32_t{0x01010101} * code);
+    const uint32_t equal = ~(((difference & kLow) + kLow) | difference | kLow);
+    return (equal * uint32_t{0x00204081}) >> 28;
   }
 };
 

@@ -18,8 +18,9 @@ inline constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio 
 enum class Status : int32_t { kMissing, kFound, kInserted, kEvicted, kRefused };
 enum class Policy : int64_t { kLru, kLfu, kEpochLru, kEpochLfu, kCustom };
 
-// A 64-bit number as it lies in a uint32[..., 2] array: (low, high).
-struct Words {
+// A 64-bit number as it lies in a uint32[..., 2] array: (low, high). XLA's buffers are aligned to more
+// than 8 bytes, so that one access reads or writes both.
+struct alignas(8) Words {
   uint32_t low;
   uint32_t high;
 

@@ -1,5 +1,5 @@
 // Tiles of a warp whose members are host threads, so that the sanitizers see what the device does: an
-// exchange meets and passes a value but orders no memory (as __shfl_xor_sync), `sync` orders memory
+// exchange meets and passes values but orders no memory (as __shfl_xor_sync), `sync` orders memory
 // (as __syncwarp), and neighbouring tiles run independently.
 #pragma once
 
@@ -24,7 +24,32 @@ class Meeting {
 
   // ThreadSanitizer must not learn an order of memory from an exchange, hence no_sanitize. (Clang's
   // learns it all the same: it finds less, but reports nothing wrong.)
-  __attribute__((no_sanitize("thread"))) uint64_t exchange(int member, uint64_t value, int step) {
+  __attribute__((no_sanitize("thread"))) uint64_t exchange(int member, uint64_t value, int other) {
+    const uint64_t* values = meet(member, value);
+    return __atomic_load_n(values + other, __ATOMIC_RELAXED);
+  }
+
+  // One bit for each member.
+  __attribute__((no_sanitize("thread"))) uint32_t ballot(int member, bool flag) {
+    const uint64_t* values = meet(member, flag ? 1 : 0);
+    uint32_t flags = 0;
+    for (int other = 0; other < members_; ++other) {
+      flags |= static_cast<uint32_t>(__atomic_load_n(values + other, __ATOMIC_RELAXED)) << other;
+    }
+    return flags;
+  }
+
+  void sync(int member) {
+    order_.fetch_add(1, std::memory_order_acq_rel);
+    meet(member, 0);
+    order_.fetch_add(1, std::memory_order_acq_rel);
+  }
+
+ private:
+  static constexpr int kMostMembers = 32;
+
+  // The values of all members, until this one has met them twice more.
+  __attribute__((no_sanitize("thread"))) const uint64_t* meet(int member, uint64_t value) {
     const uint32_t phase = __atomic_load_n(&phase_, __ATOMIC_RELAXED);
     uint64_t* values = values_[phase & 1];  // the other half may still be read
     __atomic_store_n(values + member, value, __ATOMIC_RELAXED);
@@ -33,17 +58,9 @@ class Meeting {
       __atomic_store_n(&phase_, phase + 1, __ATOMIC_RELEASE);
     }
     while (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == phase) std::this_thread::yield();
-    return __atomic_load_n(values + (member ^ step), __ATOMIC_RELAXED);
+    return values;
   }
 
-  void sync(int member) {
-    order_.fetch_add(1, std::memory_order_acq_rel);
-    exchange(member, 0, 0);
-    order_.fetch_add(1, std::memory_order_acq_rel);
-  }
-
- private:
-  static constexpr int kMostMembers = 32;
   const int members_;
   int arrived_ = 0;
   uint32_t phase_ = 0;
@@ -57,7 +74,14 @@ struct HostLane {
 
   int rank() const { return member; }
   void sync() const { meeting->sync(member); }
-  uint64_t exchange(uint64_t value, int step) const { return meeting->exchange(member, value, step); }
+  template <class Value>
+  Value exchange(Value value, int step) const {
+    return static_cast<Value>(meeting->exchange(member, static_cast<uint64_t>(value), member ^ step));
+  }
+  int broadcast(int value, int from) const {
+    return static_cast<int>(meeting->exchange(member, static_cast<uint64_t>(value), from));
+  }
+  uint32_t ballot(bool flag) const { return meeting->ballot(member, flag); }
 };
 
 // A fixed set of threads that all run one job at a time.

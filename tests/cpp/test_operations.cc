@@ -35,33 +35,61 @@ void tile_functions(Checks& checks) {
   Team team(kSize);
   Random random(kSeed + kSize);
   const std::string where = "a tile of " + std::to_string(kSize);
+  constexpr Key kKey = (Key{5} << 32) - 60;  // of lane 0: the low words of others begin at 0 again
+  int found = 0;
   for (int trial = 0; trial < 20; ++trial) {
-    alignas(16) Digest line[kLanes];
+    alignas(kLanes) Digest line[kLanes];
     Words scores[kLanes];
+    Words keys[kLanes];
     LaneMask excluded;
     const double share = trial == 0 ? 1.0 : random.real();
     for (int lane = 0; lane < kLanes; ++lane) {
       line[lane] = static_cast<Digest>(random.below(3));
       scores[lane] = Words::of(random.chance(0.5) ? ~uint64_t{0} : static_cast<uint64_t>(random.below(3)));
+      keys[lane] = Words::of(kKey + static_cast<uint64_t>(lane));
       if (random.chance(share)) excluded.add(lane);
     }
     const auto code = static_cast<Digest>(random.below(3));
     const auto term = [&](int64_t i) { return scores[i].value() / 4; };
     const int64_t count = random.below(kLanes);
+    const Key key = kKey + static_cast<uint64_t>(random.below(kLanes + 10));
+    const Digest own = key < kKey + kLanes && random.chance(0.7) ? line[key - kKey] : code;
     const LaneMask matches = SerialGroup::match(line, code);
+    const int place = SerialGroup::find(line, keys, own, key);
+    found += place >= 0 ? 1 : 0;
     const Candidate lowest = SerialGroup::lowest_score(scores, excluded);
     const uint64_t sum = SerialGroup::saturating_sum(count, term);
     bool same[kSize];
     Meeting meeting(kSize);
     team.run([&](int member) {
       const TileGroup<kSize, HostLane> tile{{&meeting, member}};
-      const LaneMask found = tile.match(line, code);
+      const LaneMask mask = tile.match(line, code);
       const Candidate best = tile.lowest_score(scores, excluded);
-      same[member] = found.words[0] == matches.words[0] && found.words[1] == matches.words[1] &&
-                     best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
-                     tile.saturating_sum(count, term) == sum;
+      same[member] = mask.words[0] == matches.words[0] && mask.words[1] == matches.words[1] &&
+                     tile.find(line, keys, own, key) == place && best.lane == lowest.lane &&
+                     (best.lane < 0 || best.score == lowest.score) && tile.saturating_sum(count, term) == sum;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
+  }
+  checks.expect(found > 0 && found < 20, where + " finds some keys");
+}
+
+// Every byte is equal to itself and to no other.
+void tile_matches(Checks& checks) {
+  Team team(4);
+  for (int code = 0; code < 256; ++code) {
+    alignas(kLanes) Digest line[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)
+      line[lane] = static_cast<Digest>(lane < 64 ? code + lane : code ^ lane);
+    const LaneMask expected = SerialGroup::match(line, static_cast<Digest>(code));
+    LaneMask masks[4];
+    Meeting meeting(4);
+    team.run([&](int member) {
+      masks[member] = TileGroup<4, HostLane>{{&meeting, member}}.match(line, static_cast<Digest>(code));
+    });
+    for (const LaneMask& mask : masks) {
+      checks.expect(mask.words[0] == expected.words[0] && mask.words[1] == expected.words[1], "equal bytes");
+    }
   }
 }
 
@@ -87,6 +115,7 @@ void tile_copies(Checks& checks) {
 
 int main() {
   Checks checks;
+  tile_matches(checks);
   tile_functions<4>(checks);
   tile_functions<8>(checks);
   tile_functions<16>(checks);
