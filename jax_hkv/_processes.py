@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ Batch = TypeVar("Batch")
 ADDRESS = "JAX_HKV_COORDINATOR_ADDRESS"
 PROCESSES = "JAX_HKV_PROCESSES"
 PROCESS = "JAX_HKV_PROCESS"
+LAUNCHER = "JAX_HKV_LAUNCHER"  # a file descriptor that is open as long as the launcher lives
 
 # A process that vanished is noticed by the latest of these; the others end 3 to 9 seconds later
 # (measured with JAX 0.10.2 and 0.12.0), and so within two minutes.
@@ -66,6 +68,9 @@ def initialize(
         coordinator_address = os.environ[ADDRESS]
         num_processes, process_id = int(os.environ[PROCESSES]), int(os.environ[PROCESS])
         others.setdefault("cluster_detection_method", "deactivate")
+    if LAUNCHER in os.environ:  # once: nobody whom this process starts has that descriptor
+        watched = int(os.environ.pop(LAUNCHER))
+        threading.Thread(target=_leave_after_the_launcher, args=(watched,), daemon=True).start()
     given = (coordinator_address, num_processes, process_id, *others.values())
     if all(argument is None for argument in given):
         return
@@ -80,6 +85,14 @@ def initialize(
         **others,
     )
     _leave_at_once_after_an_error()
+
+
+def _leave_after_the_launcher(watched: int) -> None:
+    """Nobody would end this process any more, or show what it writes."""
+    os.read(watched, 1)  # of a pipe that nobody writes to: until its other end is closed
+    with contextlib.suppress(OSError):
+        print("jax_hkv.launch: the launcher is gone, and this process ends", file=sys.stderr)
+    os._exit(1)
 
 
 def _leave_at_once_after_an_error() -> None:

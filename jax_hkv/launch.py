@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jax_hkv._processes import environment, initialize
+from jax_hkv._processes import LAUNCHER, environment, initialize
 
 __all__ = ["environment", "free_address", "initialize", "main"]
 
@@ -69,10 +69,13 @@ class _Copies:
     def start(self) -> None:
         given = self._options
         address = free_address()
+        watched, _ = os.pipe()  # its other end closes when this process ends, however it does
+        base = {**os.environ, LAUNCHER: str(watched)}
         for number in range(given.processes):
             process = subprocess.Popen(
                 [sys.executable, "-u", str(given.script), *given.args],
-                env=environment(address, given.processes, number, given.devices, os.environ),
+                env=environment(address, given.processes, number, given.devices, base),
+                pass_fds=(watched,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

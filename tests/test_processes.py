@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
 import signal
@@ -256,6 +258,38 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     for path in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+def test_processes_end_when_their_launcher_is_killed(tmp_path):
+    """Each holds a lock as long as it lives; nobody may be left to ask for its status."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import fcntl, os, pathlib, sys, time\n"
+        "import jax_hkv.launch\n"
+        "lock = pathlib.Path(sys.argv[1], os.environ['JAX_HKV_PROCESS']).open('w')\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "jax_hkv.launch.initialize()\n"
+        "lock.write('ready')\n"
+        "lock.flush()\n"
+        "time.sleep(600)\n"
+    )
+    command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, script, tmp_path]
+    launcher = subprocess.Popen(command, env=environment(), cwd=WORKER.anchor)
+    files = [tmp_path / str(number) for number in range(2)]
+    deadline = time.monotonic() + MOST_SECONDS
+    while not all(path.exists() and path.read_text() for path in files):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    for path in files:
+        with path.open() as lock:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
 def test_the_launcher_refuses_what_it_cannot_run(tmp_path):
