@@ -230,6 +230,16 @@ def test_the_launcher_gives_each_process_its_place(tmp_path):
     assert failed.returncode == 7 and "process 0 ended with status 7" in failed.stderr
 
 
+def ready_files(launcher, folder):
+    """What the two processes of a launcher wrote as soon as they were ready."""
+    files = [folder / str(number) for number in range(2)]
+    deadline = time.monotonic() + MOST_SECONDS
+    while not all(path.exists() and path.read_text() for path in files):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    return files
+
+
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     """Not even those that take no notice of SIGTERM."""
@@ -247,11 +257,7 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
         command, env=environment(), cwd=WORKER.anchor, stderr=subprocess.PIPE, text=True
     )
     signal.signal(signal.SIGINT, before)
-    files = [tmp_path / str(number) for number in range(2)]
-    deadline = time.monotonic() + MOST_SECONDS
-    while not all(path.exists() and path.read_text() for path in files):
-        assert time.monotonic() < deadline and launcher.poll() is None
-        time.sleep(0.05)
+    files = ready_files(launcher, tmp_path)
     launcher.send_signal(interrupt)
     _, errors = launcher.communicate(timeout=MOST_SECONDS)
     assert launcher.returncode == 128 + interrupt and "interrupted" in errors
@@ -275,13 +281,10 @@ def test_processes_end_when_their_launcher_is_killed(tmp_path):
     )
     command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, script, tmp_path]
     launcher = subprocess.Popen(command, env=environment(), cwd=WORKER.anchor)
-    files = [tmp_path / str(number) for number in range(2)]
-    deadline = time.monotonic() + MOST_SECONDS
-    while not all(path.exists() and path.read_text() for path in files):
-        assert time.monotonic() < deadline and launcher.poll() is None
-        time.sleep(0.05)
+    files = ready_files(launcher, tmp_path)
     launcher.kill()
     launcher.wait()
+    deadline = time.monotonic() + MOST_SECONDS
     for path in files:
         with path.open() as lock:
             while True:

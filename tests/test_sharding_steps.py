@@ -281,9 +281,9 @@ def test_a_result_whose_keys_are_gone_changes_no_other_row(case, rng):
 
 def ragged_all_to_all(operand, output, starts, sizes, places, received, *, axis_name):
     """What JAX documents of its own, which XLA cannot do on a CPU; NaN or -1 where sizes differ."""
-    operands, *parts = jax.lax.all_gather((operand, starts, sizes, places, sizes), axis_name)
+    operands, *parts = jax.lax.all_gather((operand, starts, sizes, places), axis_name)
     me = jax.lax.axis_index(axis_name)
-    starts, sizes, places, _ = (part[:, me] for part in parts)
+    starts, sizes, places = (part[:, me] for part in parts)
     row = jnp.arange(operand.shape[0])
     for peer in range(operands.shape[0]):
         is_sent = (row >= starts[peer]) & (row < starts[peer] + sizes[peer])
