@@ -2,9 +2,10 @@
 
     python benchmarks/static_report.py [--architecture sm_90] [--out FOLDER]
 
-Registers, stack and spills are ptxas' own words; memory instructions are counted in the PTX, where
-a loop's body counts once; warps are how many a multiprocessor holds at once, as far as registers
-allow. Kernels of CUB are left out. Needs nvcc and c++filt.
+Registers, stack and spills are ptxas' own words; memory instructions are counted in the PTX, and
+all instructions in the machine code if cuobjdump is at hand, a loop's body once; warps are how many
+a multiprocessor holds at once, as far as registers allow. Kernels of CUB are left out. Needs nvcc
+and c++filt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import collections
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -79,6 +81,19 @@ def ptx(architecture: str, folder: str) -> dict[str, dict[str, int]]:
     return counts
 
 
+def sass(folder: str) -> dict[str, int]:
+    """Instructions by mangled name, padding left out, of what :func:`ptxas` has compiled."""
+    if not shutil.which("cuobjdump"):
+        return {}
+    text = run("cuobjdump", "-sass", f"{folder}/driver.cubin")
+    parts = re.split(r"Function : (\S+)", text)[1:]
+    instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)[A-Z]")
+    return {
+        name: len(instruction.findall(body))
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
 def main() -> None:
     """Prints a table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -88,12 +103,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         used = ptxas(options.architecture, folder)
         counted = ptx(options.architecture, folder)
+        instructions = sass(folder)
     names = names_of(list(used))
     kernels: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for mangled, name in sorted(names.items(), key=lambda pair: pair[1]):
         of_warp = -(-32 * used[mangled]["registers"] // GRANULE) * GRANULE
         warps = min(WARPS, REGISTERS // of_warp)
         kernels[name] = used[mangled] | {"warps": warps} | counted.get(mangled, {})
+        if mangled in instructions:
+            kernels[name]["instructions"] = instructions[mangled]
     version = re.search(r"release [\d.]+, V[\d.]+", run("nvcc", "--version"))
     record = {
         "architecture": options.architecture,
@@ -101,7 +119,7 @@ def main() -> None:
         "commit": run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
         "kernels": kernels,
     }
-    columns = ["registers", "warps", "stack", "spills", *COUNTED]
+    columns = ["registers", "warps", "stack", "spills", "instructions", *COUNTED]
     print("| kernel | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name, found in kernels.items():

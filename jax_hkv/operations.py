@@ -211,20 +211,17 @@ def find(
     return table, FindResult(values.reshape(*given.shape, table.dim), slots >= 0, slots)
 
 
-def _found_rows(
-    table: Table, keys: Keys, valid: jax.Array, slots: jax.Array, fill: int | None
-) -> tuple[Table, jax.Array]:
-    initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    number = float(np.uint32(fill or 0).view(np.float32))
-    table, values = gather_values(table, slots, fill=number, initial=initial)
-    return table, checkpoint_name(values, ROWS_NAME)
+def _as_number(fill: int | None) -> float:
+    return float(np.uint32(fill or 0).view(np.float32))
 
 
 @jitted("fill")
 def _find(table: Table, keys: Keys, valid: jax.Array, fill: int | None) -> Any:
-    index, slots = _index.find(table.index, keys, valid)
-    table, values = _found_rows(dataclasses.replace(table, index=index), keys, valid, slots, fill)
-    return table.index.clock, values, slots
+    initial = (table.initializer, table.seed) if fill is None else None
+    index, slots, values = _index.find_rows(
+        table.index, keys, valid, table.values, fill=_as_number(fill), initial=initial
+    )
+    return index.clock, checkpoint_name(values, ROWS_NAME), slots
 
 
 @jitted("fill")
@@ -232,8 +229,9 @@ def _find_and_touch(table: Table, keys: Keys, valid: jax.Array, fill: int | None
     groups = _index.unique(keys, valid)
     index, upserted = _index.upsert(_index.tick(table.index), groups, None, admit=False)
     table = dataclasses.replace(table, index=index)
-    table, values = _found_rows(table, keys, valid, upserted.slots, fill)
-    return table, values, upserted.slots
+    initial = (table.initializer, table.seed, keys, valid) if fill is None else None
+    table, values = gather_values(table, upserted.slots, fill=_as_number(fill), initial=initial)
+    return table, checkpoint_name(values, ROWS_NAME), upserted.slots
 
 
 def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool[Array, "*batch"]]:

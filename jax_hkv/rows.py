@@ -16,7 +16,8 @@ from jax_hkv.initializers import Initializer
 Clock = UInt32[Array, "2"]
 
 
-def _attributes(initializer: Initializer, seed: int) -> dict[str, float]:
+def attributes(initializer: Initializer, seed: int) -> dict[str, float]:
+    """An initializer as native operations take it."""
     return {
         "init_kind": initializer.kind,
         "init_a": initializer.a,
@@ -60,7 +61,7 @@ def gather(
         jnp.zeros((0,), jnp.bool_) if mask is None else mask,
         table=name,
         fill=float(fill),
-        **_attributes(initializer, seed),
+        **attributes(initializer, seed),
     )
     return clock, rows
 
@@ -99,7 +100,7 @@ def pool(
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
         jnp.zeros((0,), jnp.bool_) if mask is None else mask,
         table=name,
-        **_attributes(initializer, seed),
+        **attributes(initializer, seed),
     )
     return clock, pooled
 
@@ -130,7 +131,7 @@ def initialize(
 ) -> tuple[Clock, Float[Array, "S ..."]]:
     """``values[slots[i]]`` becomes the first row of ``keys[i]``."""
     clock, values = _ffi.call(
-        "init_rows", clock, values, slots, keys.words, table=name, **_attributes(initializer, seed)
+        "init_rows", clock, values, slots, keys.words, table=name, **attributes(initializer, seed)
     )
     return clock, values
 

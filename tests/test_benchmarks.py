@@ -31,7 +31,7 @@ def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
     assert [case["load"] for case in record["cases"]] == [0.5, 1.0] and not record["left_out"]
     assert record["cases"][1]["reached"] > 0.99
     for case in record["cases"]:
-        assert len(case["operations"]) == 13
+        assert len(case["operations"]) == 15
         assert all(found["keys_per_second"] > 0 for found in case["operations"].values())
     command = [sys.executable, str(BENCHMARKS / "plot.py"), str(tmp_path / "table.json")]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=300)

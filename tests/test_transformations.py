@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,16 @@ def test_one_primitive_stands_in_the_jaxpr_for_each_native_operation_of_a_call()
     assert {"unique", "upsert", "init_rows", "gather_rows", "scatter_rows"} <= names
     for name in ("unique", "upsert", "init_rows", "combine_rows", "verify_slots"):
         assert text.count(f"{name}[") == 1, name
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"), [(hkv.find, ["find_rows"]), (hkv.contains, ["find_slots"])]
+)
+def test_a_read_is_one_native_call(read, expected):
+    """30: rows are found in one pass, and not read where nobody asks for them."""
+    text = str(jax.make_jaxpr(read)(make_table(), hkv.Keys.from_numpy(np.arange(5))))
+    names = {signature.name for signature in _ffi.signatures()}
+    assert [name for name in re.findall(r"(\w+)\[", text) if name in names] == expected
 
 
 @pytest.mark.parametrize("choices", [1, 2])

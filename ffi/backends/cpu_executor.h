@@ -125,7 +125,12 @@ class CpuExecutor {
     workers_.run(
         chunks, [&](int64_t chunk) { run_steps(step, chunk * grain, std::min(count, (chunk + 1) * grain)); });
   }
-
+  // One after the other: rows would drive the index out of the caches (docs/performance.md).
+  template <class First, class Second>
+  void each(int64_t count, const First& first, const Second& second) const {
+    each(count, first);
+    each(count, second);
+  }
   template <class Step>
   void each_up_to(const int32_t* count, int64_t, const Step& step) const {
     each(*count, step);

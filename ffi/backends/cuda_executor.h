@@ -75,9 +75,15 @@ using DeviceGroup = std::conditional_t<kSize == 1, SerialGroup, TileGroup<kSize,
 // `limit`, unless null, is a second bound, known to the device only.
 template <class Step>
 __global__ void __launch_bounds__(kBlockThreads) run_step(int64_t count, const int32_t* limit, Step step) {
-  const int64_t index = (int64_t{blockIdx.x} * kBlockThreads + threadIdx.x) / Step::kGroup;
-  if (index >= count || (limit != nullptr && index >= *limit)) return;
-  step(DeviceGroup<Step::kGroup>{}, index);
+  const int64_t thread = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  if constexpr (kHasOwnIndex<Step>) {
+    if (thread - thread % Step::kGroup >= count) return;
+    step(DeviceGroup<Step::kGroup>{}, thread);
+  } else {
+    const int64_t index = thread / Step::kGroup;
+    if (index >= count || (limit != nullptr && index >= *limit)) return;
+    step(DeviceGroup<Step::kGroup>{}, index);
+  }
 }
 
 class CudaExecutor {
@@ -96,8 +102,14 @@ class CudaExecutor {
   void each(int64_t count, const Step& step) {
     launch(count, nullptr, step);
   }
+  // The second step takes from registers what the first one returns.
+  template <class First, class Second>
+  void each(int64_t count, const First& first, const Second& second) {
+    launch(count, nullptr, Chain<First, Second>{first, second});
+  }
   template <class Step>
   void each_up_to(const int32_t* count, int64_t bound, const Step& step) {
+    static_assert(!kHasOwnIndex<Step>, "its members would not know the second bound");
     launch(bound, count, step);
   }
 
@@ -174,8 +186,8 @@ class CudaExecutor {
   void launch(int64_t count, const int32_t* limit, const Step& step) {
     if (count == 0 || failed()) return;
     static_assert(kBlockThreads % Step::kGroup == 0, "no tile straddles two blocks");
-    constexpr int64_t kTiles = kBlockThreads / Step::kGroup;
-    const int64_t blocks = (count + kTiles - 1) / kTiles;
+    constexpr int64_t kIndices = kHasOwnIndex<Step> ? kBlockThreads : kBlockThreads / Step::kGroup;
+    const int64_t blocks = (count + kIndices - 1) / kIndices;
     run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, limit, step);
     check(cudaGetLastError(), "a kernel launch");
   }

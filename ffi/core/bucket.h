@@ -6,16 +6,19 @@
 
 namespace hkv {
 
-// The slot of a key, in whichever candidate bucket it is, or kNoSlot.
+// Every member brings a key, if it wants one looked for: the slot of its own key, in whichever candidate
+// bucket it is, or kNoSlot.
 template <Group G>
-HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, Key key) {
+HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, bool is_wanted, Key key) {
   const uint64_t hash = hash_of(key);
+  Slot slot = kNoSlot;
   for (int choice = 0; choice < table.choices; ++choice) {
-    const int64_t bucket = table.candidate(hash, choice);
-    const int lane = group.find(table.line(bucket), table.keys + bucket * kLanes, digest_of(hash), key);
-    if (lane >= 0) return slot_of(bucket, lane);
+    const Probe probe{is_wanted && slot < 0, table.candidate(hash, choice), digest_of(hash), key};
+    if (group.ballot(probe.is_wanted) == 0) break;
+    const int lane = group.find_each(table.digests, table.keys, probe);
+    if (lane >= 0) slot = slot_of(probe.bucket, lane);
   }
-  return kNoSlot;
+  return slot;
 }
 
 // Brings near what find_slot reads first.

@@ -1,6 +1,6 @@
-// A group of workers that share one bucket or one row: a single thread, or a tile of a warp.
-// Algorithms are written over the concept Group; all members call the same functions with the same
-// arguments and get the same results.
+// A group of workers: a single thread, or a tile of a warp. Algorithms are written over the concept Group;
+// all members call the same functions. Where they share one bucket or one key, they give the same arguments
+// and get the same results; where every member brings its own, the work is shared and each gets its result.
 #pragma once
 
 #include "core/types.h"
@@ -48,15 +48,24 @@ struct Candidate {
   }
 };
 
+// A key that a member looks for in a bucket.
+struct Probe {
+  bool is_wanted = false;  // else nothing is looked for
+  int64_t bucket = 0;
+  Digest code = kEmpty;
+  Key key = 0;
+};
+
 template <class G>
-concept Group = requires(const G group, const Digest* line, const Words* words, LaneMask mask, void* to,
-                         const void* from, int64_t size) {
-  { group.rank() };                                     // this member
-  { group.size() };                                     // members
-  { group.match(line, Digest{0}) };                     // the lanes whose digest is the given one
-  { group.find(line, words, Digest{0}, Key{0}) };       // the lane of the key with this digest, or -1
-  { group.lowest_score(words, mask) };                  // the first victim outside the mask
-  { group.copy(to, from, size) };                       // bytes, shared among the members
+concept Group = requires(const G group, const Digest* line, const Words* words, LaneMask mask,
+                         const Probe probe, char* to, const char* from, Slot row, int64_t bytes) {
+  { group.rank() };                            // this member
+  { group.size() };                            // members
+  { group.ballot(true) };                      // one bit for each member: what it brings
+  { group.match(line, Digest{0}) };            // the lanes whose digest is the given one
+  { group.lowest_score(words, mask) };         // the first victim outside the mask
+  { group.find_each(line, words, probe) };     // every member's own key: its lane in its bucket, or -1
+  { group.copy_each(to, row, from, row, bytes) };  // every member's own row: from one number to another
   { group.sync() };
 };
 
@@ -85,11 +94,14 @@ struct SerialGroup {
     return mask;
   }
 
-  static HKV_HOST_DEVICE int find(const Digest* line, const Words* keys, Digest code, Key key) {
-    LaneMask matches = match(line, code);
+  static HKV_HOST_DEVICE uint32_t ballot(bool flag) { return flag ? 1 : 0; }
+
+  static HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) {
+    if (!probe.is_wanted) return -1;
+    LaneMask matches = match(digests + probe.bucket * kLanes, probe.code);
     while (matches.any()) {
       const int lane = matches.lowest();
-      if (keys[lane].value() == key) return lane;
+      if (keys[probe.bucket * kLanes + lane].value() == probe.key) return lane;
       matches.remove(lane);
     }
     return -1;
@@ -107,8 +119,9 @@ struct SerialGroup {
     return best;
   }
 
-  static HKV_HOST_DEVICE void copy(void* to, const void* from, int64_t bytes) {
-    memcpy(to, from, static_cast<size_t>(bytes));
+  static HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) {
+    if (target < 0 || source < 0) return;
+    memcpy(to + target * bytes, from + source * bytes, static_cast<size_t>(bytes));
   }
 
   template <class Term>
@@ -133,7 +146,7 @@ struct TileGroup {
 
   HKV_HOST_DEVICE LaneMask match(const Digest* line, Digest code) const {
     LaneMask mask;
-    mask.add_from(rank() * kShare, own_matches(line, code));
+    mask.add_from(rank() * kShare, matches_in(share_of(line), code));
     for (int step = kSize / 2; step > 0; step /= 2) {
       mask.words[0] |= lane.exchange(mask.words[0], step);
       mask.words[1] |= lane.exchange(mask.words[1], step);
@@ -141,15 +154,26 @@ struct TileGroup {
     return mask;
   }
 
-  // Each member compares the keys of its own lanes: one has the key, or none.
-  HKV_HOST_DEVICE int find(const Digest* line, const Words* keys, Digest code, Key key) const {
+  HKV_HOST_DEVICE uint32_t ballot(bool flag) const { return lane.ballot(flag); }
+
+  // All buckets' digests are on their way at once; then each member compares the keys of its own bucket,
+  // two at a time, since a second one matches in every third full bucket.
+  HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) const {
+    LaneMask matches = match_each(digests, probe);
+    if (!probe.is_wanted) return -1;
+    const Words* own = keys + probe.bucket * kLanes;
     int found = -1;
-    for (uint32_t left = own_matches(line, code); left != 0; left &= left - 1) {
-      const int candidate = rank() * kShare + count_trailing_zeros(left);
-      if (keys[candidate].value() == key) found = candidate;
+    while (found < 0 && matches.any()) {
+      const int first = matches.lowest();
+      matches.remove(first);
+      const int second = matches.any() ? matches.lowest() : first;
+      matches.remove(second);
+      const Key first_key = own[first].value();
+      const Key second_key = own[second].value();
+      if (first_key == probe.key) found = first;
+      if (second_key == probe.key) found = second;
     }
-    const uint32_t finders = lane.ballot(found >= 0);
-    return finders == 0 ? -1 : lane.broadcast(found, count_trailing_zeros(finders));
+    return found;
   }
 
   HKV_HOST_DEVICE Candidate lowest_score(const Words* scores, const LaneMask& excluded) const {
@@ -168,15 +192,15 @@ struct TileGroup {
     return best;
   }
 
-  HKV_HOST_DEVICE void copy(void* to, const void* from, int64_t bytes) const {
+  HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) const {
     const auto alignment =
         reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes);
     if (alignment % sizeof(Vector) == 0) {
-      copy_as<Vector>(to, from, bytes);
+      copy_each_as<Vector>(to, target, from, source, bytes);
     } else if (alignment % 4 == 0) {
-      copy_as<uint32_t>(to, from, bytes);
+      copy_each_as<uint32_t>(to, target, from, source, bytes);
     } else {
-      copy_as<uint8_t>(to, from, bytes);
+      copy_each_as<uint8_t>(to, target, from, source, bytes);
     }
   }
 
@@ -195,11 +219,37 @@ struct TileGroup {
     uint32_t words[4];
   };
 
+  // Several members share a row, no more than it has units, so that narrow rows go side by side; and
+  // several rows are read before the first of them is written.
   template <class Unit>
-  HKV_HOST_DEVICE void copy_as(void* to, const void* from, int64_t bytes) const {
+  HKV_HOST_DEVICE void copy_each_as(char* to, Slot target, const char* from, Slot source,
+                                    int64_t bytes) const {
+    constexpr int kInFlight = sizeof(Unit) == sizeof(Vector) ? 4 : 1;
     const auto units = bytes / static_cast<int64_t>(sizeof(Unit));
-    for (int64_t i = rank(); i < units; i += kSize) {
-      static_cast<Unit*>(to)[i] = static_cast<const Unit*>(from)[i];
+    int shift = 0;  // 2^shift members share a row
+    while ((2 << shift) <= kSize && (1 << shift) < units) ++shift;
+    const int rows = kSize >> shift;
+    HKV_ROLLED for (int begin = 0; begin < kSize; begin += kInFlight * rows) {
+      const Unit* sources[kInFlight];
+      Unit* targets[kInFlight];
+      for (int k = 0; k < kInFlight; ++k) {
+        const int member = begin + k * rows + (rank() >> shift);
+        const int own_source = lane.broadcast(source, member % kSize);
+        const int own_target = lane.broadcast(target, member % kSize);
+        const bool exists = member < kSize && own_source >= 0 && own_target >= 0;
+        sources[k] = exists ? reinterpret_cast<const Unit*>(from + own_source * bytes) : nullptr;
+        targets[k] = reinterpret_cast<Unit*>(to + own_target * bytes);
+      }
+      const int64_t step = int64_t{1} << shift;
+      HKV_ROLLED for (int64_t unit = rank() & (step - 1); unit < units; unit += step) {
+        Unit held[kInFlight];
+        for (int k = 0; k < kInFlight; ++k) {
+          if (sources[k] != nullptr) held[k] = sources[k][unit];
+        }
+        for (int k = 0; k < kInFlight; ++k) {
+          if (sources[k] != nullptr) targets[k][unit] = held[k];
+        }
+      }
     }
   }
 
@@ -208,9 +258,58 @@ struct TileGroup {
     uint32_t words[kShare / 4];
   };
 
-  // One bit for each lane of this member's share whose digest is the given one.
-  HKV_HOST_DEVICE uint32_t own_matches(const Digest* line, Digest code) const {
-    const Share share = reinterpret_cast<const Share*>(line)[rank()];
+  // This member's share of a bucket's digests.
+  HKV_HOST_DEVICE Share share_of(const Digest* line) const {
+    return reinterpret_cast<const Share*>(line)[rank()];
+  }
+
+  // The matches of every member's own probe. A bucket's digests are compared by all members, a share each;
+  // so every member holds a share of every member's matches, and they exchange them: blocks of a square
+  // are transposed, halves of it at first, then halves of those.
+  HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) const {
+    // A table has fewer than 2^24 buckets (slots are int32). What is not wanted reads the first one.
+    const auto own = static_cast<int>(probe.is_wanted ? probe.bucket << 8 | probe.code : 0);
+    int asked[kSize];
+    Share shares[kSize];
+    for (int member = 0; member < kSize; ++member) {
+      asked[member] = lane.broadcast(own, member);
+      shares[member] =
+          share_of(digests + static_cast<int64_t>(static_cast<uint32_t>(asked[member]) >> 8) * kLanes);
+    }
+    constexpr int kWord = 32;
+    uint32_t words[kLanes / kWord] = {};
+    for (int member = 0; member < kSize; ++member) {
+      const uint32_t matches = matches_in(shares[member], static_cast<Digest>(asked[member] & 0xff));
+      words[member * kShare / kWord] |= matches << (member * kShare % kWord);
+    }
+    for (int step = kSize / 2; step > 0; step /= 2) {
+      const bool is_upper = (rank() & step) != 0;
+      const int half = step * kShare;  // bits
+      if (half >= kWord) {
+        const int stride = half / kWord;
+        for (int word = 0; word < kLanes / kWord; ++word) {
+          if (word & stride) continue;
+          const uint32_t got = lane.exchange(is_upper ? words[word] : words[word + stride], step);
+          words[word] = is_upper ? got : words[word];
+          words[word + stride] = is_upper ? words[word + stride] : got;
+        }
+      } else {
+        const uint32_t low = ~uint32_t{0} / ((uint32_t{1} << half) + 1);  // the lower halves of a word
+        for (int word = 0; word < kLanes / kWord; word += 2) {
+          const uint32_t a = words[word];
+          const uint32_t b = words[word + 1];
+          const uint32_t given = is_upper ? (a & low) | (b & low) << half : (a >> half & low) | (b & ~low);
+          const uint32_t got = lane.exchange(given, step);
+          words[word] = is_upper ? (a & ~low) | (got & low) : (a & low) | (got & low) << half;
+          words[word + 1] = is_upper ? (b & ~low) | (got >> half & low) : (b & low) | (got & ~low);
+        }
+      }
+    }
+    return {{words[0] | uint64_t{words[1]} << kWord, words[2] | uint64_t{words[3]} << kWord}};
+  }
+
+  // One bit for each lane of a share whose digest is the given one.
+  static HKV_HOST_DEVICE uint32_t matches_in(const Share& share, Digest code) {
     uint32_t bits = 0;
     for (int word = 0; word < kShare / 4; ++word) bits |= equal_bytes(share.words[word], code) << (4 * word);
     return bits;

@@ -19,6 +19,13 @@
 #define HKV_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
+// Before a loop: what a turn does is enough for the machine to be busy with.
+#ifdef __CUDA_ARCH__
+#define HKV_ROLLED _Pragma("unroll 1")
+#else
+#define HKV_ROLLED
+#endif
+
 namespace hkv {
 
 // Adds to a counter that other workers add to as well. Addition of integers commutes, so the final

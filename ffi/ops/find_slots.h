@@ -28,6 +28,8 @@ struct FindSlots {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
+    int64_t count;
     TableView table;
     const Words* batch;
     const bool* valid;
@@ -39,15 +41,19 @@ struct FindSlots {
     }
 
     template <Group G>
-    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      const Slot slot = valid[i] ? find_slot(group, table, batch[i].value()) : kNoSlot;
-      if (group.rank() == 0) slots[i] = slot;
+    HKV_HOST_DEVICE Slot operator()(const G& group, int64_t i) const {
+      const bool is_wanted = i < count && valid[i];
+      const Slot slot = find_slot(group, table, is_wanted, is_wanted ? batch[i].value() : 0);
+      if (i < count) slots[i] = slot;
+      return slot;
     }
   };
 
+  Step step() const { return {batch.rows, index.view(choices), batch.data, valid.data, slots.data}; }
+
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(batch.rows, Step{index.view(choices), batch.data, valid.data, slots.data});
+    executor.each(batch.rows, step());
   }
 };
 

@@ -60,6 +60,7 @@ struct GatherRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
     Initializer initializer;
     float fill;
@@ -73,10 +74,23 @@ struct GatherRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      const Slot slot = slots[i];
-      if (slot >= 0 && slot < values.count) {
-        group.copy(rows.row(i), values.row(slot), rows.row_bytes);
-      } else if (initial != nullptr && initial[i]) {
+      (*this)(group, i, i < rows.count ? slots[i] : kNoSlot);
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i, Slot slot) const {
+      const bool has_row = slot >= 0 && slot < values.count;
+      group.copy_each(rows.data, static_cast<Slot>(i), values.data, has_row ? slot : kNoSlot, rows.row_bytes);
+      const int64_t first = i - group.rank();
+      for (uint32_t left = group.ballot(i < rows.count && !has_row); left != 0; left &= left - 1) {
+        write_without_slot(group, first + count_trailing_zeros(left));
+      }
+    }
+
+   private:
+    template <Group G>
+    HKV_HOST_DEVICE void write_without_slot(const G& group, int64_t i) const {
+      if (initial != nullptr && initial[i]) {
         write_initial_row(group, initializer, keys[i].value(), rows, i);
       } else if (rows.type == RowType::kOther) {
         for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) {
@@ -90,10 +104,14 @@ struct GatherRows {
     }
   };
 
+  Step step() const {
+    const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
+    return {init.initializer(), fill, values, slots.data, keys.data, mask, rows};
+  }
+
   template <class Executor>
   void run(Executor& executor) const {
-    const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
-    executor.each(slots.rows, Step{init.initializer(), fill, values, slots.data, keys.data, mask, rows});
+    executor.each(slots.rows, step());
   }
 };
 

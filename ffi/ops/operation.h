@@ -8,8 +8,9 @@
 //   reserve<Executor>(arena)   takes its workspace (optional);
 //   run(executor)         its steps.
 // A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every
-// index with a group of workers. Steps may offer prefetch_far(index) and prefetch_near(index), which
-// the CPU executor calls some indices ahead.
+// index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own;
+// members behind the last index take part without one. Steps may offer prefetch_far(index) and
+// prefetch_near(index), which the CPU executor calls some indices ahead.
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n. A name may also be an attribute.
@@ -30,6 +31,24 @@ struct Array {
   int64_t rows = 0;
 
   HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
+};
+
+template <class Step>
+inline constexpr bool kHasOwnIndex = requires { Step::kOwnIndex; };
+
+// Two steps as one: what the first returns goes into the second, and not through memory.
+template <class First, class Second>
+struct Chain {
+  static_assert(First::kGroup == Second::kGroup && kHasOwnIndex<First> && kHasOwnIndex<Second>);
+  static constexpr int kGroup = First::kGroup;
+  static constexpr bool kOwnIndex = true;
+  First first;
+  Second second;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    second(group, i, first(group, i));
+  }
 };
 
 // Brings a row near, if there is one.

@@ -64,14 +64,36 @@ struct UpsertState {
   // What the occurrences of a key say of its score, merged.
   template <Group G>
   HKV_HOST_DEVICE uint64_t given(const G& group, int64_t u) const {
-    const int32_t begin = offsets[u];
+    return adds_up() ? sum(group, u) : last_or_count(u);
+  }
+
+  // The same of every member's own key, if it wants that; long lists are added up by all members.
+  template <Group G>
+  HKV_HOST_DEVICE uint64_t given_each(const G& group, int64_t u, bool is_wanted) const {
+    if (!adds_up()) return is_wanted ? last_or_count(u) : 0;
+    uint64_t own = 0;
+    for (uint32_t left = group.ballot(is_wanted); left != 0; left &= left - 1) {
+      const int member = count_trailing_zeros(left);
+      const uint64_t of_member = sum(group, u - group.rank() + member);
+      if (member == group.rank()) own = of_member;
+    }
+    return own;
+  }
+
+ private:
+  HKV_HOST_DEVICE bool adds_up() const { return scoring().counts() && scores != nullptr; }
+
+  HKV_HOST_DEVICE uint64_t last_or_count(int64_t u) const {
     const int32_t end = offsets[u + 1];
     if (policy == Policy::kCustom) return scores[order[end - 1]].value();
-    if (!scoring().counts()) return 0;
-    if (scores == nullptr) return static_cast<uint64_t>(end - begin);
-    const int32_t* occurrences = order + begin;
+    return scoring().counts() ? static_cast<uint64_t>(end - offsets[u]) : 0;
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE uint64_t sum(const G& group, int64_t u) const {
+    const int32_t* occurrences = order + offsets[u];
     const Words* terms = scores;
-    return group.saturating_sum(end - begin,
+    return group.saturating_sum(offsets[u + 1] - offsets[u],
                                 [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
   }
 };
@@ -87,9 +109,11 @@ struct PinSlots {
   }
 };
 
-// Hits, for one distinct key.
+// Hits.
 struct ProbeKey {
   static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
@@ -103,23 +127,18 @@ struct ProbeKey {
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool exists = u < *state.count;
-    const Slot slot = exists ? find_slot(group, state.table, state.unique_keys[u].value()) : kNoSlot;
-    if (slot >= 0) {
-      hit(group, u, slot);
-    } else if (group.rank() == 0) {
-      state.unique_slots[u] = kNoSlot;
-      const bool pending = exists && state.admit;
-      state.unique_status[u] = pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
-      if (pending && state.table.choices == 2) announce(u);
-    }
+    const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
+    const uint64_t given = state.write_scores ? state.given_each(group, u, slot >= 0) : 0;
+    if (u >= n) return;
+    state.unique_slots[u] = slot;
+    if (slot >= 0) return hit(u, slot, given);
+    const bool pending = exists && state.admit;
+    state.unique_status[u] = pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+    if (pending && state.table.choices == 2) announce(u);
   }
 
  private:
-  template <Group G>
-  HKV_HOST_DEVICE void hit(const G& group, int64_t u, Slot slot) const {
-    const uint64_t given = state.write_scores ? state.given(group, u) : 0;
-    if (group.rank() != 0) return;
-    state.unique_slots[u] = slot;
+  HKV_HOST_DEVICE void hit(int64_t u, Slot slot, uint64_t given) const {
     state.unique_status[u] = static_cast<int32_t>(Status::kFound);
     if (state.admit) state.pin(slot);
     if (!state.write_scores) return;
@@ -454,7 +473,7 @@ struct Upsert {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
     if (admit != 0) prepare(executor, state);
-    executor.each(n, ProbeKey{state});
+    executor.each(n, ProbeKey{n, state});
     if (admit != 0) insert(executor, state, n);
     executor.each(n, ReportPosition{state, slots.data, status.data});
     if (evicted > 0) report_evicted(executor, state, n);

@@ -27,7 +27,9 @@ struct ScatterRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
+    int64_t count;
     RowsView values;
     const Slot* slots;
     const int32_t* sources;
@@ -35,16 +37,15 @@ struct ScatterRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      const Slot slot = slots[i];
-      const int32_t source = sources[i];
-      if (slot < 0 || slot >= values.count || source < 0 || source >= rows.count) return;
-      group.copy(values.row(slot), rows.row(source), values.row_bytes);
+      const Slot slot = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
+      const int32_t source = slot >= 0 && sources[i] < rows.count ? sources[i] : kNoSlot;
+      group.copy_each(values.data, slot, rows.data, source, values.row_bytes);
     }
   };
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(slots.rows, Step{values, slots.data, sources.data, rows});
+    executor.each(slots.rows, Step{slots.rows, values, slots.data, sources.data, rows});
   }
 };
 
@@ -66,13 +67,15 @@ struct FillRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 4096;
     RowsView row;
     RowsView values;
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      group.copy(values.row(i), row.data, values.row_bytes);
+      group.copy_each(values.data, i < values.count ? static_cast<Slot>(i) : kNoSlot, row.data, 0,
+                      values.row_bytes);
     }
   };
 

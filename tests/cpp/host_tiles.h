@@ -144,14 +144,23 @@ class HostTileExecutor {
     team_.run([&](int member) {
       const int tile = member / kSize;
       if (tile >= tiles) return;
-      for (int64_t i = tile; i < count; i += tiles) {
+      const auto run = [&](int64_t i) {
         if constexpr (kSize == 1) {
           step(SerialGroup{}, i);
         } else {
           step(TileGroup<kSize, HostLane>{{meetings[static_cast<size_t>(tile)].get(), member % kSize}}, i);
         }
+      };
+      if constexpr (kHasOwnIndex<Step>) {
+        for (int64_t i = tile * kSize; i < count; i += tiles * kSize) run(i + member % kSize);
+      } else {
+        for (int64_t i = tile; i < count; i += tiles) run(i);
       }
     });
+  }
+  template <class First, class Second>
+  void each(int64_t count, const First& first, const Second& second) const {
+    each(count, Chain<First, Second>{first, second});
   }
   template <class Step>
   void each_up_to(const int32_t* count, int64_t, const Step& step) const {

@@ -281,6 +281,23 @@ class Scenario {
     machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
     call<GatherRows>(init, {{"slots", "found_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
     if (form_.type != RowType::kOther) pool(n, init);
+    find(init);
+  }
+
+  // In one pass what find_slots and gather_rows find in two.
+  void find(Attributes attributes) {
+    const bool initializes = form_.type != RowType::kOther && random_.chance(0.5);
+    attributes["choices"] = static_cast<double>(form_.choices);
+    attributes["initialize"] = initializes ? 1 : 0;
+    call<FindRows>(attributes, {{"slots", "slots_of_rows"}, {"rows", "found_rows"}});
+    machines_.set("initial", initializes ? machines_["valid"] : Buffer::of(std::vector<uint8_t>()));
+    machines_.set("initial_keys", initializes ? machines_["batch"] : Buffer::of(std::vector<Words>()));
+    call<FindSlots>(attributes, {{"slots", "slots_alone"}});
+    call<GatherRows>(attributes,
+                     {{"slots", "slots_alone"}, {"keys", "initial_keys"}, {"rows", "rows_alone"}});
+    checks_.expect(machines_["slots_of_rows"].bytes == machines_["slots_alone"].bytes &&
+                       machines_["found_rows"].bytes == machines_["rows_alone"].bytes,
+                   where_ + ": a lookup in one pass differs from one in two");
   }
 
   // Bags of no, few and many positions, with weights now and then; some splits are outside the batch.

@@ -35,28 +35,20 @@ void tile_functions(Checks& checks) {
   Team team(kSize);
   Random random(kSeed + kSize);
   const std::string where = "a tile of " + std::to_string(kSize);
-  constexpr Key kKey = (Key{5} << 32) - 60;  // of lane 0: the low words of others begin at 0 again
-  int found = 0;
   for (int trial = 0; trial < 20; ++trial) {
     alignas(kLanes) Digest line[kLanes];
     Words scores[kLanes];
-    Words keys[kLanes];
     LaneMask excluded;
     const double share = trial == 0 ? 1.0 : random.real();
     for (int lane = 0; lane < kLanes; ++lane) {
       line[lane] = static_cast<Digest>(random.below(3));
       scores[lane] = Words::of(random.chance(0.5) ? ~uint64_t{0} : static_cast<uint64_t>(random.below(3)));
-      keys[lane] = Words::of(kKey + static_cast<uint64_t>(lane));
       if (random.chance(share)) excluded.add(lane);
     }
     const auto code = static_cast<Digest>(random.below(3));
     const auto term = [&](int64_t i) { return scores[i].value() / 4; };
     const int64_t count = random.below(kLanes);
-    const Key key = kKey + static_cast<uint64_t>(random.below(kLanes + 10));
-    const Digest own = key < kKey + kLanes && random.chance(0.7) ? line[key - kKey] : code;
     const LaneMask matches = SerialGroup::match(line, code);
-    const int place = SerialGroup::find(line, keys, own, key);
-    found += place >= 0 ? 1 : 0;
     const Candidate lowest = SerialGroup::lowest_score(scores, excluded);
     const uint64_t sum = SerialGroup::saturating_sum(count, term);
     bool same[kSize];
@@ -66,12 +58,51 @@ void tile_functions(Checks& checks) {
       const LaneMask mask = tile.match(line, code);
       const Candidate best = tile.lowest_score(scores, excluded);
       same[member] = mask.words[0] == matches.words[0] && mask.words[1] == matches.words[1] &&
-                     tile.find(line, keys, own, key) == place && best.lane == lowest.lane &&
-                     (best.lane < 0 || best.score == lowest.score) && tile.saturating_sum(count, term) == sum;
+                     best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
+                     tile.saturating_sum(count, term) == sum;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
   }
-  checks.expect(found > 0 && found < 20, where + " finds some keys");
+}
+
+// Members of a tile look for keys of their own, in buckets of few and of many equal digests; some do not.
+template <int kSize>
+void tile_probes(Checks& checks) {
+  constexpr int kBuckets = 3;
+  constexpr Key kKey = (Key{5} << 32) - 60;  // of lane 0: the low words of others begin at 0 again
+  Team team(kSize);
+  Random random(kSeed + kSize);
+  const std::string where = "probes of a tile of " + std::to_string(kSize);
+  int found = 0;
+  for (int trial = 0; trial < 40; ++trial) {
+    alignas(kLanes) Digest digests[kBuckets * kLanes];
+    Words keys[kBuckets * kLanes];
+    const int64_t codes = random.chance(0.5) ? 2 : 255;
+    for (int slot = 0; slot < kBuckets * kLanes; ++slot) {
+      digests[slot] = static_cast<Digest>(random.below(codes + 1));
+      keys[slot] = Words::of(kKey + static_cast<uint64_t>(slot % kLanes));
+    }
+    Probe probes[kSize];
+    int lanes[kSize];
+    for (int member = 0; member < kSize; ++member) {
+      const int64_t bucket = random.below(kBuckets);
+      const int64_t lane = random.below(kLanes + 10);
+      const bool is_there = lane < kLanes && random.chance(0.7);
+      const auto code =
+          is_there ? digests[bucket * kLanes + lane] : static_cast<Digest>(1 + random.below(codes));
+      probes[member] = {random.chance(0.8), bucket, code, kKey + static_cast<uint64_t>(lane)};
+      lanes[member] = SerialGroup::find_each(digests, keys, probes[member]);
+      found += lanes[member] >= 0 ? 1 : 0;
+    }
+    bool same[kSize];
+    Meeting meeting(kSize);
+    team.run([&](int member) {
+      const TileGroup<kSize, HostLane> tile{{&meeting, member}};
+      same[member] = tile.find_each(digests, keys, probes[member]) == lanes[member];
+    });
+    for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
+  }
+  checks.expect(found > 5 * kSize && found < 35 * kSize, where + " find some keys");
 }
 
 // Every byte is equal to itself and to no other.
@@ -93,20 +124,32 @@ void tile_matches(Checks& checks) {
   }
 }
 
+// Every member brings a row to copy, or none; nothing else is written.
 template <int kSize>
 void tile_copies(Checks& checks) {
+  constexpr int kRows = 40;
+  constexpr int64_t kMost = 300;
   Team team(kSize);
-  for (const int64_t bytes : {0, 1, 2, 4, 10, 16, 20, 48, 256}) {
+  Random random(kSeed + kSize);
+  for (const int64_t bytes : {0, 1, 2, 4, 10, 16, 20, 32, 48, 128, 272}) {
     for (const int64_t shift : {0, 1, 2, 4, 8}) {
-      alignas(16) char from[300];
-      alignas(16) char to[300] = {};
-      for (int i = 0; i < 300; ++i) from[i] = static_cast<char>(i + 1);
+      alignas(16) char from[kRows * kMost];
+      alignas(16) char to[kRows * kMost] = {};
+      char expected[kRows * kMost] = {};
+      for (char& byte : from) byte = static_cast<char>(1 + random.below(100));
+      Slot sources[kSize];
+      Slot targets[kSize];
+      for (int member = 0; member < kSize; ++member) {
+        sources[member] = random.chance(0.8) ? static_cast<Slot>(random.below(kRows)) : kNoSlot;
+        targets[member] = random.chance(0.8) ? static_cast<Slot>((member * 7) % kRows) : kNoSlot;
+        SerialGroup::copy_each(expected, targets[member], from + shift, sources[member], bytes);
+      }
       Meeting meeting(kSize);
       team.run([&](int member) {
-        TileGroup<kSize, HostLane>{{&meeting, member}}.copy(to + 16, from + shift, bytes);
+        TileGroup<kSize, HostLane>{{&meeting, member}}.copy_each(to, targets[member], from + shift,
+                                                                 sources[member], bytes);
       });
-      const bool is_copied = memcmp(to + 16, from + shift, static_cast<size_t>(bytes)) == 0;
-      checks.expect(is_copied && to[15] == 0 && to[16 + bytes] == 0, "a copy by a tile");
+      checks.expect(memcmp(to, expected, sizeof(to)) == 0, "copies by a tile of " + std::to_string(kSize));
     }
   }
 }
@@ -120,7 +163,13 @@ int main() {
   tile_functions<8>(checks);
   tile_functions<16>(checks);
   tile_functions<32>(checks);
+  tile_probes<4>(checks);
+  tile_probes<8>(checks);
+  tile_probes<16>(checks);
+  tile_probes<32>(checks);
+  tile_copies<4>(checks);
   tile_copies<8>(checks);
+  tile_copies<32>(checks);
   small_batches(checks);
   large_batches(checks);
   return checks.finish();
