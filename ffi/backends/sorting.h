@@ -1,5 +1,5 @@
-// Grouping and distinct keys for machines whose way of ordering a batch is a stable radix sort: the steps
-// around the sort, for any executor that has
+// Grouping and distinct keys for machines of very many workers, whose way of ordering a batch is a stable
+// radix sort: the steps around the sort, for any executor that has
 //   sort(n, keys, items, bits, scratch)   stable, by the lowest bits of the keys; sort_bytes(n) of scratch
 // besides each, scan and zero. No worker meets more than one item of a run of equal keys.
 #pragma once
@@ -89,9 +89,9 @@ void run(Executor& executor, int64_t n, const int32_t* targets, int64_t limit, i
 
 }  // namespace grouping
 
-// The steps of `unique`. Valid positions are sorted by the hash of their key; the hash is a bijection,
-// so a run of equal hashes is one key, and the sort is stable, so a run's head is the key's first
-// occurrence. `j` is a place in that order, `i` a position, `u` the number of a distinct key.
+// The steps of `unique`: a hash table of the batch, in which every key's cell comes to hold the key's first
+// position, whoever comes first; then the keys are numbered, and the positions grouped by those numbers.
+// `i` is a position, `u` the number of a distinct key.
 namespace distinct {
 
 struct State {
@@ -99,57 +99,50 @@ struct State {
   const Words* keys;
   const bool* valid;
   UniqueKeys out;
+  uint64_t mask;           // cells are a power of two
+  uint32_t* cells;         // the complement of the first position so far; 0: empty
+  int32_t* places;         // of i: the cell of its key, or -1
+  int32_t* firsts;         // of i: 1 at the first occurrence of a key
+  int32_t* firsts_before;  // of i: their exclusive sums, the numbers of the keys
+  int32_t* numbers;        // of the grouped positions
   int32_t* valid_count;
-  const uint64_t* hashes;    // of j
-  const int32_t* positions;  // of j; the masked ones stand behind the valid ones
-  int32_t* heads;            // of j: 1 at the head of a run; before the sort: of i: 1 if valid
-  int32_t* heads_before;     // of j: their exclusive sums; before the sort: likewise
-  int32_t* starts;           // of a run: its first j
-  int32_t* firsts;           // of i: 1 at the first occurrence of a key; in the end: of u: occurrences
-  int32_t* firsts_before;    // of i: their exclusive sums, the numbers of the keys
 
-  HKV_HOST_DEVICE bool is_head(int64_t j) const {
-    return j < *valid_count && (j == 0 || hashes[j - 1] != hashes[j]);
-  }
-  HKV_HOST_DEVICE int32_t start_of_run(int64_t j) const { return starts[heads_before[j] + heads[j] - 1]; }
-  HKV_HOST_DEVICE int32_t number_of_run(int32_t start) const { return firsts_before[positions[start]]; }
+  HKV_HOST_DEVICE int64_t first_of(int64_t i) const { return ~cells[places[i]]; }
 };
 
-struct MarkValid {
+// Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
+// the same cell. `begin` is the first of the positions that are claimed for.
+struct Claim {
+  static constexpr int kGroup = 1;
+  int64_t begin;
+  State state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t index) const {
+    const int64_t i = begin + index;
+    state.places[i] = state.valid[i] ? static_cast<int32_t>(cell_of(~static_cast<uint32_t>(i), i)) : -1;
+  }
+
+ private:
+  HKV_HOST_DEVICE uint64_t cell_of(uint32_t own, int64_t i) const {
+    const Key key = state.keys[i].value();
+    for (uint64_t cell = hash_of(key) & state.mask;; cell = (cell + 1) & state.mask) {
+      uint32_t* occupant = state.cells + cell;
+      uint32_t found = atomic_read(occupant);
+      if (found == 0) found = atomic_compare_and_swap(occupant, 0, own);
+      if (found == 0) return cell;
+      if (state.keys[~found].value() != key) continue;
+      if (found < own) atomic_max(occupant, own);
+      return cell;
+    }
+  }
+};
+
+struct MarkFirst {
   static constexpr int kGroup = 1;
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    state.heads[i] = state.valid[i] ? 1 : 0;
-  }
-};
-
-// Valid positions come first, in order; the masked ones follow with the highest hash, so that a stable
-// sort leaves them there.
-struct Compact {
-  static constexpr int kGroup = 1;
-  State state;
-  uint64_t* hashes;
-  int32_t* positions;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    const int64_t before = state.heads_before[i];
-    const int64_t total = state.heads_before[state.n - 1] + state.heads[state.n - 1];
-    const int64_t at = state.heads[i] ? before : total + i - before;
-    hashes[at] = state.heads[i] ? hash_of(state.keys[i].value()) : ~uint64_t{0};
-    positions[at] = static_cast<int32_t>(i);
-    if (i == 0) *state.valid_count = static_cast<int32_t>(total);
-  }
-};
-
-struct MarkHeads {
-  static constexpr int kGroup = 1;
-  State state;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    const int32_t head = state.is_head(j) ? 1 : 0;
-    state.heads[j] = head;
-    state.firsts[state.positions[j]] = head;
+    state.firsts[i] = state.places[i] >= 0 && state.first_of(i) == i ? 1 : 0;
   }
 };
 
@@ -157,72 +150,52 @@ struct NumberKeys {
   static constexpr int kGroup = 1;
   State state;
 
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int64_t last = state.n - 1;
-    const int64_t count = state.heads_before[last] + state.heads[last];
-    if (j == 0) *state.out.count = static_cast<int32_t>(count);
-    if (j >= count) state.out.unique_keys[j] = Words::of(0);
-    if (!state.heads[j]) return;
-    const int32_t position = state.positions[j];
-    state.starts[state.heads_before[j]] = static_cast<int32_t>(j);
-    state.out.unique_keys[state.firsts_before[position]] = state.keys[position];
+    const int64_t count = state.firsts_before[last] + state.firsts[last];
+    if (i == 0) *state.out.count = static_cast<int32_t>(count);
+    if (i >= count) state.out.unique_keys[i] = Words::of(0);
+    state.out.inverse[i] = state.places[i] < 0 ? -1 : state.firsts_before[state.first_of(i)];
+    if (state.firsts[i]) state.out.unique_keys[state.firsts_before[i]] = state.keys[i];
   }
 };
 
-// For n + 1 indices. The first occurrences are numbered by now: their array takes the run lengths.
-struct CountOccurrences {
+// For n + 1 indices.
+struct MarkGroups {
   static constexpr int kGroup = 1;
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    if (j >= *state.out.count) state.firsts[j] = 0;
-    const bool is_tail = j < *state.valid_count && (j + 1 == *state.valid_count || state.heads[j + 1]);
-    if (!is_tail) return;
-    const int32_t start = state.start_of_run(j);
-    state.firsts[state.number_of_run(start)] = static_cast<int32_t>(j + 1 - start);
-  }
-};
-
-struct Place {
-  static constexpr int kGroup = 1;
-  State state;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    const int32_t position = state.positions[j];
-    if (j >= *state.valid_count) {
-      state.out.inverse[position] = -1;
+    const int64_t total = *state.valid_count;
+    if (j >= *state.out.count) state.out.offsets[j] = static_cast<int32_t>(total);
+    if (j < total) {
+      const int32_t u = state.numbers[j];
+      if (j == 0 || state.numbers[j - 1] != u) state.out.offsets[u] = static_cast<int32_t>(j);
+    } else if (j < state.n) {
       state.out.order[j] = -1;
-      return;
     }
-    const int32_t start = state.start_of_run(j);
-    const int32_t u = state.number_of_run(start);
-    state.out.inverse[position] = u;
-    state.out.order[state.out.offsets[u] + (j - start)] = position;
   }
 };
 
 struct Scratch {
   template <class Executor>
   static Scratch take(Arena& arena, int64_t n) {
-    return {arena.take<int32_t>(1),
-            {arena.take<uint64_t>(n), arena.take<uint64_t>(n)},
-            {arena.take<int32_t>(n), arena.take<int32_t>(n)},
-            arena.take<int32_t>(n),
-            arena.take<int32_t>(n),
-            arena.take<int32_t>(n),
-            arena.take<int32_t>(n + 1),
-            arena.take<int32_t>(n),
-            arena.take<char>(std::max(Executor::sort_bytes(n), Executor::scan_bytes(n + 1)))};
+    const int64_t others = std::max(grouping::scratch_bytes<Executor>(n), Executor::scan_bytes(n));
+    return {arena.take<uint32_t>(cells(n)), arena.take<int32_t>(n), arena.take<int32_t>(n),
+            arena.take<int32_t>(n),         arena.take<int32_t>(n), arena.take<int32_t>(1),
+            arena.take<char>(others)};
   }
-  int32_t* valid_count;
-  Flip<uint64_t> hashes;
-  Flip<int32_t> positions;
-  int32_t* heads;
-  int32_t* heads_before;
-  int32_t* starts;
+  // At least two for each key, so that probes are short.
+  static int64_t cells(int64_t n) {
+    return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * n)));
+  }
+  uint32_t* table;
+  int32_t* places;
   int32_t* firsts;
   int32_t* firsts_before;
-  char* sorting;
+  int32_t* numbers;
+  int32_t* valid_count;
+  char* others;
 };
 
 template <class Executor>
@@ -240,32 +213,30 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
     return executor.zero(out.offsets, sizeof(int32_t));
   }
   Arena arena(memory);
-  Scratch scratch = Scratch::take<Executor>(arena, n);
-  State state{n,
-              keys,
-              valid,
-              out,
-              scratch.valid_count,
-              nullptr,
-              nullptr,
-              scratch.heads,
-              scratch.heads_before,
-              scratch.starts,
-              scratch.firsts,
-              scratch.firsts_before};
-  executor.each(n, MarkValid{state});
-  executor.scan(n, state.heads, state.heads_before, scratch.sorting);
-  executor.each(n, Compact{state, scratch.hashes.current, scratch.positions.current});
-  executor.sort(n, scratch.hashes, scratch.positions, 64, scratch.sorting);
-  state.hashes = scratch.hashes.current;
-  state.positions = scratch.positions.current;
-  executor.each(n, MarkHeads{state});
-  executor.scan(n, state.heads, state.heads_before, scratch.sorting);
-  executor.scan(n, state.firsts, state.firsts_before, scratch.sorting);
+  const Scratch scratch = Scratch::take<Executor>(arena, n);
+  const int64_t cells = Scratch::cells(n);
+  const State state{n,
+                    keys,
+                    valid,
+                    out,
+                    static_cast<uint64_t>(cells - 1),
+                    scratch.table,
+                    scratch.places,
+                    scratch.firsts,
+                    scratch.firsts_before,
+                    scratch.numbers,
+                    scratch.valid_count};
+  executor.zero(state.cells, cells * static_cast<int64_t>(sizeof(uint32_t)));
+  // Thousands of workers must not ask for one cell at once. Frequent keys are among the first positions, and
+  // who finds an earlier position of its key there has nothing to write.
+  const int64_t ahead = n / 32;
+  executor.each(ahead, Claim{0, state});
+  executor.each(n - ahead, Claim{ahead, state});
+  executor.each(n, MarkFirst{state});
+  executor.scan(n, state.firsts, state.firsts_before, scratch.others);
   executor.each(n, NumberKeys{state});
-  executor.each(n + 1, CountOccurrences{state});
-  executor.scan(n + 1, state.firsts, out.offsets, scratch.sorting);
-  executor.each(n, Place{state});
+  grouping::run(executor, n, out.inverse, n, out.order, state.numbers, state.valid_count, scratch.others);
+  executor.each(n + 1, MarkGroups{state});
 }
 
 }  // namespace distinct

@@ -47,6 +47,36 @@ HKV_HOST_DEVICE void atomic_or(uint32_t* address, uint32_t bits) {
 #endif
 }
 
+// A word that other workers may be writing to.
+HKV_HOST_DEVICE uint32_t atomic_read(const uint32_t* address) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(address);
+#else
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+#endif
+}
+
+// Writes `value` if the word is `expected`; what it was.
+HKV_HOST_DEVICE uint32_t atomic_compare_and_swap(uint32_t* address, uint32_t expected, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  return atomicCAS(address, expected, value);
+#else
+  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+#endif
+}
+
+HKV_HOST_DEVICE void atomic_max(uint32_t* address, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  atomicMax(address, value);
+#else
+  uint32_t found = atomic_read(address);
+  while (found < value &&
+         !__atomic_compare_exchange_n(address, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+#endif
+}
+
 // The high 64 bits of the 128-bit product.
 HKV_HOST_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
 #ifdef __CUDA_ARCH__
