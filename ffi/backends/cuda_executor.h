@@ -77,7 +77,8 @@ template <class Step>
 __global__ void __launch_bounds__(kBlockThreads) run_step(int64_t count, const int32_t* limit, Step step) {
   const int64_t thread = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
   if constexpr (kHasOwnIndex<Step>) {
-    if (thread - thread % Step::kGroup >= count) return;
+    const int64_t first = thread - thread % Step::kGroup;
+    if (first >= count || (limit != nullptr && first >= *limit)) return;
     step(DeviceGroup<Step::kGroup>{}, thread);
   } else {
     const int64_t index = thread / Step::kGroup;
@@ -109,7 +110,6 @@ class CudaExecutor {
   }
   template <class Step>
   void each_up_to(const int32_t* count, int64_t bound, const Step& step) {
-    static_assert(!kHasOwnIndex<Step>, "its members would not know the second bound");
     launch(bound, count, step);
   }
 
@@ -123,9 +123,8 @@ class CudaExecutor {
 
   // By the lowest `bits` bits of the keys, stable.
   static int64_t sort_bytes(int64_t n) { return cub_bytes(n); }
-  template <class Key>
-  void sort(int64_t n, Flip<Key>& keys, Flip<int32_t>& items, int bits, char* scratch) {
-    cub::DoubleBuffer<Key> key_buffers(keys.current, keys.other);
+  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char* scratch) {
+    cub::DoubleBuffer<uint32_t> key_buffers(keys.current, keys.other);
     cub::DoubleBuffer<int32_t> item_buffers(items.current, items.other);
     call_cub(n, scratch, [&](void* storage, size_t& bytes) {
       return cub::DeviceRadixSort::SortPairs(storage, bytes, key_buffers, item_buffers, static_cast<int>(n),

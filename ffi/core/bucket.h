@@ -33,12 +33,11 @@ HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
 
 // Brings near what find_slot reads next, once the digests are near: the keys that it will compare
 // (and, with `to_score`, their scores).
-template <Group G>
-HKV_HOST_DEVICE void prefetch_keys(const G& group, const TableView& table, Key key, bool to_score) {
+HKV_HOST_DEVICE void prefetch_keys(const TableView& table, Key key, bool to_score) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
     const int64_t bucket = table.candidate(hash, choice);
-    const LaneMask matches = group.match(table.line(bucket), digest_of(hash));
+    const LaneMask matches = SerialGroup::match(table.line(bucket), digest_of(hash));
     if (!matches.any()) continue;
     const int64_t slot = bucket * kLanes + matches.lowest();
     prefetch(table.keys + slot);

@@ -59,14 +59,16 @@ struct Probe {
 template <class G>
 concept Group = requires(const G group, const Digest* line, const Words* words, LaneMask mask,
                          const Probe probe, char* to, const char* from, Slot row, int64_t bytes) {
-  { group.rank() };                            // this member
-  { group.size() };                            // members
-  { group.ballot(true) };                      // one bit for each member: what it brings
-  { group.match(line, Digest{0}) };            // the lanes whose digest is the given one
-  { group.lowest_score(words, mask) };         // the first victim outside the mask
-  { group.find_each(line, words, probe) };     // every member's own key: its lane in its bucket, or -1
+  { group.rank() };                   // this member
+  { group.size() };                   // members
+  { group.sync() };                   // what members wrote before it, all read after it
+  { group.ballot(true) };             // one bit for each member: what it brings
+  { group.broadcast(0, 0) };          // what one member brings
+  { group.scores_of(words) };         // a bucket's scores, read
+  { group.lowest_score(group.scores_of(words), mask) };  // the first victim outside the mask
+  { group.match_each(line, probe) };  // every member's own bucket: the lanes of the digest
+  { group.find_each(line, words, probe) };         // every member's own key: its lane in its bucket, or -1
   { group.copy_each(to, row, from, row, bytes) };  // every member's own row: from one number to another
-  { group.sync() };
 };
 
 // One thread.
@@ -95,10 +97,14 @@ struct SerialGroup {
   }
 
   static HKV_HOST_DEVICE uint32_t ballot(bool flag) { return flag ? 1 : 0; }
+  static HKV_HOST_DEVICE int broadcast(int value, int) { return value; }
+
+  static HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) {
+    return probe.is_wanted ? match(digests + probe.bucket * kLanes, probe.code) : LaneMask{};
+  }
 
   static HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) {
-    if (!probe.is_wanted) return -1;
-    LaneMask matches = match(digests + probe.bucket * kLanes, probe.code);
+    LaneMask matches = match_each(digests, probe);
     while (matches.any()) {
       const int lane = matches.lowest();
       if (keys[probe.bucket * kLanes + lane].value() == probe.key) return lane;
@@ -107,7 +113,10 @@ struct SerialGroup {
     return -1;
   }
 
-  static HKV_HOST_DEVICE Candidate lowest_score(const Words* scores, const LaneMask& excluded) {
+  using Scores = const Words*;
+  static HKV_HOST_DEVICE Scores scores_of(const Words* scores) { return scores; }
+
+  static HKV_HOST_DEVICE Candidate lowest_score(const Scores& scores, const LaneMask& excluded) {
     Candidate best;
     for (int word = 0; word < 2; ++word) {
       for (uint64_t left = ~excluded.words[word]; left != 0; left &= left - 1) {
@@ -144,17 +153,56 @@ struct TileGroup {
   static constexpr HKV_HOST_DEVICE int size() { return kSize; }
   HKV_HOST_DEVICE void sync() const { lane.sync(); }
 
-  HKV_HOST_DEVICE LaneMask match(const Digest* line, Digest code) const {
-    LaneMask mask;
-    mask.add_from(rank() * kShare, matches_in(share_of(line), code));
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      mask.words[0] |= lane.exchange(mask.words[0], step);
-      mask.words[1] |= lane.exchange(mask.words[1], step);
-    }
-    return mask;
-  }
-
   HKV_HOST_DEVICE uint32_t ballot(bool flag) const { return lane.ballot(flag); }
+  HKV_HOST_DEVICE int broadcast(int value, int from) const { return lane.broadcast(value, from); }
+
+  // The matches of every member's own probe. A bucket's digests are compared by all members, a share each;
+  // so every member holds a share of every member's matches, and they exchange them: blocks of a square
+  // are transposed, halves of it at first, then halves of those.
+  HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) const {
+    const uint32_t wanted = ballot(probe.is_wanted);
+    if (wanted == 0) return {};
+    // A table has fewer than 2^24 buckets (slots are int32). Who wants nothing repeats another's probe.
+    const auto packed = static_cast<int>(static_cast<uint32_t>(probe.bucket) << 8 | probe.code);
+    const int own = lane.broadcast(packed, probe.is_wanted ? rank() : count_trailing_zeros(wanted));
+    int asked[kSize];
+    Share shares[kSize];
+    for (int member = 0; member < kSize; ++member) {
+      asked[member] = lane.broadcast(own, member);
+      shares[member] =
+          share_of(digests + static_cast<int64_t>(static_cast<uint32_t>(asked[member]) >> 8) * kLanes);
+    }
+    constexpr int kWord = 32;
+    uint32_t words[kLanes / kWord] = {};
+    for (int member = 0; member < kSize; ++member) {
+      const uint32_t matches = matches_in(shares[member], static_cast<Digest>(asked[member] & 0xff));
+      words[member * kShare / kWord] |= matches << (member * kShare % kWord);
+    }
+    for (int step = kSize / 2; step > 0; step /= 2) {
+      const bool is_upper = (rank() & step) != 0;
+      const int half = step * kShare;  // bits
+      if (half >= kWord) {
+        const int stride = half / kWord;
+        for (int word = 0; word < kLanes / kWord; ++word) {
+          if (word & stride) continue;
+          const uint32_t got = lane.exchange(is_upper ? words[word] : words[word + stride], step);
+          words[word] = is_upper ? got : words[word];
+          words[word + stride] = is_upper ? words[word + stride] : got;
+        }
+      } else {
+        const uint32_t low = ~uint32_t{0} / ((uint32_t{1} << half) + 1);  // the lower halves of a word
+        for (int word = 0; word < kLanes / kWord; word += 2) {
+          const uint32_t a = words[word];
+          const uint32_t b = words[word + 1];
+          const uint32_t given = is_upper ? (a & low) | (b & low) << half : (a >> half & low) | (b & ~low);
+          const uint32_t got = lane.exchange(given, step);
+          words[word] = is_upper ? (a & ~low) | (got & low) : (a & low) | (got & low) << half;
+          words[word + 1] = is_upper ? (b & ~low) | (got >> half & low) : (b & low) | (got & ~low);
+        }
+      }
+    }
+    return {{words[0] | uint64_t{words[1]} << kWord, words[2] | uint64_t{words[3]} << kWord}};
+  }
 
   // All buckets' digests are on their way at once; then each member compares the keys of its own bucket,
   // two at a time, since a second one matches in every third full bucket.
@@ -176,13 +224,37 @@ struct TileGroup {
     return found;
   }
 
-  HKV_HOST_DEVICE Candidate lowest_score(const Words* scores, const LaneMask& excluded) const {
-    Candidate best;
-    for (int candidate = rank(); candidate < kLanes; candidate += kSize) {
-      if (excluded.has(candidate)) continue;
-      const Candidate found{scores[candidate].value(), candidate};
-      if (found.goes_before(best)) best = found;
+  // Scores that lie side by side, read at once; a bucket's are on their way together.
+  struct alignas(16) Pair {
+    Words scores[2];
+  };
+  struct Scores {
+    Pair pairs[kLanes / kSize / 2];
+  };
+
+  HKV_HOST_DEVICE Scores scores_of(const Words* scores) const {
+    Scores own;
+    for (int pair = 0; pair < kLanes / kSize / 2; ++pair) {
+      own.pairs[pair] = reinterpret_cast<const Pair*>(scores)[pair * kSize + rank()];
     }
+    return own;
+  }
+
+  HKV_HOST_DEVICE Candidate lowest_score(const Scores& scores, const LaneMask& excluded) const {
+    const int own = 2 * rank();  // this member's lanes: those and the next, and again 2 kSize further
+    const uint64_t outside[2] = {excluded.words[0] >> own, excluded.words[1] >> own};
+    Candidate best;  // of lanes that come in order: the first of equal scores stays
+    for (int pair = 0; pair < kLanes / kSize / 2; ++pair) {
+      for (int half = 0; half < 2; ++half) {
+        const int candidate = 2 * pair * kSize + half;
+        const bool is_in = ((outside[candidate / 64] >> (candidate % 64)) & 1) == 0;
+        const Score score = scores.pairs[pair].scores[half].value();
+        const bool is_lower = is_in & ((best.lane < 0) | (score < best.score));
+        best.score = is_lower ? score : best.score;
+        best.lane = is_lower ? candidate : best.lane;
+      }
+    }
+    if (best.lane >= 0) best.lane += own;
     for (int step = kSize / 2; step > 0; step /= 2) {
       Candidate other;
       other.score = lane.exchange(best.score, step);
@@ -207,7 +279,7 @@ struct TileGroup {
   template <class Term>
   HKV_HOST_DEVICE uint64_t saturating_sum(int64_t count, Term term) const {
     uint64_t sum = 0;
-    for (int64_t i = rank(); i < count; i += kSize) sum = saturating_add(sum, term(i));
+    HKV_ROLLED for (int64_t i = rank(); i < count; i += kSize) sum = saturating_add(sum, term(i));
     for (int step = kSize / 2; step > 0; step /= 2) {
       sum = saturating_add(sum, lane.exchange(sum, step));
     }
@@ -261,51 +333,6 @@ struct TileGroup {
   // This member's share of a bucket's digests.
   HKV_HOST_DEVICE Share share_of(const Digest* line) const {
     return reinterpret_cast<const Share*>(line)[rank()];
-  }
-
-  // The matches of every member's own probe. A bucket's digests are compared by all members, a share each;
-  // so every member holds a share of every member's matches, and they exchange them: blocks of a square
-  // are transposed, halves of it at first, then halves of those.
-  HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) const {
-    // A table has fewer than 2^24 buckets (slots are int32). What is not wanted reads the first one.
-    const auto own = static_cast<int>(probe.is_wanted ? probe.bucket << 8 | probe.code : 0);
-    int asked[kSize];
-    Share shares[kSize];
-    for (int member = 0; member < kSize; ++member) {
-      asked[member] = lane.broadcast(own, member);
-      shares[member] =
-          share_of(digests + static_cast<int64_t>(static_cast<uint32_t>(asked[member]) >> 8) * kLanes);
-    }
-    constexpr int kWord = 32;
-    uint32_t words[kLanes / kWord] = {};
-    for (int member = 0; member < kSize; ++member) {
-      const uint32_t matches = matches_in(shares[member], static_cast<Digest>(asked[member] & 0xff));
-      words[member * kShare / kWord] |= matches << (member * kShare % kWord);
-    }
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      const bool is_upper = (rank() & step) != 0;
-      const int half = step * kShare;  // bits
-      if (half >= kWord) {
-        const int stride = half / kWord;
-        for (int word = 0; word < kLanes / kWord; ++word) {
-          if (word & stride) continue;
-          const uint32_t got = lane.exchange(is_upper ? words[word] : words[word + stride], step);
-          words[word] = is_upper ? got : words[word];
-          words[word + stride] = is_upper ? words[word + stride] : got;
-        }
-      } else {
-        const uint32_t low = ~uint32_t{0} / ((uint32_t{1} << half) + 1);  // the lower halves of a word
-        for (int word = 0; word < kLanes / kWord; word += 2) {
-          const uint32_t a = words[word];
-          const uint32_t b = words[word + 1];
-          const uint32_t given = is_upper ? (a & low) | (b & low) << half : (a >> half & low) | (b & ~low);
-          const uint32_t got = lane.exchange(given, step);
-          words[word] = is_upper ? (a & ~low) | (got & low) : (a & low) | (got & low) << half;
-          words[word + 1] = is_upper ? (b & ~low) | (got >> half & low) : (b & low) | (got & ~low);
-        }
-      }
-    }
-    return {{words[0] | uint64_t{words[1]} << kWord, words[2] | uint64_t{words[3]} << kWord}};
   }
 
   // One bit for each lane of a share whose digest is the given one.

@@ -36,9 +36,7 @@ struct FindSlots {
     Slot* slots;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
-    HKV_HOST_DEVICE void prefetch_near(int64_t i) const {
-      prefetch_keys(SerialGroup{}, table, batch[i].value(), false);
-    }
+    HKV_HOST_DEVICE void prefetch_near(int64_t i) const { prefetch_keys(table, batch[i].value(), false); }
 
     template <Group G>
     HKV_HOST_DEVICE Slot operator()(const G& group, int64_t i) const {

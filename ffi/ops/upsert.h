@@ -37,14 +37,22 @@ struct UpsertState {
   uint64_t* pins;  // two words of lanes
   int32_t* loads;
 
-  // Keys grouped by the bucket of this round.
+  // Keys grouped by the bucket of this round: the keys of a bucket are a run of items.
   int32_t* items;
   int32_t* buckets;
   int32_t* grouped;
+  int32_t* rest;  // at the head of a run: its first item that found no empty lane; elsewhere, or none: -1
 
   HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
 
   HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
+
+  HKV_HOST_DEVICE bool is_in_run(int64_t item, int64_t bucket) const {
+    return item < *grouped && buckets[item] == bucket;
+  }
+  HKV_HOST_DEVICE bool is_head(int64_t item) const {
+    return item < *grouped && (item == 0 || buckets[item - 1] != buckets[item]);
+  }
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
 
@@ -72,9 +80,9 @@ struct UpsertState {
   HKV_HOST_DEVICE uint64_t given_each(const G& group, int64_t u, bool is_wanted) const {
     if (!adds_up()) return is_wanted ? last_or_count(u) : 0;
     uint64_t own = 0;
-    for (uint32_t left = group.ballot(is_wanted); left != 0; left &= left - 1) {
+    HKV_ROLLED for (uint32_t left = group.ballot(is_wanted); left != 0; left &= left - 1) {
       const int member = count_trailing_zeros(left);
-      const uint64_t of_member = sum(group, u - group.rank() + member);
+      const uint64_t of_member = sum(group, group.broadcast(static_cast<int>(u), member));
       if (member == group.rank()) own = of_member;
     }
     return own;
@@ -121,7 +129,7 @@ struct ProbeKey {
   }
   HKV_HOST_DEVICE void prefetch_near(int64_t u) const {
     if (u >= *state.count) return;
-    prefetch_keys(SerialGroup{}, state.table, state.unique_keys[u].value(), state.write_scores);
+    prefetch_keys(state.table, state.unique_keys[u].value(), state.write_scores);
   }
 
   template <Group G>
@@ -200,45 +208,42 @@ struct ChooseOther {
 // Round 3 with two candidates: the one whose lowest unpinned score is lower.
 struct ChooseByScore {
   static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
   UpsertState state;
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    if (!state.is_pending(u)) {
-      if (group.rank() == 0) state.targets[u] = -1;
-      return;
+    const bool is_pending = u < n && state.is_pending(u);
+    if (u < n && !is_pending) state.targets[u] = -1;
+    const int64_t first = u - group.rank();
+    HKV_ROLLED for (uint32_t left = group.ballot(is_pending); left != 0; left &= left - 1) {
+      choose(group, first + count_trailing_zeros(left));
     }
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE void choose(const G& group, int64_t u) const {
     const TableView& table = state.table;
     const uint64_t hash = hash_of(state.unique_keys[u].value());
     const int64_t first = table.candidate(hash, 0);
     const int64_t second = table.candidate(hash, 1);
-    Candidate in_first = group.lowest_score(table.scores + first * kLanes, state.pinned(first));
-    Candidate in_second = group.lowest_score(table.scores + second * kLanes, state.pinned(second));
+    const auto first_scores = group.scores_of(table.scores + first * kLanes);
+    const auto second_scores = group.scores_of(table.scores + second * kLanes);
+    const Candidate in_first = group.lowest_score(first_scores, state.pinned(first));
+    const Candidate in_second = group.lowest_score(second_scores, state.pinned(second));
     const bool second_is_lower =
         in_second.lane >= 0 && (in_first.lane < 0 || in_second.score < in_first.score);
-    if (group.rank() == 0) {
-      state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
-    }
+    if (group.rank() == 0) state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
   }
 };
 
-// The run of keys that name one bucket; a step over grouped keys does its work at a run's head.
-struct Run {
-  int64_t begin;
-  int64_t end;
-
-  HKV_HOST_DEVICE static Run at(const UpsertState& state, int64_t i) {
-    const int64_t grouped = *state.grouped;
-    if (i >= grouped || (i > 0 && state.buckets[i - 1] == state.buckets[i])) return {0, 0};
-    int64_t end = i + 1;
-    while (end < grouped && state.buckets[end] == state.buckets[i]) ++end;
-    return {i, end};
-  }
-};
-
-// The new keys of one bucket take its empty lanes, lowest first.
+// The new keys of one bucket take its empty lanes, lowest first. The bucket is of the member that has the
+// head of the run.
 struct FillBucket {
   static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
@@ -247,44 +252,51 @@ struct FillBucket {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const Run run = Run::at(state, i);
-    if (run.begin == run.end) return;
-    const int64_t bucket = state.buckets[i];
-    LaneMask empty = group.match(state.table.line(bucket), kEmpty);
-    LaneMask pinned = state.pinned(bucket);
-    group.sync();  // before the first member writes what the others have just read
-    int32_t filled = 0;
-    for (int64_t item = run.begin; item < run.end && empty.any(); ++item) {
-      const int64_t u = state.items[item];
+    const bool is_head = state.is_head(i);
+    const int64_t bucket = is_head ? state.buckets[i] : 0;
+    LaneMask empty = group.match_each(state.table.digests, Probe{is_head, bucket, kEmpty, 0});
+    LaneMask pinned = is_head ? state.pinned(bucket) : LaneMask{};
+    group.sync();  // before a member writes to its bucket what the others have just read
+    int64_t item = i;
+    HKV_ROLLED for (;;) {
+      const bool is_filled = is_head && empty.any() && state.is_in_run(item, bucket);
+      if (group.ballot(is_filled) == 0) break;
+      const int64_t u = is_filled ? state.items[item] : 0;
+      const uint64_t given = state.given_each(group, u, is_filled);
+      if (!is_filled) continue;
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
-      insert(group, u, slot_of(bucket, lane));
-      ++filled;
+      insert(u, slot_of(bucket, lane), state.scoring().of_new(given));
+      ++item;
     }
-    if (group.rank() != 0) return;
-    state.set_pinned(bucket, pinned);
-    state.table.occupancy[bucket] += filled;
+    if (is_head) {
+      state.set_pinned(bucket, pinned);
+      state.table.occupancy[bucket] += static_cast<int32_t>(item - i);
+    }
+    if (i < *state.grouped) {
+      state.rest[i] = is_head && state.is_in_run(item, bucket) ? static_cast<int32_t>(item) : -1;
+    }
   }
 
  private:
-  template <Group G>
-  HKV_HOST_DEVICE void insert(const G& group, int64_t u, Slot slot) const {
-    const Score score = state.scoring().of_new(state.given(group, u));
-    if (group.rank() != 0) return;
+  HKV_HOST_DEVICE void insert(int64_t u, Slot slot, Score score) const {
     write_entry(state.table, slot, state.unique_keys[u].value(), score);
     state.unique_slots[u] = slot;
     state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
   }
 };
 
-// The new keys that found no empty lane take the place of the lowest unpinned entry, or are refused.
+// The new keys that found no empty lane take the place of the lowest unpinned entry. Those that may not, or
+// find none, stay pending.
 struct EvictFromBucket {
   static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  bool is_after_filling;  // of the same runs
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (i >= *state.grouped) return;
+    if (first_of(i) < 0) return;
     constexpr int kLine = 64;
     const auto* scores =
         reinterpret_cast<const char*>(state.table.scores + int64_t{kLanes} * state.buckets[i]);
@@ -295,39 +307,47 @@ struct EvictFromBucket {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const Run run = Run::at(state, i);
-    if (run.begin == run.end || !any_pending(run)) return;
-    const int64_t bucket = state.buckets[i];
-    const Words* scores = state.table.scores + bucket * kLanes;
-    const Scoring scoring = state.scoring();
-    LaneMask pinned = state.pinned(bucket);
-    Candidate victim = group.lowest_score(scores, pinned);
-    group.sync();
-    for (int64_t item = run.begin; item < run.end; ++item) {
-      const int64_t u = state.items[item];
-      const bool pending = state.is_pending(u);
-      group.sync();
-      if (!pending) continue;
-      const Score score = victim.lane < 0 ? 0 : scoring.of_new(state.given(group, u));
-      const bool refused = victim.lane < 0 || (scoring.can_refuse() && score < victim.score);
-      if (group.rank() == 0) {
-        if (refused) {
-          state.unique_status[u] = static_cast<int32_t>(Status::kRefused);
-        } else {
-          replace(u, slot_of(bucket, victim.lane), victim.score, score);
-        }
-      }
-      if (refused) continue;
-      pinned.add(victim.lane);
-      group.sync();
-      victim = group.lowest_score(scores, pinned);
+    const int32_t first = first_of(i);
+    HKV_ROLLED for (uint32_t left = group.ballot(first >= 0); left != 0; left &= left - 1) {
+      replace_from(group, group.broadcast(first, count_trailing_zeros(left)));
     }
   }
 
  private:
-  // After FillBucket the last key of a run is pending if any is.
-  HKV_HOST_DEVICE bool any_pending(const Run& run) const {
-    return state.is_pending(state.items[run.end - 1]);
+  // The first pending item of the run whose head this is, or -1.
+  HKV_HOST_DEVICE int32_t first_of(int64_t i) const {
+    if (is_after_filling) return i < *state.grouped ? state.rest[i] : -1;
+    return state.is_head(i) ? static_cast<int32_t>(i) : -1;
+  }
+
+  // The scores are read once: entries that come in are pinned, and asked for no more. Each member brings the
+  // next item of its rank; the first that is let in replaces the victim.
+  template <Group G>
+  HKV_HOST_DEVICE void replace_from(const G& group, int64_t item) const {
+    const int64_t bucket = state.buckets[item];
+    const Scoring scoring = state.scoring();
+    LaneMask pinned = state.pinned(bucket);
+    const auto scores = group.scores_of(state.table.scores + bucket * kLanes);
+    group.sync();  // before a member writes what the others have just read
+    Candidate victim = group.lowest_score(scores, pinned);
+    HKV_ROLLED while (victim.lane >= 0) {
+      const int64_t own = item + group.rank();
+      const bool exists = state.is_in_run(own, bucket);
+      if (group.ballot(exists) == 0) return;
+      const int64_t u = exists ? state.items[own] : 0;
+      const Score score = scoring.of_new(state.given_each(group, u, exists));
+      const bool is_refused = scoring.can_refuse() && score < victim.score;
+      const uint32_t let_in = group.ballot(exists && !is_refused);
+      if (let_in == 0) {
+        item += group.size();
+        continue;
+      }
+      const int member = count_trailing_zeros(let_in);
+      if (group.rank() == member) replace(u, slot_of(bucket, victim.lane), victim.score, score);
+      item += member + 1;
+      pinned.add(victim.lane);
+      victim = group.lowest_score(scores, pinned);
+    }
   }
 
   HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score, Score new_score) const {
@@ -338,6 +358,15 @@ struct EvictFromBucket {
     write_entry(state.table, slot, state.unique_keys[u].value(), new_score);
     state.unique_slots[u] = slot;
     state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
+  }
+};
+
+struct RefusePending {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    if (state.is_pending(u)) state.unique_status[u] = static_cast<int32_t>(Status::kRefused);
   }
 };
 
@@ -455,6 +484,7 @@ struct Upsert {
     workspace.items = arena.take<int32_t>(n);
     workspace.buckets = arena.take<int32_t>(n);
     workspace.grouped = arena.take<int32_t>(1);
+    workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
     if (evicted > 0) {
@@ -517,10 +547,11 @@ struct Upsert {
       executor.each(n, ChooseOther{state});
       group(executor, state, n);
       executor.each_up_to(state.grouped, n, FillBucket{state});
-      executor.each(n, ChooseByScore{state});
+      executor.each(n, ChooseByScore{n, state});
       group(executor, state, n);
     }
-    executor.each_up_to(state.grouped, n, EvictFromBucket{state});
+    executor.each_up_to(state.grouped, n, EvictFromBucket{choices == 1, state});
+    executor.each(n, RefusePending{state});
   }
 
   template <class Executor>

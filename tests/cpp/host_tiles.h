@@ -173,9 +173,8 @@ class HostTileExecutor {
   }
 
   static int64_t sort_bytes(int64_t) { return 0; }
-  template <class Key>
-  void sort(int64_t n, Flip<Key>& keys, Flip<int32_t>& items, int bits, char*) const {
-    const auto low_bits = [=](int32_t at) { return keys.current[at] << (8 * sizeof(Key) - bits); };
+  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char*) const {
+    const auto low_bits = [=](int32_t at) { return keys.current[at] << (32 - bits); };
     std::vector<int32_t> order(static_cast<size_t>(n));
     std::iota(order.begin(), order.end(), 0);
     std::ranges::stable_sort(order, {}, low_bits);

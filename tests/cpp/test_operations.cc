@@ -36,29 +36,23 @@ void tile_functions(Checks& checks) {
   Random random(kSeed + kSize);
   const std::string where = "a tile of " + std::to_string(kSize);
   for (int trial = 0; trial < 20; ++trial) {
-    alignas(kLanes) Digest line[kLanes];
-    Words scores[kLanes];
+    alignas(16) Words scores[kLanes];
     LaneMask excluded;
     const double share = trial == 0 ? 1.0 : random.real();
     for (int lane = 0; lane < kLanes; ++lane) {
-      line[lane] = static_cast<Digest>(random.below(3));
       scores[lane] = Words::of(random.chance(0.5) ? ~uint64_t{0} : static_cast<uint64_t>(random.below(3)));
       if (random.chance(share)) excluded.add(lane);
     }
-    const auto code = static_cast<Digest>(random.below(3));
     const auto term = [&](int64_t i) { return scores[i].value() / 4; };
     const int64_t count = random.below(kLanes);
-    const LaneMask matches = SerialGroup::match(line, code);
     const Candidate lowest = SerialGroup::lowest_score(scores, excluded);
     const uint64_t sum = SerialGroup::saturating_sum(count, term);
     bool same[kSize];
     Meeting meeting(kSize);
     team.run([&](int member) {
       const TileGroup<kSize, HostLane> tile{{&meeting, member}};
-      const LaneMask mask = tile.match(line, code);
-      const Candidate best = tile.lowest_score(scores, excluded);
-      same[member] = mask.words[0] == matches.words[0] && mask.words[1] == matches.words[1] &&
-                     best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
+      const Candidate best = tile.lowest_score(tile.scores_of(scores), excluded);
+      same[member] = best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
                      tile.saturating_sum(count, term) == sum;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
@@ -107,20 +101,22 @@ void tile_probes(Checks& checks) {
 
 // Every byte is equal to itself and to no other.
 void tile_matches(Checks& checks) {
-  Team team(4);
+  constexpr int kMembers = 4;
+  Team team(kMembers);
   for (int code = 0; code < 256; ++code) {
-    alignas(kLanes) Digest line[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane)
-      line[lane] = static_cast<Digest>(lane < 64 ? code + lane : code ^ lane);
-    const LaneMask expected = SerialGroup::match(line, static_cast<Digest>(code));
-    LaneMask masks[4];
-    Meeting meeting(4);
+    alignas(kLanes) Digest digests[kMembers * kLanes];
+    for (int i = 0; i < kMembers * kLanes; ++i)
+      digests[i] = static_cast<Digest>(i < 2 * kLanes ? code + i % kLanes : code ^ (i % kLanes));
+    bool same[kMembers];
+    Meeting meeting(kMembers);
     team.run([&](int member) {
-      masks[member] = TileGroup<4, HostLane>{{&meeting, member}}.match(line, static_cast<Digest>(code));
+      const Probe probe{code % 5 != member, member, static_cast<Digest>(code + member), 0};
+      const LaneMask mask = TileGroup<kMembers, HostLane>{{&meeting, member}}.match_each(digests, probe);
+      const LaneMask expected = SerialGroup::match_each(digests, probe);
+      same[member] =
+          !probe.is_wanted || (mask.words[0] == expected.words[0] && mask.words[1] == expected.words[1]);
     });
-    for (const LaneMask& mask : masks) {
-      checks.expect(mask.words[0] == expected.words[0] && mask.words[1] == expected.words[1], "equal bytes");
-    }
+    for (const bool is_same : same) checks.expect(is_same, "equal bytes");
   }
 }
 
