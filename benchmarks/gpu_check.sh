@@ -86,6 +86,7 @@ benchmarks() {
     "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" --out "$out/table.json" ||
     failures=$((failures + 1))
   "$python" benchmarks/train_step.py "${peer[@]}" --out "$out/train_step.json" || failures=$((failures + 1))
+  "$python" benchmarks/skew.py --out "$out/skew.json" || failures=$((failures + 1))
   "$python" benchmarks/soak.py --seconds 60 --out "$out/soak.json" || failures=$((failures + 1))
   "$python" benchmarks/scaling.py --budget 60 --out "$out/scaling.json" || failures=$((failures + 1))
   ((failures == 0))

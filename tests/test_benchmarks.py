@@ -46,6 +46,17 @@ def test_training_steps_are_measured(tmp_path):
     assert record["dcnv2"]["samples_per_second"] > 0
 
 
+def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
+    """The keys that were made for one bucket are in one: it keeps 128 of them."""
+    sizes = ["--slots", "8192", "--batch", "512", "--dim", "4"]
+    record = run("skew.py", tmp_path / "skew.json", *ONCE, *sizes)
+    assert len(record["patterns"]) == 3
+    assert record["patterns"]["one bucket"]["skewed"]["find"]["size"] == 128
+    for found in record["patterns"].values():
+        assert len(found["skewed"]) == len(found["uniform"]) == 3
+        assert all(call["device"][0] > 0 for side in found.values() for call in side.values())
+
+
 def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]

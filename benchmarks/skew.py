@@ -1,0 +1,114 @@
+"""Batches that are not uniform: what they cost beside uniform ones of as many distinct keys.
+
+    python benchmarks/skew.py [--out results/skew.json]
+
+Half of a batch is one key; a power law; all keys fall into one bucket, which keeps 128 of them.
+Each is compared with a batch of the same size that has as many distinct keys, equally often and
+spread over all buckets. Timed are a lookup, an upsert (its keys are present after the first call,
+or refused), and an upsert with an update by Adam. Small sizes run on a CPU too, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import measure
+import numpy as np
+from table import keys_of, timed
+from train_step import EXPONENT, power_law
+
+import jax_hkv as hkv
+
+ADAM = hkv.optim.adam(1e-3)
+IDS = 10**8  # that the power law is cut at
+ONE_BUCKET = "one bucket"
+IN_FIRST_BUCKET = 44  # bits: hashes below 2^44 belong there in tables of up to 2^20 buckets
+# The hash of docs/semantics.md, section 1, is a bijection: it can be undone.
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def unshifted(x: np.ndarray, by: int) -> np.ndarray:
+    """The y of which x is ``y ^ (y >> by)``."""
+    y = x
+    for _ in range(64 // by):
+        y = x ^ (y >> np.uint64(by))
+    return y
+
+
+def of_hashes(hashes: np.ndarray) -> np.ndarray:
+    """The keys that have the given hashes."""
+    x = unshifted(hashes, 31) * np.uint64(pow(SECOND, -1, 2**64))
+    x = unshifted(x, 27) * np.uint64(pow(FIRST, -1, 2**64))
+    return unshifted(x, 30) - np.uint64(GOLDEN)
+
+
+def patterns(batch: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and keys."""
+    half = rng.integers(0, 2**63, batch, np.uint64)
+    half[rng.permutation(batch)[: batch // 2]] = 7
+    yield "half is one key", half
+    ids = np.asarray(power_law(jax.random.key(0), (batch,), IDS)).astype(np.uint64)
+    yield f"power law of {EXPONENT}", ids * np.uint64(GOLDEN)
+    yield ONE_BUCKET, of_hashes(rng.integers(0, 2**IN_FIRST_BUCKET, batch, np.uint64))
+
+
+def calls(batch: int, dim: int) -> dict[str, Callable[..., Any]]:
+    """By name, from a table and keys to a table and a result."""
+    gradients = jax.random.normal(jax.random.key(1), (batch, dim))
+
+    def train(table: hkv.Table, keys: hkv.Keys) -> Any:
+        table, result = hkv.find_or_insert(table, keys)
+        return ADAM.update(table, result, gradients), result.counts
+
+    found = {"find": hkv.find, "find_or_insert": hkv.find_or_insert, "find_or_insert, adam": train}
+    return {name: jax.jit(call, donate_argnums=0) for name, call in found.items()}
+
+
+def measured(keys: np.ndarray, options: argparse.Namespace) -> dict[str, Any]:
+    """Every call on a table of its own."""
+    record = {}
+    batch = keys_of(keys)
+    for name, call in calls(options.batch, options.dim).items():
+        table = hkv.create(options.slots, options.dim, init=hkv.initializers.uniform(-1, 1))
+        table = ADAM.init(table)
+        table, inserted = jax.jit(hkv.find_or_insert, donate_argnums=0)(table, batch)
+        found = {"distinct": int(inserted.counts.unique), "size": int(hkv.size(table))}
+        wall, device, _ = timed(call, table, (batch,), options, is_fresh=False)
+        record[name] = {"wall": wall, "device": device} | found
+    return record
+
+
+def main() -> None:
+    """Measures pattern by pattern, each beside its uniform batch."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--slots", type=int, default=2**24)
+    add("--dim", type=int, default=32)
+    add("--batch", type=int, default=2**20)
+    add("--runs", type=int, default=measure.RUNS)
+    add("--out", type=Path, default=measure.RESULTS / "skew.json")
+    options = parser.parse_args()
+    if options.slots > 128 * 2**20:
+        parser.error(f"--slots must be at most 2^27 (one bucket's keys), got {options.slots}")
+    rng = np.random.default_rng(0)
+    sizes = {"slots": options.slots, "dim": options.dim, "batch": options.batch}
+    record = measure.surroundings() | sizes | {"patterns": {}}
+    for name, keys in patterns(options.batch, rng):
+        distinct = len(np.unique(keys))
+        spread = rng.permutation(np.arange(options.batch) % distinct).astype(np.uint64)
+        skewed, plain = measured(keys, options), measured(spread * np.uint64(GOLDEN), options)
+        for call in skewed:
+            assert skewed[call]["distinct"] == plain[call]["distinct"] == distinct
+            assert name != ONE_BUCKET or skewed[call]["size"] == min(distinct, 128)
+            ratio = measure.median(skewed[call]["device"]) / measure.median(plain[call]["device"])
+            print(f"{name:20} {call:22} {ratio:6.2f} times the uniform batch's time", flush=True)
+        record["patterns"][name] = {"skewed": skewed, "uniform": plain}
+        measure.write(options.out.stem, record, options.out.parent)
+
+
+if __name__ == "__main__":
+    main()
