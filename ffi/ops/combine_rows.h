@@ -128,6 +128,7 @@ struct SumTree {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 1024;
     SumTerms terms;
     int level;
@@ -136,18 +137,35 @@ struct SumTree {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t place) const {
-      const int32_t owner = owner_of(place);
-      if (owner < 0) return;
-      const int64_t begin = terms.offsets[owner];
+      const int64_t first = place - group.rank();
+      HKV_ROLLED for (uint32_t left = group.ballot(length_from(place) > 0); left != 0; left &= left - 1) {
+        sum_chunk(group, first + count_trailing_zeros(left));
+      }
+    }
+
+   private:
+    // Terms of the chunk that begins at a place, if one does there.
+    HKV_HOST_DEVICE int64_t length_from(int64_t place) const {
+      const int32_t owner = place < terms.places(level) ? owner_of(place) : -1;
+      if (owner < 0) return 0;
       int64_t length = terms.occurrences(owner);
       for (int below = 0; below < level; ++below) length = SumTerms::chunks_of(length);
-      const int64_t term = place - (begin >> (SumTerms::kShift * level));
-      if (length <= SumTerms::kChunk || term % SumTerms::kChunk != 0) return;
-      const int64_t left = length - term;
-      const TermSpan span{level, level == 0 ? place : terms.first_place(level) + place,
-                          left < SumTerms::kChunk ? left : SumTerms::kChunk};
-      const int64_t target = terms.first_place(level + 1) + (begin >> (SumTerms::kShift * (level + 1))) +
-                             term / SumTerms::kChunk;
+      const int64_t term = term_of(owner, place);
+      if (length <= SumTerms::kChunk || term % SumTerms::kChunk != 0) return 0;
+      return length - term < SumTerms::kChunk ? length - term : SumTerms::kChunk;
+    }
+
+    HKV_HOST_DEVICE int64_t term_of(int32_t owner, int64_t place) const {
+      return place - (int64_t{terms.offsets[owner]} >> (SumTerms::kShift * level));
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void sum_chunk(const G& group, int64_t place) const {
+      const int32_t owner = owner_of(place);
+      const TermSpan span{level, level == 0 ? place : terms.first_place(level) + place, length_from(place)};
+      const int64_t target = terms.first_place(level + 1) +
+                             (int64_t{terms.offsets[owner]} >> (SumTerms::kShift * (level + 1))) +
+                             term_of(owner, place) / SumTerms::kChunk;
       if (group.rank() == 0) owners[target] = owner + 1;
       for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) {
         float sum[kBlock];
@@ -156,7 +174,6 @@ struct SumTree {
       });
     }
 
-   private:
     HKV_HOST_DEVICE int32_t owner_of(int64_t place) const {
       if (level > 0) return owners[terms.first_place(level) + place] - 1;
       const int32_t position = terms.order[place];

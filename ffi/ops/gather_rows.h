@@ -28,9 +28,11 @@ template <Group G>
 HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initializer, Key key,
                                        const RowsView& rows, int64_t row) {
   const uint64_t base = initializer.base(key);
-  for (int64_t j = group.rank(); j < rows.width; j += group.size()) {
-    store_element(rows.type, rows.row(row), j, initializer.element(base, j));
-  }
+  for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
+    float block[kBlock];
+    for (int c = 0; c < kBlock; ++c) block[c] = initializer.element(base, column + c);
+    store_block(rows.type, rows.row(row), column, columns, block);
+  });
 }
 
 struct GatherRows {
@@ -97,9 +99,11 @@ struct GatherRows {
           rows.row(i)[byte] = 0;
         }
       } else {
-        for (int64_t j = group.rank(); j < rows.width; j += group.size()) {
-          store_element(rows.type, rows.row(i), j, fill);
-        }
+        for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
+          float block[kBlock];
+          for (float& element : block) element = fill;
+          store_block(rows.type, rows.row(i), column, columns, block);
+        });
       }
     }
   };

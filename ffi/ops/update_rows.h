@@ -260,7 +260,7 @@ struct UpdateRows {
       const bool is_plain = has_float32_rows() && !is_stochastic;
       float row_state = 0.0f;
       if constexpr (kRowwise) {
-        row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(key, span);
+        row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(group, key, span);
       }
       for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1 && !kRowwise) {
@@ -270,13 +270,13 @@ struct UpdateRows {
         float gradient[kBlock];
         float row[kBlock];
         float state[kMostStates][kBlock] = {};
-        terms.sum_of(key, span, column, columns, gradient);
         load_block(values.type, values.row(slot), column, columns, row);
         if constexpr (!kRowwise) {
           for (int i = 0; i < Rule::kStates; ++i) {
             load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
           }
         }
+        terms.sum_of(key, span, column, columns, gradient);  // last: the others are on their way meanwhile
         for (int c = 0; c < kBlock; ++c) {
           float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
           rule(row[c], own, gradient[c], learning_rate, scale);
@@ -350,16 +350,23 @@ struct UpdateRows {
       }
     }
 
-    // From left to right; each member of a group computes it for itself.
-    HKV_HOST_DEVICE float mean_square(int64_t key, const TermSpan& span) const {
-      float sum = 0.0f;
+    // From left to right. Each member has the squares of its own blocks, and adds up those of all.
+    template <Group G>
+    HKV_HOST_DEVICE float mean_square(const G& group, int64_t key, const TermSpan& span) const {
       constexpr int kBlock = 4;
-      for (int64_t column = 0; column < values.width; column += kBlock) {
+      float sum = 0.0f;
+      for (int64_t first = 0; first < values.width; first += kBlock * group.size()) {
+        const int64_t column = first + kBlock * group.rank();
         const int64_t left = values.width - column;
-        float gradient[kBlock];
-        terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), gradient);
-        for (int c = 0; c < kBlock; ++c) {
-          if (c < left) sum = sum + gradient[c] * gradient[c];
+        float squares[kBlock] = {};
+        if (left > 0)
+          terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), squares);
+        for (float& element : squares) element = element * element;
+        for (int member = 0; member < group.size(); ++member) {
+          for (int c = 0; c < kBlock; ++c) {
+            const auto square = bit_cast<float>(group.broadcast(bit_cast<int>(squares[c]), member));
+            if (first + member * kBlock + c < values.width) sum = sum + square;
+          }
         }
       }
       return sum / static_cast<float>(values.width);

@@ -107,7 +107,9 @@ struct InitRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
+    int64_t count;
     Initializer initializer;
     RowsView values;
     const Slot* slots;
@@ -115,15 +117,20 @@ struct InitRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      const Slot slot = slots[i];
-      if (slot < 0 || slot >= values.count) return;
-      write_initial_row(group, initializer, keys[i].value(), values, slot);
+      const Slot own = i < count ? slots[i] : kNoSlot;
+      const int64_t first = i - group.rank();
+      HKV_ROLLED for (uint32_t left = group.ballot(own >= 0 && own < values.count); left != 0;
+                      left &= left - 1) {
+        const int member = count_trailing_zeros(left);
+        write_initial_row(group, initializer, keys[first + member].value(), values,
+                          group.broadcast(own, member));
+      }
     }
   };
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(slots.rows, Step{init.initializer(), values, slots.data, keys.data});
+    executor.each(slots.rows, Step{slots.rows, init.initializer(), values, slots.data, keys.data});
   }
 };
 
@@ -156,12 +163,14 @@ struct AddRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot slot = slots[i];
       if (slot < 0 || slot >= values.count) return;
-      char* row = values.row(slot);
-      const char* delta = deltas.row(i);
-      for (int64_t j = group.rank(); j < values.width; j += group.size()) {
-        const float sum = load_element(values.type, row, j) + load_element(deltas.type, delta, j);
-        store_element(values.type, row, j, same_nan(sum));
-      }
+      for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
+        float row[kBlock];
+        float delta[kBlock];
+        load_block(values.type, values.row(slot), column, columns, row);
+        load_block(deltas.type, deltas.row(i), column, columns, delta);
+        for (int c = 0; c < kBlock; ++c) row[c] = same_nan(row[c] + delta[c]);
+        store_block(values.type, values.row(slot), column, columns, row);
+      });
     }
   };
 
