@@ -45,6 +45,13 @@ HKV_HOST_DEVICE void prefetch_keys(const TableView& table, Key key, bool to_scor
   }
 }
 
+// Brings near what a search for a victim reads.
+HKV_HOST_DEVICE void prefetch_scores(const TableView& table, int64_t bucket) {
+  constexpr int kLine = 64;
+  const auto* scores = reinterpret_cast<const char*>(table.scores + bucket * kLanes);
+  for (int byte = 0; byte < kLanes * static_cast<int>(sizeof(Words)); byte += kLine) prefetch(scores + byte);
+}
+
 // Called by one member; the lane is empty or its entry has been noted.
 HKV_HOST_DEVICE void write_entry(const TableView& table, Slot slot, Key key, Score score) {
   table.digests[slot] = digest_of(hash_of(key));

@@ -201,6 +201,7 @@ struct TileGroup {
         }
       }
     }
+    if (!probe.is_wanted) return {};
     return {{words[0] | uint64_t{words[1]} << kWord, words[2] | uint64_t{words[3]} << kWord}};
   }
 
@@ -208,7 +209,6 @@ struct TileGroup {
   // two at a time, since a second one matches in every third full bucket.
   HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) const {
     LaneMask matches = match_each(digests, probe);
-    if (!probe.is_wanted) return -1;
     const Words* own = keys + probe.bucket * kLanes;
     int found = -1;
     while (found < 0 && matches.any()) {

@@ -43,6 +43,10 @@ struct UpsertState {
   int32_t* grouped;
   int32_t* rest;  // at the head of a run: its first item that found no empty lane; elsewhere, or none: -1
 
+  // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
+  int32_t* victim_lanes;
+  Score* victim_scores;
+
   HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
 
   HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
@@ -212,6 +216,13 @@ struct ChooseByScore {
   int64_t n;
   UpsertState state;
 
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
+    if (!state.is_pending(u)) return;
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    for (int choice = 0; choice < 2; ++choice)
+      prefetch_scores(state.table, state.table.candidate(hash, choice));
+  }
+
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool is_pending = u < n && state.is_pending(u);
@@ -235,7 +246,11 @@ struct ChooseByScore {
     const Candidate in_second = group.lowest_score(second_scores, state.pinned(second));
     const bool second_is_lower =
         in_second.lane >= 0 && (in_first.lane < 0 || in_second.score < in_first.score);
-    if (group.rank() == 0) state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
+    if (group.rank() != 0) return;
+    state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
+    const Candidate victim = second_is_lower ? in_second : in_first;
+    state.victim_lanes[u] = victim.lane;
+    state.victim_scores[u] = victim.score;
   }
 };
 
@@ -254,12 +269,13 @@ struct FillBucket {
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
     const bool is_head = state.is_head(i);
     const int64_t bucket = is_head ? state.buckets[i] : 0;
-    LaneMask empty = group.match_each(state.table.digests, Probe{is_head, bucket, kEmpty, 0});
-    LaneMask pinned = is_head ? state.pinned(bucket) : LaneMask{};
+    const bool has_room = is_head && state.table.occupancy[bucket] < kLanes;
+    LaneMask empty = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     group.sync();  // before a member writes to its bucket what the others have just read
     int64_t item = i;
     HKV_ROLLED for (;;) {
-      const bool is_filled = is_head && empty.any() && state.is_in_run(item, bucket);
+      const bool is_filled = empty.any() && state.is_in_run(item, bucket);
       if (group.ballot(is_filled) == 0) break;
       const int64_t u = is_filled ? state.items[item] : 0;
       const uint64_t given = state.given_each(group, u, is_filled);
@@ -270,7 +286,7 @@ struct FillBucket {
       insert(u, slot_of(bucket, lane), state.scoring().of_new(given));
       ++item;
     }
-    if (is_head) {
+    if (has_room) {
       state.set_pinned(bucket, pinned);
       state.table.occupancy[bucket] += static_cast<int32_t>(item - i);
     }
@@ -296,13 +312,7 @@ struct EvictFromBucket {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (first_of(i) < 0) return;
-    constexpr int kLine = 64;
-    const auto* scores =
-        reinterpret_cast<const char*>(state.table.scores + int64_t{kLanes} * state.buckets[i]);
-    for (int byte = 0; byte < kLanes * static_cast<int>(sizeof(Words)); byte += kLine) {
-      prefetch(scores + byte);
-    }
+    if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.buckets[i]);
   }
 
   template <Group G>
@@ -320,16 +330,13 @@ struct EvictFromBucket {
     return state.is_head(i) ? static_cast<int32_t>(i) : -1;
   }
 
-  // The scores are read once: entries that come in are pinned, and asked for no more. Each member brings the
-  // next item of its rank; the first that is let in replaces the victim.
+  // Each member brings the next item of its rank; the first that is let in replaces the victim.
   template <Group G>
   HKV_HOST_DEVICE void replace_from(const G& group, int64_t item) const {
     const int64_t bucket = state.buckets[item];
     const Scoring scoring = state.scoring();
     LaneMask pinned = state.pinned(bucket);
-    const auto scores = group.scores_of(state.table.scores + bucket * kLanes);
-    group.sync();  // before a member writes what the others have just read
-    Candidate victim = group.lowest_score(scores, pinned);
+    Candidate victim = is_after_filling ? lowest(group, bucket, pinned) : known_victim(item);
     HKV_ROLLED while (victim.lane >= 0) {
       const int64_t own = item + group.rank();
       const bool exists = state.is_in_run(own, bucket);
@@ -346,8 +353,23 @@ struct EvictFromBucket {
       if (group.rank() == member) replace(u, slot_of(bucket, victim.lane), victim.score, score);
       item += member + 1;
       pinned.add(victim.lane);
-      victim = group.lowest_score(scores, pinned);
+      if (!state.is_in_run(item, bucket)) return;
+      group.sync();  // what has just been written is read next, though it is pinned
+      victim = lowest(group, bucket, pinned);
     }
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE Candidate lowest(const G& group, int64_t bucket, const LaneMask& pinned) const {
+    const auto scores = group.scores_of(state.table.scores + bucket * kLanes);
+    group.sync();  // before a member writes what the others have just read
+    return group.lowest_score(scores, pinned);
+  }
+
+  // Pins are what they were when the keys chose, and those that chose one bucket saw the same.
+  HKV_HOST_DEVICE Candidate known_victim(int64_t item) const {
+    const int32_t u = state.items[item];
+    return {state.victim_scores[u], state.victim_lanes[u]};
   }
 
   HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score, Score new_score) const {
@@ -487,6 +509,8 @@ struct Upsert {
     workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
+    workspace.victim_lanes = arena.take<int32_t>(choices == 2 ? n : 0);
+    workspace.victim_scores = arena.take<Score>(choices == 2 ? n : 0);
     if (evicted > 0) {
       workspace.evicted_keys = arena.take<Words>(n);
       workspace.evicted_scores = arena.take<Score>(n);
