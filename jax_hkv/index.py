@@ -348,6 +348,33 @@ def read(
     return dataclasses.replace(index, clock=clock), Keys(keys), Keys(scores), occupied
 
 
+def export(
+    index: Index, offset: Int32[Array, ""], count: int, chosen: Bool[Array, " count"] | None
+) -> tuple[Index, Keys, Keys, Int32[Array, " count"]]:
+    """Keys, scores and slots of the entries in `count` slots from `offset` on, side by side.
+
+    Behind them stand zeros, and slot -1.
+
+    Args:
+      index: to read.
+      offset: first slot.
+      count: slots.
+      chosen: of the slots, those that are wanted; None: all.
+    """
+    clock, keys, scores, slots = _ffi.call(
+        "export_slots",
+        index.clock,
+        index.digests,
+        index.keys,
+        index.scores,
+        offset.reshape(1),
+        jnp.zeros((0,), jnp.bool_) if chosen is None else chosen,
+        table=index.name,
+        count=count,
+    )
+    return dataclasses.replace(index, clock=clock), Keys(keys), Keys(scores), slots
+
+
 def _with_leaves(
     index: Index,
     clock: jax.Array,

@@ -202,23 +202,19 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
     Returns:
       Entries, of which ``.count`` are meant; zero behind them.
     """
-    return _checked_export("export_batch", table, _everything, offset, count)
-
-
-def _everything(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
-    del scores, values
-    return jnp.ones(keys.shape, jnp.bool_)
+    check_table("export_batch", table)
+    return _checked_export("export_batch", table, None, offset, count)
 
 
 def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int) -> Entries:
     """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`)."""
+    _check_predicate("export_batch_if", table, predicate)
     return _checked_export("export_batch_if", table, predicate, offset, count)
 
 
 def _checked_export(
-    call: str, table: Table, predicate: Predicate, offset: Any, count: int
+    call: str, table: Table, predicate: Predicate | None, offset: Any, count: int
 ) -> Entries:
-    _check_predicate(call, table, predicate)
     count = _checks.as_integer(call, "count", count, 0, MAX_SLOTS)
     if not is_traced(offset):
         first = min(_checks.as_integer(call, "offset", offset, 0, 2**63), table.capacity)
@@ -229,16 +225,14 @@ def _checked_export(
 
 
 @jitted("predicate", "count")
-def _export(table: Table, predicate: Predicate, offset: jax.Array, count: int) -> Entries:
-    table, keys, scores, _, slots = _matching(table, predicate, offset, count)
-    (chosen,) = jnp.nonzero(slots >= 0, size=count, fill_value=count)
-
-    def compact(array: jax.Array, fill: int = 0) -> jax.Array:
-        return array.at[chosen].get(mode="fill", fill_value=fill)
-
-    _, entries = entries_at(
-        table, compact(keys.words), compact(scores.words), compact(slots, NO_SLOT)
-    )
+def _export(table: Table, predicate: Predicate | None, offset: jax.Array, count: int) -> Entries:
+    chosen = None
+    if predicate is not None:
+        table, _, _, _, slots = _matching(table, predicate, offset, count)
+        chosen = slots >= 0
+    index, keys, scores, slots = _index.export(table.index, offset, count, chosen)
+    table = dataclasses.replace(table, index=index)
+    _, entries = entries_at(table, keys.words, scores.words, slots)
     return entries
 
 

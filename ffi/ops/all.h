@@ -4,6 +4,7 @@
 #include "ops/clear.h"
 #include "ops/combine_rows.h"
 #include "ops/erase_slots.h"
+#include "ops/export_slots.h"
 #include "ops/find_rows.h"
 #include "ops/find_slots.h"
 #include "ops/gather_rows.h"
@@ -27,9 +28,9 @@ struct OperationList {
 };
 
 using AllOperations =
-    OperationList<Unique, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, GatherRows,
-                  PoolRows, FillRows, ScatterRows, InitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
-                  UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
-                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
+    OperationList<Unique, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, ExportSlots,
+                  GatherRows, PoolRows, FillRows, ScatterRows, InitRows, AddRows, CombineRows,
+                  UpdateRows<SgdRule>, UpdateRows<MomentumRule>, UpdateRows<AdagradRule>,
+                  UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
 
 }  // namespace hkv

@@ -149,7 +149,13 @@ class Scenario {
     call<VerifySlots>({}, {{"slots", "stale_slots"}});
     const int64_t slots = form_.buckets * kLanes;
     machines_.set("offset", Buffer::of(std::vector<Slot>{static_cast<Slot>(random_.below(slots + 10))}));
-    call<ReadSlots>({{"count", static_cast<double>(random_.below(n + 20))}});
+    const int64_t count = random_.below(n + 20);
+    call<ReadSlots>({{"count", static_cast<double>(count)}});
+    const bool is_partial = random_.chance(0.5);
+    std::vector<uint8_t> chosen;
+    for (int64_t i = 0; is_partial && i < count; ++i) chosen.push_back(random_.chance(0.5) ? 1 : 0);
+    machines_.set("chosen", Buffer::of(chosen));
+    call<ExportSlots>({{"count", static_cast<double>(count)}});
   }
 
   Attributes initializer() {

@@ -1,0 +1,93 @@
+// The entries of `count` consecutive slots, side by side, in slot order: keys, scores and slots. A read.
+#pragma once
+
+#include "ops/operation.h"
+
+namespace hkv {
+
+struct ExportSlots {
+  static constexpr const char* kName = "export_slots";
+  static constexpr bool kPerPosition = false;
+
+  int64_t count = 0;
+  IndexArrays index;
+  Array<Slot> offset;
+  Array<bool> chosen;
+  Array<Words> keys;
+  Array<Words> scores;
+  Array<Slot> slots;
+  int32_t* flags = nullptr;
+  int32_t* places = nullptr;
+  char* scratch = nullptr;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    binder.attribute("count", count);
+    binder.inout("clock", index.clock, "2");
+    binder.in("digests", index.digests, "B 128");
+    binder.in("keys", index.keys, "B 128 2");
+    binder.in("scores", index.scores, "B 128 2");
+    binder.in("offset", offset, "1");
+    binder.in("chosen", chosen, "count?");
+    binder.out("exported_keys", keys, "count 2");
+    binder.out("exported_scores", scores, "count 2");
+    binder.out("exported_slots", slots, "count");
+  }
+
+  struct Mark {
+    static constexpr int kGroup = 1;
+    TableView table;
+    const Slot* offset;
+    const bool* chosen;  // null: all are
+    int32_t* flags;
+
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+      const int64_t slot = *offset + i;
+      const bool exists = slot >= 0 && slot < table.buckets * kLanes && table.digests[slot] != kEmpty;
+      flags[i] = exists && (chosen == nullptr || chosen[i]) ? 1 : 0;
+    }
+  };
+
+  struct Place {
+    static constexpr int kGroup = 1;
+    int64_t count;
+    TableView table;
+    const Slot* offset;
+    const int32_t* flags;
+    const int32_t* places;
+    Words* keys;
+    Words* scores;
+    Slot* slots;
+
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+      if (flags[i]) {
+        const int64_t slot = *offset + i;
+        const int32_t place = places[i];
+        keys[place] = table.keys[slot];
+        scores[place] = table.scores[slot];
+        slots[place] = static_cast<Slot>(slot);
+      }
+      if (i < places[count - 1] + flags[count - 1]) return;
+      keys[i] = Words::of(0);
+      scores[i] = Words::of(0);
+      slots[i] = kNoSlot;
+    }
+  };
+
+  template <class Executor>
+  void reserve(Arena& arena) {
+    flags = arena.take<int32_t>(count);
+    places = arena.take<int32_t>(count);
+    scratch = arena.take<char>(Executor::scan_bytes(count));
+  }
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    const TableView table = index.view(1);
+    executor.each(count, Mark{table, offset.data, chosen.rows > 0 ? chosen.data : nullptr, flags});
+    executor.scan(count, flags, places, scratch);
+    executor.each(count, Place{count, table, offset.data, flags, places, keys.data, scores.data, slots.data});
+  }
+};
+
+}  // namespace hkv
