@@ -27,7 +27,7 @@ ADAM = hkv.optim.adam(1e-3)
 IDS = 10**8  # that the power law is cut at
 ONE_BUCKET = "one bucket"
 IN_FIRST_BUCKET = 44  # bits: hashes below 2^44 belong there in tables of up to 2^20 buckets
-# The hash of docs/semantics.md, section 1, is a bijection: it can be undone.
+# The hash of docs/semantics.md, section 2, is a bijection: it can be undone.
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = ROOT / "tests" / "cpp" / "device_driver.cu"
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr")
 REGISTERS, WARPS, GRANULE = 65_536, 64, 256  # of a multiprocessor; registers come by the warp
+BLOCK = 8  # warps that come and go together
 COUNTED = {
     "loads": r"\bld\.global", "wide loads": r"\bld\.global[.\w]*\.v[24]",
     "stores": r"\bst\.global", "wide stores": r"\bst\.global[.\w]*\.v[24]",
@@ -108,7 +109,7 @@ def main() -> None:
     kernels: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for mangled, name in sorted(names.items(), key=lambda pair: pair[1]):
         of_warp = -(-32 * used[mangled]["registers"] // GRANULE) * GRANULE
-        warps = min(WARPS, REGISTERS // of_warp)
+        warps = min(WARPS, REGISTERS // (BLOCK * of_warp) * BLOCK)
         kernels[name] = used[mangled] | {"warps": warps} | counted.get(mangled, {})
         if mangled in instructions:
             kernels[name]["instructions"] = instructions[mangled]

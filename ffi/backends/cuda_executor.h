@@ -1,7 +1,7 @@
-// Runs operations on a CUDA stream: an index is a tile of a warp's threads, and what orders or counts
-// a batch is a scan or a stable radix sort. Nothing allocates, waits for the device or reads its
-// memory on the host, so that a call can be captured into a CUDA graph; and no result depends on the
-// order in which threads run.
+// Runs operations on a CUDA stream: an index is a tile of a warp's threads, or as many as these; what orders
+// or counts a batch is a hash table, a scan or a stable radix sort. Nothing allocates, waits for the device
+// or reads its memory on the host, so that a call can be captured into a CUDA graph; and no result depends on
+// the order in which threads run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,16 @@
 namespace hkv {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kBlockThreads = 256;  // eight warps: enough to fill an SM's 64 by eight blocks
+inline constexpr int kBlockThreads = 256;
+// Blocks of a multiprocessor that registers must suffice for: 64 registers a thread. It also makes the
+// compiler ask for all digests of a tile before it compares the first (seen for sm_90 and sm_100).
+inline constexpr int kBlocks = 4;
+
+template <class Step>
+constexpr int blocks_of() {
+  if constexpr (requires { Step::kBlocks; }) return Step::kBlocks;
+  return kBlocks;
+}
 
 // What the members of one tile of kSize threads tell each other. The mask names the tile alone:
 // neighbouring tiles of the warp may be elsewhere.
@@ -74,7 +83,8 @@ using DeviceGroup = std::conditional_t<kSize == 1, SerialGroup, TileGroup<kSize,
 
 // `limit`, unless null, is a second bound, known to the device only.
 template <class Step>
-__global__ void __launch_bounds__(kBlockThreads) run_step(int64_t count, const int32_t* limit, Step step) {
+__global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>())
+    run_step(int64_t count, const int32_t* limit, Step step) {
   const int64_t thread = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
   if constexpr (kHasOwnIndex<Step>) {
     const int64_t first = thread - thread % Step::kGroup;
@@ -150,7 +160,7 @@ class CudaExecutor {
   // CUB's own query asks the device, and a program may be traced where there is none. So this bounds
   // what CUB (dispatch_radix_sort.cuh, dispatch_scan.cuh in CCCL 3.0) takes for n items:
   //   a sort with two buffers: 256 counters of 4 bytes for each tile, of 1,024 items and more (one
-  //     tuned for less would spend more on its counters than on its items), and for each of at most 8
+  //     tuned for less would spend more on its counters than on its items), and for each of at most 4
   //     passes, once for every 2^27 items and more;
   //   a scan: 8 bytes for each tile, of 128 items and more, and for 32 tiles of padding;
   //   either: five arrays at multiples of 256 bytes.
@@ -158,7 +168,7 @@ class CudaExecutor {
   static int64_t cub_bytes(int64_t n) {
     constexpr int64_t kCounters = 256 * 4;
     constexpr int64_t kTile = 1024;
-    constexpr int64_t kPasses = 8;
+    constexpr int64_t kPasses = 4;
     constexpr int64_t kPortion = int64_t{1} << 27;
     constexpr int64_t kAlignments = 8 * 256;
     return kCounters * (n / kTile + 1 + kPasses * (n / kPortion + 1)) + kAlignments;

@@ -185,9 +185,10 @@ struct Scratch {
             arena.take<int32_t>(n),         arena.take<int32_t>(n), arena.take<int32_t>(1),
             arena.take<char>(others)};
   }
-  // At least two for each key, so that probes are short.
+  // At least two for each key, so that probes are short, as far as an int32 can number them.
   static int64_t cells(int64_t n) {
-    return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * n)));
+    constexpr uint64_t kMost = uint64_t{1} << 31;
+    return static_cast<int64_t>(std::min(kMost, std::bit_ceil(static_cast<uint64_t>(2 * n))));
   }
   uint32_t* table;
   int32_t* places;
@@ -229,7 +230,8 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
   executor.zero(state.cells, cells * static_cast<int64_t>(sizeof(uint32_t)));
   // Thousands of workers must not ask for one cell at once. Frequent keys are among the first positions, and
   // who finds an earlier position of its key there has nothing to write.
-  const int64_t ahead = n / 32;
+  constexpr int64_t kMostAhead = 4096;
+  const int64_t ahead = std::min(n / 32, kMostAhead);
   executor.each(ahead, Claim{0, state});
   executor.each(n - ahead, Claim{ahead, state});
   executor.each(n, MarkFirst{state});

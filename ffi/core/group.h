@@ -11,7 +11,8 @@
 
 namespace hkv {
 
-// A set of lanes of one bucket.
+// A set of lanes of one bucket. (Words are chosen by a comparison: an index that is known only at run time
+// would put them into memory.)
 struct LaneMask {
   uint64_t words[2] = {0, 0};
 
@@ -19,18 +20,13 @@ struct LaneMask {
   HKV_HOST_DEVICE int lowest() const {
     return words[0] ? count_trailing_zeros(words[0]) : 64 + count_trailing_zeros(words[1]);
   }
-  HKV_HOST_DEVICE bool has(int lane) const { return ((lane < 64 ? words[0] : words[1]) >> (lane & 63)) & 1; }
-  HKV_HOST_DEVICE void add(int lane) { add_from(lane, 1); }
+  HKV_HOST_DEVICE void add(int lane) {
+    words[0] |= lane < 64 ? bit(lane) : 0;
+    words[1] |= lane < 64 ? 0 : bit(lane);
+  }
   HKV_HOST_DEVICE void remove(int lane) {
     words[0] &= ~(lane < 64 ? bit(lane) : 0);
     words[1] &= ~(lane < 64 ? 0 : bit(lane));
-  }
-  // Adds up to 32 consecutive lanes of one word: the bits of `lanes`, counted from `first`. (Words are
-  // chosen by a comparison: an index that is known only at run time would put them into memory.)
-  HKV_HOST_DEVICE void add_from(int first, uint32_t lanes) {
-    const uint64_t bits = uint64_t{lanes} << (first & 63);
-    words[0] |= first < 64 ? bits : 0;
-    words[1] |= first < 64 ? 0 : bits;
   }
 
  private:
@@ -42,9 +38,10 @@ struct Candidate {
   Score score = ~Score{0};
   int lane = -1;
 
+  // Without branches, which members of a tile would have to come back from.
   HKV_HOST_DEVICE bool goes_before(const Candidate& other) const {
-    if (lane < 0 || other.lane < 0) return lane >= 0;
-    return score < other.score || (score == other.score && lane < other.lane);
+    const bool is_lower = (score < other.score) | ((score == other.score) & (lane < other.lane));
+    return (lane >= 0) & ((other.lane < 0) | is_lower);
   }
 };
 
@@ -64,6 +61,7 @@ concept Group = requires(const G group, const Digest* line, const Words* words, 
   { group.sync() };                   // what members wrote before it, all read after it
   { group.ballot(true) };             // one bit for each member: what it brings
   { group.broadcast(0, 0) };          // what one member brings
+  { group.minimum(0) };               // the least of what they bring
   { group.scores_of(words) };         // a bucket's scores, read
   { group.lowest_score(group.scores_of(words), mask) };  // the first victim outside the mask
   { group.match_each(line, probe) };  // every member's own bucket: the lanes of the digest
@@ -98,6 +96,7 @@ struct SerialGroup {
 
   static HKV_HOST_DEVICE uint32_t ballot(bool flag) { return flag ? 1 : 0; }
   static HKV_HOST_DEVICE int broadcast(int value, int) { return value; }
+  static HKV_HOST_DEVICE int minimum(int value) { return value; }
 
   static HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) {
     return probe.is_wanted ? match(digests + probe.bucket * kLanes, probe.code) : LaneMask{};
@@ -136,7 +135,7 @@ struct SerialGroup {
   template <class Term>
   static HKV_HOST_DEVICE uint64_t saturating_sum(int64_t count, Term term) {
     uint64_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum = saturating_add(sum, term(i));
+    HKV_ROLLED for (int64_t i = 0; i < count; ++i) sum = saturating_add(sum, term(i));
     return sum;
   }
 };
@@ -155,6 +154,13 @@ struct TileGroup {
 
   HKV_HOST_DEVICE uint32_t ballot(bool flag) const { return lane.ballot(flag); }
   HKV_HOST_DEVICE int broadcast(int value, int from) const { return lane.broadcast(value, from); }
+  HKV_HOST_DEVICE int minimum(int value) const {
+    for (int step = kSize / 2; step > 0; step /= 2) {
+      const int other = lane.exchange(value, step);
+      value = other < value ? other : value;
+    }
+    return value;
+  }
 
   // The matches of every member's own probe. A bucket's digests are compared by all members, a share each;
   // so every member holds a share of every member's matches, and they exchange them: blocks of a square
@@ -172,35 +178,12 @@ struct TileGroup {
       shares[member] =
           share_of(digests + static_cast<int64_t>(static_cast<uint32_t>(asked[member]) >> 8) * kLanes);
     }
-    constexpr int kWord = 32;
     uint32_t words[kLanes / kWord] = {};
     for (int member = 0; member < kSize; ++member) {
       const uint32_t matches = matches_in(shares[member], static_cast<Digest>(asked[member] & 0xff));
       words[member * kShare / kWord] |= matches << (member * kShare % kWord);
     }
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      const bool is_upper = (rank() & step) != 0;
-      const int half = step * kShare;  // bits
-      if (half >= kWord) {
-        const int stride = half / kWord;
-        for (int word = 0; word < kLanes / kWord; ++word) {
-          if (word & stride) continue;
-          const uint32_t got = lane.exchange(is_upper ? words[word] : words[word + stride], step);
-          words[word] = is_upper ? got : words[word];
-          words[word + stride] = is_upper ? words[word + stride] : got;
-        }
-      } else {
-        const uint32_t low = ~uint32_t{0} / ((uint32_t{1} << half) + 1);  // the lower halves of a word
-        for (int word = 0; word < kLanes / kWord; word += 2) {
-          const uint32_t a = words[word];
-          const uint32_t b = words[word + 1];
-          const uint32_t given = is_upper ? (a & low) | (b & low) << half : (a >> half & low) | (b & ~low);
-          const uint32_t got = lane.exchange(given, step);
-          words[word] = is_upper ? (a & ~low) | (got & low) : (a & low) | (got & low) << half;
-          words[word + 1] = is_upper ? (b & ~low) | (got >> half & low) : (b & low) | (got & ~low);
-        }
-      }
-    }
+    transpose<kSize / 2>(words);
     if (!probe.is_wanted) return {};
     return {{words[0] | uint64_t{words[1]} << kWord, words[2] | uint64_t{words[3]} << kWord}};
   }
@@ -259,7 +242,9 @@ struct TileGroup {
       Candidate other;
       other.score = lane.exchange(best.score, step);
       other.lane = lane.exchange(best.lane, step);
-      if (other.goes_before(best)) best = other;
+      const bool is_better = other.goes_before(best);
+      best.score = is_better ? other.score : best.score;
+      best.lane = is_better ? other.lane : best.lane;
     }
     return best;
   }
@@ -291,7 +276,7 @@ struct TileGroup {
     uint32_t words[4];
   };
 
-  // Several members share a row, no more than it has units, so that narrow rows go side by side; and
+  // As many members share a row as it has units, or a few more, so that narrow rows go side by side; and
   // several rows are read before the first of them is written.
   template <class Unit>
   HKV_HOST_DEVICE void copy_each_as(char* to, Slot target, const char* from, Slot source,
@@ -335,6 +320,39 @@ struct TileGroup {
     return reinterpret_cast<const Share*>(line)[rank()];
   }
 
+  static constexpr int kWord = 32;  // bits
+
+  // From one member's share of everyone's matches to everyone's share of one member's matches. (A recursion,
+  // since the compiler leaves a loop over steps rolled up and divides in it.)
+  template <int kStep>
+  HKV_HOST_DEVICE void transpose(uint32_t (&words)[kLanes / kWord]) const {
+    if constexpr (kStep > 0) {
+      const bool is_upper = (rank() & kStep) != 0;
+      constexpr int kHalf = kStep * kShare;  // bits
+      if constexpr (kHalf >= kWord) {
+        constexpr int kStride = kHalf / kWord;
+        for (int word = 0; word < kLanes / kWord; ++word) {
+          if (word & kStride) continue;
+          const uint32_t got = lane.exchange(is_upper ? words[word] : words[word + kStride], kStep);
+          words[word] = is_upper ? got : words[word];
+          words[word + kStride] = is_upper ? words[word + kStride] : got;
+        }
+      } else {
+        constexpr uint32_t kLow = ~uint32_t{0} / ((uint32_t{1} << kHalf) + 1);  // lower halves of a word
+        for (int word = 0; word < kLanes / kWord; word += 2) {
+          const uint32_t a = words[word];
+          const uint32_t b = words[word + 1];
+          const uint32_t given =
+              is_upper ? (a & kLow) | (b & kLow) << kHalf : (a >> kHalf & kLow) | (b & ~kLow);
+          const uint32_t got = lane.exchange(given, kStep);
+          words[word] = is_upper ? (a & ~kLow) | (got & kLow) : (a & kLow) | (got & kLow) << kHalf;
+          words[word + 1] = is_upper ? (b & ~kLow) | (got >> kHalf & kLow) : (b & kLow) | (got & ~kLow);
+        }
+      }
+      transpose<kStep / 2>(words);
+    }
+  }
+
   // One bit for each lane of a share whose digest is the given one.
   static HKV_HOST_DEVICE uint32_t matches_in(const Share& share, Digest code) {
     uint32_t bits = 0;
@@ -345,9 +363,9 @@ struct TileGroup {
   // One bit for each of the four bytes of a word, set where the byte is the code. Bytes that differ from
   // it carry into their highest bit; the product moves the four highest bits, inverted, side by side.
   static HKV_HOST_DEVICE uint32_t equal_bytes(uint32_t word, Digest code) {
-    constexpr uint32_t kLow = 0x7f7f7f7f;
+    constexpr uint32_t kSeven = 0x7f7f7f7f;
     const uint32_t difference = word ^ (uint32_t{0x01010101} * code);
-    const uint32_t equal = ~(((difference & kLow) + kLow) | difference | kLow);
+    const uint32_t equal = ~(((difference & kSeven) + kSeven) | difference | kSeven);
     return (equal * uint32_t{0x00204081}) >> 28;
   }
 };

@@ -12,6 +12,9 @@ struct Scoring {
 
   HKV_HOST_DEVICE bool counts() const { return policy == Policy::kLfu || policy == Policy::kEpochLfu; }
 
+  // Whether a new score depends on what the batch says.
+  HKV_HOST_DEVICE bool takes_given() const { return counts() || policy == Policy::kCustom; }
+
   // Whether a newcomer of a lower score than the lowest unpinned entry's is turned away.
   HKV_HOST_DEVICE bool can_refuse() const { return policy == Policy::kEpochLfu || policy == Policy::kCustom; }
 

@@ -138,9 +138,7 @@ struct SumTree {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t place) const {
       const int64_t first = place - group.rank();
-      HKV_ROLLED for (uint32_t left = group.ballot(length_from(place) > 0); left != 0; left &= left - 1) {
-        sum_chunk(group, first + count_trailing_zeros(left));
-      }
+      for_each_member(group, length_from(place) > 0, [&](int member) { sum_chunk(group, first + member); });
     }
 
    private:

@@ -30,7 +30,11 @@ HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initia
   const uint64_t base = initializer.base(key);
   for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
     float block[kBlock];
-    for (int c = 0; c < kBlock; ++c) block[c] = initializer.element(base, column + c);
+    if (G::size() > 1 || columns == kBlock) {
+      for (int c = 0; c < kBlock; ++c) block[c] = initializer.element(base, column + c);
+    } else {  // a whole block would cost a narrow row more than the row
+      for (int c = 0; c < columns; ++c) block[c] = initializer.element(base, column + c);
+    }
     store_block(rows.type, rows.row(row), column, columns, block);
   });
 }
@@ -84,9 +88,8 @@ struct GatherRows {
       const bool has_row = slot >= 0 && slot < values.count;
       group.copy_each(rows.data, static_cast<Slot>(i), values.data, has_row ? slot : kNoSlot, rows.row_bytes);
       const int64_t first = i - group.rank();
-      for (uint32_t left = group.ballot(i < rows.count && !has_row); left != 0; left &= left - 1) {
-        write_without_slot(group, first + count_trailing_zeros(left));
-      }
+      for_each_member(group, i < rows.count && !has_row,
+                      [&](int member) { write_without_slot(group, first + member); });
     }
 
    private:

@@ -8,9 +8,9 @@
 //   reserve<Executor>(arena)   takes its workspace (optional);
 //   run(executor)         its steps.
 // A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every
-// index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own;
-// members behind the last index take part without one. Steps may offer prefetch_far(index) and
-// prefetch_near(index), which the CPU executor calls some indices ahead.
+// index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own, and
+// the last group's may go beyond the last: the step looks, and takes part without one. Steps may offer
+// prefetch_far(index) and prefetch_near(index), which the CPU executor calls some indices ahead.
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n. A name may also be an attribute.
@@ -34,7 +34,15 @@ struct Array {
 };
 
 template <class Step>
-inline constexpr bool kHasOwnIndex = requires { Step::kOwnIndex; };
+inline constexpr bool kHasOwnIndex = requires { requires Step::kOwnIndex; };
+
+// visit(member), by all members, for each of them that asks for it.
+template <Group G, class Visitor>
+HKV_HOST_DEVICE void for_each_member(const G& group, bool asks, const Visitor& visit) {
+  HKV_ROLLED for (uint32_t left = group.ballot(asks); left != 0; left &= left - 1) {
+    visit(count_trailing_zeros(left));
+  }
+}
 
 // Two steps as one: what the first returns goes into the second, and not through memory.
 template <class First, class Second>

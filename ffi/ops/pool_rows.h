@@ -96,6 +96,7 @@ struct PoolRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr int kBlocks = 3;  // of a multiprocessor: a tree takes registers
     static constexpr int64_t kGrain = 64;  // bags of one task, of some ten rows each
     Initializer initializer;
     RowsView values;

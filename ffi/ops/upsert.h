@@ -30,6 +30,7 @@ struct UpsertState {
   int32_t* unique_status;
   int32_t* named;    // the bucket of the first round
   int32_t* targets;  // the bucket of this round, or -1
+  Score* new_scores;  // of those that are pending, unless all have the same
   Words* evicted_keys;
   Score* evicted_scores;
 
@@ -60,6 +61,10 @@ struct UpsertState {
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
 
+  HKV_HOST_DEVICE Score new_score(int64_t u) const {
+    return scoring().takes_given() ? new_scores[u] : scoring().of_new(0);
+  }
+
   // Several workers may pin lanes of one bucket.
   HKV_HOST_DEVICE void pin(Slot slot) const {
     auto* words = reinterpret_cast<uint32_t*>(pins) + int64_t{4} * (slot / kLanes);
@@ -73,22 +78,18 @@ struct UpsertState {
     pins[2 * bucket + 1] = mask.words[1];
   }
 
-  // What the occurrences of a key say of its score, merged.
-  template <Group G>
-  HKV_HOST_DEVICE uint64_t given(const G& group, int64_t u) const {
-    return adds_up() ? sum(group, u) : last_or_count(u);
-  }
-
-  // The same of every member's own key, if it wants that; long lists are added up by all members.
+  // What the occurrences of every member's own key say of its score, merged, if it wants that; a long list is
+  // added up by all members.
   template <Group G>
   HKV_HOST_DEVICE uint64_t given_each(const G& group, int64_t u, bool is_wanted) const {
+    constexpr int32_t kLong = 32;
     if (!adds_up()) return is_wanted ? last_or_count(u) : 0;
-    uint64_t own = 0;
-    HKV_ROLLED for (uint32_t left = group.ballot(is_wanted); left != 0; left &= left - 1) {
-      const int member = count_trailing_zeros(left);
+    const bool is_long = is_wanted && offsets[u + 1] - offsets[u] > kLong;
+    uint64_t own = is_wanted && !is_long ? sum(SerialGroup{}, u) : 0;
+    for_each_member(group, is_long, [&](int member) {
       const uint64_t of_member = sum(group, group.broadcast(static_cast<int>(u), member));
       if (member == group.rank()) own = of_member;
-    }
+    });
     return own;
   }
 
@@ -140,13 +141,15 @@ struct ProbeKey {
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool exists = u < *state.count;
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
-    const uint64_t given = state.write_scores ? state.given_each(group, u, slot >= 0) : 0;
+    const bool is_pending = exists && slot < 0 && state.admit;
+    const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
     if (u >= n) return;
     state.unique_slots[u] = slot;
     if (slot >= 0) return hit(u, slot, given);
-    const bool pending = exists && state.admit;
-    state.unique_status[u] = pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
-    if (pending && state.table.choices == 2) announce(u);
+    state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+    if (!is_pending) return;
+    if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
+    if (state.table.choices == 2) announce(u);
   }
 
  private:
@@ -228,9 +231,7 @@ struct ChooseByScore {
     const bool is_pending = u < n && state.is_pending(u);
     if (u < n && !is_pending) state.targets[u] = -1;
     const int64_t first = u - group.rank();
-    HKV_ROLLED for (uint32_t left = group.ballot(is_pending); left != 0; left &= left - 1) {
-      choose(group, first + count_trailing_zeros(left));
-    }
+    for_each_member(group, is_pending, [&](int member) { choose(group, first + member); });
   }
 
  private:
@@ -274,17 +275,11 @@ struct FillBucket {
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     group.sync();  // before a member writes to its bucket what the others have just read
     int64_t item = i;
-    HKV_ROLLED for (;;) {
-      const bool is_filled = empty.any() && state.is_in_run(item, bucket);
-      if (group.ballot(is_filled) == 0) break;
-      const int64_t u = is_filled ? state.items[item] : 0;
-      const uint64_t given = state.given_each(group, u, is_filled);
-      if (!is_filled) continue;
+    for (; empty.any() && state.is_in_run(item, bucket); ++item) {
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
-      insert(u, slot_of(bucket, lane), state.scoring().of_new(given));
-      ++item;
+      insert(state.items[item], slot_of(bucket, lane));
     }
     if (has_room) {
       state.set_pinned(bucket, pinned);
@@ -296,8 +291,8 @@ struct FillBucket {
   }
 
  private:
-  HKV_HOST_DEVICE void insert(int64_t u, Slot slot, Score score) const {
-    write_entry(state.table, slot, state.unique_keys[u].value(), score);
+  HKV_HOST_DEVICE void insert(int64_t u, Slot slot) const {
+    write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
     state.unique_slots[u] = slot;
     state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
   }
@@ -318,9 +313,8 @@ struct EvictFromBucket {
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
     const int32_t first = first_of(i);
-    HKV_ROLLED for (uint32_t left = group.ballot(first >= 0); left != 0; left &= left - 1) {
-      replace_from(group, group.broadcast(first, count_trailing_zeros(left)));
-    }
+    for_each_member(group, first >= 0,
+                    [&](int member) { replace_from(group, group.broadcast(first, member)); });
   }
 
  private:
@@ -330,28 +324,26 @@ struct EvictFromBucket {
     return state.is_head(i) ? static_cast<int32_t>(i) : -1;
   }
 
-  // Each member brings the next item of its rank; the first that is let in replaces the victim.
+  // Each member looks for the next item that is let in, in steps of the group; the first of them replaces
+  // the victim. Those before it are refused, by later victims too: their scores are higher.
   template <Group G>
   HKV_HOST_DEVICE void replace_from(const G& group, int64_t item) const {
+    constexpr int kNone = 0x7fffffff;
     const int64_t bucket = state.buckets[item];
-    const Scoring scoring = state.scoring();
+    const bool can_refuse = state.scoring().can_refuse();
     LaneMask pinned = state.pinned(bucket);
     Candidate victim = is_after_filling ? lowest(group, bucket, pinned) : known_victim(item);
     HKV_ROLLED while (victim.lane >= 0) {
-      const int64_t own = item + group.rank();
-      const bool exists = state.is_in_run(own, bucket);
-      if (group.ballot(exists) == 0) return;
-      const int64_t u = exists ? state.items[own] : 0;
-      const Score score = scoring.of_new(state.given_each(group, u, exists));
-      const bool is_refused = scoring.can_refuse() && score < victim.score;
-      const uint32_t let_in = group.ballot(exists && !is_refused);
-      if (let_in == 0) {
-        item += group.size();
-        continue;
+      int64_t own = item + group.rank();
+      bool exists = state.is_in_run(own, bucket);
+      while (can_refuse && exists && state.new_scores[state.items[own]] < victim.score) {
+        own += group.size();
+        exists = state.is_in_run(own, bucket);
       }
-      const int member = count_trailing_zeros(let_in);
-      if (group.rank() == member) replace(u, slot_of(bucket, victim.lane), victim.score, score);
-      item += member + 1;
+      const int next = group.minimum(exists ? static_cast<int>(own) : kNone);
+      if (next == kNone) return;
+      if (next == own) replace(state.items[own], slot_of(bucket, victim.lane), victim.score);
+      item = next + 1;
       pinned.add(victim.lane);
       if (!state.is_in_run(item, bucket)) return;
       group.sync();  // what has just been written is read next, though it is pinned
@@ -372,12 +364,12 @@ struct EvictFromBucket {
     return {state.victim_scores[u], state.victim_lanes[u]};
   }
 
-  HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score, Score new_score) const {
+  HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {
     if (state.evicted_keys != nullptr) {
       state.evicted_keys[u] = state.table.keys[slot];
       state.evicted_scores[u] = old_score;
     }
-    write_entry(state.table, slot, state.unique_keys[u].value(), new_score);
+    write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
     state.unique_slots[u] = slot;
     state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
   }
@@ -503,6 +495,7 @@ struct Upsert {
     const int64_t buckets = index.digests.rows;
     workspace.named = arena.take<int32_t>(n);
     workspace.targets = arena.take<int32_t>(n);
+    workspace.new_scores = arena.take<Score>(n);
     workspace.items = arena.take<int32_t>(n);
     workspace.buckets = arena.take<int32_t>(n);
     workspace.grouped = arena.take<int32_t>(1);

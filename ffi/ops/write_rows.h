@@ -119,12 +119,10 @@ struct InitRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot own = i < count ? slots[i] : kNoSlot;
       const int64_t first = i - group.rank();
-      HKV_ROLLED for (uint32_t left = group.ballot(own >= 0 && own < values.count); left != 0;
-                      left &= left - 1) {
-        const int member = count_trailing_zeros(left);
+      for_each_member(group, own >= 0 && own < values.count, [&](int member) {
         write_initial_row(group, initializer, keys[first + member].value(), values,
                           group.broadcast(own, member));
-      }
+      });
     }
   };
 
