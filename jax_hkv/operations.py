@@ -170,7 +170,7 @@ def find(
     touch: bool = False,
     fill: float | str = 0.0,
 ) -> tuple[Table, FindResult]:
-    """Looks up rows. Absent keys stay absent.
+    """Looks up rows. Absent keys stay absent; :func:`contains` reads no rows.
 
     Args:
       table: to look in.

@@ -62,28 +62,31 @@ struct SumTerms {
     return source >= 0 && source < rows.count ? reinterpret_cast<const float*>(rows.row(source)) : nullptr;
   }
 
-  // Elements column to column + columns - 1 of the sum of a span, from left to right.
+  // Elements column to column + columns - 1 of the sum of a span, from left to right. A tile asks for some
+  // terms before it adds the first: each is a row of its own somewhere in memory.
   template <int kBlock>
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
-    for (float& element : sum) element = 0.0f;  // what compilers do not see: there is a first term
-    for (int64_t term = 0; term < span.length; ++term) {
-      float values[kBlock];
-      float weight = 1.0f;
-      if (span.level > 0) {
-        load_block(RowType::kFloat32, partial.row(span.begin + term), column, columns, values);
-      } else {
-        const int32_t position = order[span.begin + term];
-        const int64_t source = sources != nullptr ? sources[position] : position;
-        if (weights != nullptr) weight = weights[position];
-        const bool exists = source >= 0 && source < rows.count;
-        load_block(exists ? rows.type : RowType::kOther, rows.row(exists ? source : 0), column, columns,
-                   values);
+    constexpr int kAhead = kBlock == 4 ? 4 : 1;  // what members of a tile have, as for_each_block says
+    for (float& element : sum) element = 0.0f;   // what compilers do not see: there is a first term
+    int64_t term = 0;
+    if (kAhead > 1 && columns == kBlock && (span.level > 0 || rows.type == RowType::kFloat32)) {
+      HKV_ROLLED for (; term + kAhead <= span.length; term += kAhead) {
+        float values[kAhead][kBlock] = {};
+        float weight[kAhead];
+        for (int k = 0; k < kAhead; ++k) {
+          const char* row = row_of(span, term + k, weight[k]);
+          if (row != nullptr) load_block(RowType::kFloat32, row, column, columns, values[k]);
+        }
+        for (int k = 0; k < kAhead; ++k) append(span, term + k, weight[k], values[k], sum);
       }
-      const bool is_weighted = weights != nullptr && span.level == 0;
-      for (int c = 0; c < kBlock; ++c) {
-        const float value = is_weighted ? weight * values[c] : values[c];
-        sum[c] = term == 0 ? value : sum[c] + value;
-      }
+    }
+    HKV_ROLLED for (; term < span.length; ++term) {
+      float values[kBlock] = {};
+      float weight;
+      const char* row = row_of(span, term, weight);
+      const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
+      if (row != nullptr) load_block(type, row, column, columns, values);
+      append(span, term, weight, values, sum);
     }
   }
 
@@ -94,6 +97,27 @@ struct SumTerms {
     add(span, column, columns, sum);
     if (weights == nullptr && occurrences(key) == 1) return;
     for (int c = 0; c < kBlock; ++c) sum[c] = same_nan(sum[c]);
+  }
+
+ private:
+  // The row that a term is made of, or null if it does not exist and the term is zero; and its factor.
+  HKV_HOST_DEVICE const char* row_of(const TermSpan& span, int64_t term, float& weight) const {
+    weight = 1.0f;
+    if (span.level > 0) return partial.row(span.begin + term);
+    const int32_t position = order[span.begin + term];
+    const int64_t source = sources != nullptr ? sources[position] : position;
+    if (weights != nullptr) weight = weights[position];
+    return source >= 0 && source < rows.count ? rows.row(source) : nullptr;
+  }
+
+  template <int kBlock>
+  HKV_HOST_DEVICE void append(const TermSpan& span, int64_t term, float weight, const float (&values)[kBlock],
+                              float (&sum)[kBlock]) const {
+    const bool is_weighted = weights != nullptr && span.level == 0;
+    for (int c = 0; c < kBlock; ++c) {
+      const float value = is_weighted ? weight * values[c] : values[c];
+      sum[c] = term == 0 ? value : sum[c] + value;
+    }
   }
 };
 
@@ -127,7 +151,8 @@ struct SumTree {
   }
 
   struct Step {
-    static constexpr int kGroup = 8;
+    static constexpr int kGroup =
+        16;  // the sums of a frequent key wait for each other: wide ones in two turns
     static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 1024;
     SumTerms terms;

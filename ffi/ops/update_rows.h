@@ -225,6 +225,7 @@ struct UpdateRows {
 
   struct Step {
     static constexpr int kGroup = 8;
+    static constexpr int kBlocks = Rule::kStates > 1 ? 3 : 4;  // of a multiprocessor: states take registers
     static constexpr int64_t kGrain = 256;
     Rule rule;
     bool is_stochastic;
