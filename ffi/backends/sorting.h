@@ -94,18 +94,42 @@ void run(Executor& executor, int64_t n, const int32_t* targets, int64_t limit, i
 // `i` is a position, `u` the number of a distinct key.
 namespace distinct {
 
-struct State {
-  int64_t n;
-  const Words* keys;
-  const bool* valid;
-  UniqueKeys out;
-  uint64_t mask;           // cells are a power of two
+struct Scratch {
+  template <class Executor>
+  static Scratch take(Arena& arena, int64_t n) {
+    const int64_t others = std::max(grouping::scratch_bytes<Executor>(n), Executor::scan_bytes(n));
+    const int64_t cells = cells_for(n);
+    return {cells,
+            arena.take<uint32_t>(cells),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(1),
+            arena.take<char>(others)};
+  }
+  int64_t cell_count;      // a power of two
   uint32_t* cells;         // the complement of the first position so far; 0: empty
   int32_t* places;         // of i: the cell of its key, or -1
   int32_t* firsts;         // of i: 1 at the first occurrence of a key
   int32_t* firsts_before;  // of i: their exclusive sums, the numbers of the keys
   int32_t* numbers;        // of the grouped positions
   int32_t* valid_count;
+  char* others;
+
+ private:
+  // At least two for each key, so that probes are short, as far as an int32 can number them.
+  static int64_t cells_for(int64_t n) {
+    constexpr uint64_t kMost = uint64_t{1} << 31;
+    return static_cast<int64_t>(std::min(kMost, std::bit_ceil(static_cast<uint64_t>(2 * n))));
+  }
+};
+
+struct State : Scratch {
+  int64_t n;
+  const Words* keys;
+  const bool* valid;
+  UniqueKeys out;
 
   HKV_HOST_DEVICE int64_t first_of(int64_t i) const { return ~cells[places[i]]; }
 };
@@ -125,7 +149,8 @@ struct Claim {
  private:
   HKV_HOST_DEVICE uint64_t cell_of(uint32_t own, int64_t i) const {
     const Key key = state.keys[i].value();
-    for (uint64_t cell = hash_of(key) & state.mask;; cell = (cell + 1) & state.mask) {
+    const auto mask = static_cast<uint64_t>(state.cell_count - 1);
+    for (uint64_t cell = hash_of(key) & mask;; cell = (cell + 1) & mask) {
       uint32_t* occupant = state.cells + cell;
       uint32_t found = atomic_read(occupant);
       if (found == 0) found = atomic_compare_and_swap(occupant, 0, own);
@@ -151,8 +176,7 @@ struct NumberKeys {
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    const int64_t last = state.n - 1;
-    const int64_t count = state.firsts_before[last] + state.firsts[last];
+    const int64_t count = total_of(state.n, state.firsts, state.firsts_before);
     if (i == 0) *state.out.count = static_cast<int32_t>(count);
     if (i >= count) state.out.unique_keys[i] = Words::of(0);
     state.out.inverse[i] = state.places[i] < 0 ? -1 : state.firsts_before[state.first_of(i)];
@@ -177,28 +201,6 @@ struct MarkGroups {
   }
 };
 
-struct Scratch {
-  template <class Executor>
-  static Scratch take(Arena& arena, int64_t n) {
-    const int64_t others = std::max(grouping::scratch_bytes<Executor>(n), Executor::scan_bytes(n));
-    return {arena.take<uint32_t>(cells(n)), arena.take<int32_t>(n), arena.take<int32_t>(n),
-            arena.take<int32_t>(n),         arena.take<int32_t>(n), arena.take<int32_t>(1),
-            arena.take<char>(others)};
-  }
-  // At least two for each key, so that probes are short, as far as an int32 can number them.
-  static int64_t cells(int64_t n) {
-    constexpr uint64_t kMost = uint64_t{1} << 31;
-    return static_cast<int64_t>(std::min(kMost, std::bit_ceil(static_cast<uint64_t>(2 * n))));
-  }
-  uint32_t* table;
-  int32_t* places;
-  int32_t* firsts;
-  int32_t* firsts_before;
-  int32_t* numbers;
-  int32_t* valid_count;
-  char* others;
-};
-
 template <class Executor>
 int64_t scratch_bytes(int64_t n) {
   Arena arena;
@@ -214,20 +216,8 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
     return executor.zero(out.offsets, sizeof(int32_t));
   }
   Arena arena(memory);
-  const Scratch scratch = Scratch::take<Executor>(arena, n);
-  const int64_t cells = Scratch::cells(n);
-  const State state{n,
-                    keys,
-                    valid,
-                    out,
-                    static_cast<uint64_t>(cells - 1),
-                    scratch.table,
-                    scratch.places,
-                    scratch.firsts,
-                    scratch.firsts_before,
-                    scratch.numbers,
-                    scratch.valid_count};
-  executor.zero(state.cells, cells * static_cast<int64_t>(sizeof(uint32_t)));
+  const State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
+  executor.zero(state.cells, state.cell_count * static_cast<int64_t>(sizeof(uint32_t)));
   // Thousands of workers must not ask for one cell at once. Frequent keys are among the first positions, and
   // who finds an earlier position of its key there has nothing to write.
   constexpr int64_t kMostAhead = 4096;
@@ -235,9 +225,9 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
   executor.each(ahead, Claim{0, state});
   executor.each(n - ahead, Claim{ahead, state});
   executor.each(n, MarkFirst{state});
-  executor.scan(n, state.firsts, state.firsts_before, scratch.others);
+  executor.scan(n, state.firsts, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
-  grouping::run(executor, n, out.inverse, n, out.order, state.numbers, state.valid_count, scratch.others);
+  grouping::run(executor, n, out.inverse, n, out.order, state.numbers, state.valid_count, state.others);
   executor.each(n + 1, MarkGroups{state});
 }
 

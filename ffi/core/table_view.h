@@ -17,6 +17,8 @@ struct TableView {
   HKV_HOST_DEVICE int64_t candidate(uint64_t hash, int choice) const {
     return choice == 0 ? first_bucket(hash, buckets) : second_bucket(hash, buckets);
   }
+  HKV_HOST_DEVICE bool has_slot(int64_t slot) const { return slot >= 0 && slot < buckets * kLanes; }
+  HKV_HOST_DEVICE bool has_entry(int64_t slot) const { return has_slot(slot) && digests[slot] != kEmpty; }
 };
 
 HKV_HOST_DEVICE Slot slot_of(int64_t bucket, int lane) { return static_cast<Slot>(bucket * kLanes + lane); }

@@ -57,9 +57,8 @@ struct SumTerms {
   HKV_HOST_DEVICE const float* only_term(const TermSpan& span) const {
     if (span.level > 0 || span.length != 1 || weights != nullptr || rows.type != RowType::kFloat32)
       return nullptr;
-    const int32_t position = order[span.begin];
-    const int64_t source = sources != nullptr ? sources[position] : position;
-    return source >= 0 && source < rows.count ? reinterpret_cast<const float*>(rows.row(source)) : nullptr;
+    float weight;
+    return reinterpret_cast<const float*>(row_of(span, 0, weight));
   }
 
   // Elements column to column + columns - 1 of the sum of a span, from left to right. A tile asks for some
@@ -151,8 +150,8 @@ struct SumTree {
   }
 
   struct Step {
-    static constexpr int kGroup =
-        16;  // the sums of a frequent key wait for each other: wide ones in two turns
+    // More lanes than elsewhere: the levels of a frequent key's sum wait for each other.
+    static constexpr int kGroup = 16;
     static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 1024;
     SumTerms terms;

@@ -29,7 +29,7 @@ struct EraseSlots {
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
-      if (slot < 0 || slot >= table.buckets * kLanes) return;
+      if (!table.has_slot(slot)) return;
       erase_entry(table, slot);
       atomic_add(table.occupancy + slot / kLanes, -1);
     }

@@ -42,9 +42,7 @@ struct ExportSlots {
     int32_t* flags;
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-      const int64_t slot = *offset + i;
-      const bool exists = slot >= 0 && slot < table.buckets * kLanes && table.digests[slot] != kEmpty;
-      flags[i] = exists && (chosen == nullptr || chosen[i]) ? 1 : 0;
+      flags[i] = table.has_entry(*offset + i) && (chosen == nullptr || chosen[i]) ? 1 : 0;
     }
   };
 
@@ -67,7 +65,7 @@ struct ExportSlots {
         scores[place] = table.scores[slot];
         slots[place] = static_cast<Slot>(slot);
       }
-      if (i < places[count - 1] + flags[count - 1]) return;
+      if (i < total_of(count, flags, places)) return;
       keys[i] = Words::of(0);
       scores[i] = Words::of(0);
       slots[i] = kNoSlot;

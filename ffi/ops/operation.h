@@ -59,6 +59,11 @@ struct Chain {
   }
 };
 
+// The sum of all terms, of which there is one at least and the exclusive sums are known.
+HKV_HOST_DEVICE int64_t total_of(int64_t n, const int32_t* terms, const int32_t* sums) {
+  return int64_t{sums[n - 1]} + terms[n - 1];
+}
+
 // Brings a row near, if there is one.
 HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, int64_t index) {
   if (index < 0 || index >= rows.count) return;

@@ -39,7 +39,7 @@ struct ReadSlots {
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const int64_t slot = *offset + i;
-      const bool exists = slot >= 0 && slot < table.buckets * kLanes && table.digests[slot] != kEmpty;
+      const bool exists = table.has_entry(slot);
       keys[i] = exists ? table.keys[slot] : Words::of(0);
       scores[i] = exists ? table.scores[slot] : Words::of(0);
       occupied[i] = exists;

@@ -118,7 +118,7 @@ struct PinSlots {
   const Slot* slots;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    if (slots[i] >= 0 && slots[i] < state.table.buckets * kLanes) state.pin(slots[i]);
+    if (state.table.has_slot(slots[i])) state.pin(slots[i]);
   }
 };
 
@@ -336,7 +336,7 @@ struct EvictFromBucket {
     HKV_ROLLED while (victim.lane >= 0) {
       int64_t own = item + group.rank();
       bool exists = state.is_in_run(own, bucket);
-      while (can_refuse && exists && state.new_scores[state.items[own]] < victim.score) {
+      while (can_refuse && exists && state.new_score(state.items[own]) < victim.score) {
         own += group.size();
         exists = state.is_in_run(own, bucket);
       }
@@ -428,8 +428,7 @@ struct ReportEvicted {
       scores[places[u]] = Words::of(state.evicted_scores[u]);
       slots[places[u]] = state.unique_slots[u];
     }
-    const int64_t total = places[count - 1] + flags[count - 1];
-    if (u < total) return;
+    if (u < total_of(count, flags, places)) return;
     keys[u] = Words::of(0);
     scores[u] = Words::of(0);
     slots[u] = kNoSlot;

@@ -32,20 +32,16 @@ struct VerifySlots {
     Slot* verified;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-      if (!in_table(slots[i])) return;
+      if (!table.has_slot(slots[i])) return;
       prefetch(table.digests + slots[i]);
       prefetch(table.keys + slots[i]);
     }
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
-      const bool holds =
-          in_table(slot) && table.digests[slot] != kEmpty && table.keys[slot].value() == batch[i].value();
+      const bool holds = table.has_entry(slot) && table.keys[slot].value() == batch[i].value();
       verified[i] = holds ? slot : kNoSlot;
     }
-
-   private:
-    HKV_HOST_DEVICE bool in_table(Slot slot) const { return slot >= 0 && slot < table.buckets * kLanes; }
   };
 
   template <class Executor>
