@@ -10,6 +10,13 @@
 #define HKV_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
+// Of a lambda: a part of what calls it, where compilers would make a function of it.
+#ifdef __CUDACC__
+#define HKV_INLINE
+#else
+#define HKV_INLINE __attribute__((always_inline))
+#endif
+
 // Before a loop: no turn of it writes what another one reads.
 #if defined(__CUDACC__)
 #define HKV_INDEPENDENT
@@ -17,6 +24,13 @@
 #define HKV_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define HKV_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+// Before a loop: its turns' arrays belong into registers, however much a turn does.
+#ifdef __CUDA_ARCH__
+#define HKV_UNROLLED _Pragma("unroll")
+#else
+#define HKV_UNROLLED
 #endif
 
 // Before a loop: what a turn does is enough for the machine to be busy with.
@@ -105,24 +119,85 @@ HKV_HOST_DEVICE void prefetch(const void* address) {
 #endif
 }
 
-// Four floats from or to an address that is a multiple of 16.
-HKV_HOST_DEVICE void load_four(const float* from, float* to) {
-#ifdef __CUDA_ARCH__
-  const float4 four = *reinterpret_cast<const float4*>(from);
-  to[0] = four.x;
-  to[1] = four.y;
-  to[2] = four.z;
-  to[3] = four.w;
-#else
-  memcpy(to, from, 4 * sizeof(float));
-#endif
+template <class To, class From>
+HKV_HOST_DEVICE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
 }
-HKV_HOST_DEVICE void store_four(float* to, const float* from) {
+
+// Words of 4 bytes from and to memory: on the device 4 of them are one access where the address allows it,
+// or 2 if there are no more.
+template <int kCount, class Word>
+HKV_HOST_DEVICE void load_words(const Word* from, Word* to) {
+  static_assert(sizeof(Word) == 4 && (kCount == 2 || kCount % 4 == 0));
 #ifdef __CUDA_ARCH__
-  *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
-#else
-  memcpy(to, from, 4 * sizeof(float));
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  if constexpr (kCount == 2) {
+    if (address % sizeof(uint2) == 0) {
+      const uint2 two = *reinterpret_cast<const uint2*>(from);
+      to[0] = bit_cast<Word>(two.x);
+      to[1] = bit_cast<Word>(two.y);
+      return;
+    }
+  } else if (address % sizeof(uint4) == 0) {
+    for (int i = 0; i < kCount; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(from + i);
+      to[i] = bit_cast<Word>(four.x);
+      to[i + 1] = bit_cast<Word>(four.y);
+      to[i + 2] = bit_cast<Word>(four.z);
+      to[i + 3] = bit_cast<Word>(four.w);
+    }
+    return;
+  }
 #endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
+}
+template <int kCount, class Word>
+HKV_HOST_DEVICE void store_words(Word* to, const Word* from) {
+  static_assert(sizeof(Word) == 4 && (kCount == 2 || kCount % 4 == 0));
+#ifdef __CUDA_ARCH__
+  const auto word = [from](int i) { return bit_cast<uint32_t>(from[i]); };
+  const auto address = reinterpret_cast<uintptr_t>(to);
+  if constexpr (kCount == 2) {
+    if (address % sizeof(uint2) == 0) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(word(0), word(1));
+      return;
+    }
+  } else if (address % sizeof(uint4) == 0) {
+    for (int i = 0; i < kCount; i += 4) {
+      *reinterpret_cast<uint4*>(to + i) = make_uint4(word(i), word(i + 1), word(i + 2), word(i + 3));
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
+}
+
+// The same of 16 bits.
+template <int kCount>
+HKV_HOST_DEVICE void load_halves(const uint16_t* from, uint16_t* to) {
+#ifdef __CUDA_ARCH__
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(uint32_t) == 0) {
+    uint32_t words[kCount / 2];
+    load_words<kCount / 2>(reinterpret_cast<const uint32_t*>(from), words);
+    memcpy(to, words, sizeof(words));
+    return;
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
+}
+template <int kCount>
+HKV_HOST_DEVICE void store_halves(uint16_t* to, const uint16_t* from) {
+#ifdef __CUDA_ARCH__
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(uint32_t) == 0) {
+    uint32_t words[kCount / 2];
+    memcpy(words, from, sizeof(words));
+    return store_words<kCount / 2>(reinterpret_cast<uint32_t*>(to), words);
+  }
+#endif
+  for (int i = 0; i < kCount; ++i) to[i] = from[i];
 }
 
 // Correctly rounded square root: sqrtf is, on the host and (without -use_fast_math) on the device.
@@ -132,14 +207,6 @@ HKV_HOST_DEVICE float square_root(float x) {
 #else
   return __builtin_sqrtf(x);
 #endif
-}
-
-template <class To, class From>
-HKV_HOST_DEVICE To bit_cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
-  To to;
-  memcpy(&to, &from, sizeof(To));
-  return to;
 }
 
 }  // namespace hkv

@@ -20,44 +20,40 @@ struct RowsView {
 
 HKV_HOST_DEVICE uint16_t to_bfloat16(float value) {
   const auto bits = bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(((bits >> 16) & 0x8000) | 0x7fc0);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // even, where two are as near
+  const uint32_t nan = ((bits >> 16) & 0x8000) | 0x7fc0;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : nearest);
 }
 
 HKV_HOST_DEVICE float from_bfloat16(uint16_t value) {
   return bit_cast<float>(static_cast<uint32_t>(value) << 16);
 }
 
-// Round to nearest even, with float16's subnormals and infinities.
+// Round to nearest even, with float16's subnormals and infinities. Here and below every case is computed and
+// one is chosen: loops over elements become vectors.
 HKV_HOST_DEVICE uint16_t to_float16(float value) {
   const auto bits = bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
-  if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and above
-  if (magnitude < 0x33000001) return static_cast<uint16_t>(sign);           // 2^-25 and below
-  const bool subnormal = magnitude < 0x38800000;                             // below 2^-14
-  const uint32_t exponent = magnitude >> 23;
-  const uint32_t mantissa = (magnitude & 0x7fffff) | 0x800000;
-  const uint32_t shift = subnormal ? 126 - exponent : 13;  // bits that float16 does not hold
-  const uint32_t kept = mantissa >> shift;
-  const uint32_t lost = mantissa & ((uint32_t{1} << shift) - 1);
-  const uint32_t half = uint32_t{1} << (shift - 1);
-  const uint32_t up = (lost > half || (lost == half && (kept & 1))) ? 1 : 0;
-  const uint32_t base = subnormal ? 0 : (exponent - 113) << 10;  // the hidden bit adds the last one
-  return static_cast<uint16_t>(sign | (base + kept + up));
+  // A float32 between 0.5 and 1 counts in steps of 2^-24, as a float16 below 2^-14 does: a sum rounds.
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  uint32_t half = ((magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13) - (uint32_t{112} << 10);
+  half = magnitude < 0x38800000 ? small : half;     // 2^-14
+  half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // 65520 and above
+  half = magnitude > 0x7f800000 ? 0x7e00 : half;
+  return static_cast<uint16_t>(sign | half);
 }
 
 HKV_HOST_DEVICE float from_float16(uint16_t value) {
   const uint32_t sign = static_cast<uint32_t>(value & 0x8000) << 16;
-  const uint32_t exponent = (value >> 10) & 0x1f;
-  const uint32_t mantissa = value & 0x3ff;
-  if (exponent == 0x1f) return bit_cast<float>(sign | 0x7f800000 | (mantissa << 13));
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-08f;  // 2^-24
-    return sign ? -magnitude : magnitude;
-  }
-  return bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const uint32_t magnitude = static_cast<uint32_t>(value & 0x7fff) << 13;
+  constexpr uint32_t kExponents = uint32_t{112} << 23;  // what the two types' exponents differ by
+  constexpr float kNormal = 6.103515625e-05f;           // 2^-14, the least normal number
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(magnitude + kExponents + (1 << 23)) - kNormal);
+  uint32_t bits = magnitude + kExponents;
+  bits = magnitude < (uint32_t{1} << 23) ? small : bits;
+  bits = magnitude >= (uint32_t{0x1f} << 23) ? bits + kExponents : bits;  // infinite, or no number
+  return bit_cast<float>(sign | bits);
 }
 
 HKV_HOST_DEVICE float load_element(RowType type, const char* row, int64_t index) {
@@ -87,50 +83,105 @@ HKV_HOST_DEVICE float rounded(RowType type, float value) {
   }
 }
 
-// Elements `first` to first + columns - 1 of a row, zero behind them. The loops have constant bounds:
-// compilers make vectors of them on the host and registers on the device.
-// On the device 16 bytes are one instruction, where the address allows it.
+// The loops have constant bounds: compilers make vectors of them on the host and registers on the device.
 template <int kBlock>
-HKV_HOST_DEVICE bool goes_by_fours(const float* elements) {
-#ifdef __CUDA_ARCH__
-  return kBlock % 4 == 0 && reinterpret_cast<uintptr_t>(elements) % sizeof(float4) == 0;
-#else
-  (void)elements;
-  return false;
-#endif
+HKV_HOST_DEVICE void decode_halves(RowType type, const uint16_t (&halves)[kBlock], float (&block)[kBlock]) {
+  if (type == RowType::kBfloat16) {
+    for (int c = 0; c < kBlock; ++c) block[c] = from_bfloat16(halves[c]);
+  } else {
+    for (int c = 0; c < kBlock; ++c) block[c] = from_float16(halves[c]);
+  }
+}
+template <int kBlock>
+HKV_HOST_DEVICE void encode_halves(RowType type, const float (&block)[kBlock], uint16_t (&halves)[kBlock]) {
+  if (type == RowType::kBfloat16) {
+    for (int c = 0; c < kBlock; ++c) halves[c] = to_bfloat16(block[c]);
+  } else {
+    for (int c = 0; c < kBlock; ++c) halves[c] = to_float16(block[c]);
+  }
 }
 
+// Elements `first` to first + columns - 1 of a row, zero behind them.
 template <int kBlock>
 HKV_HOST_DEVICE void load_block(RowType type, const char* row, int64_t first, int columns,
                                 float (&block)[kBlock]) {
-  if (type == RowType::kFloat32 && columns == kBlock) {
-    const float* elements = reinterpret_cast<const float*>(row) + first;
-    if (goes_by_fours<kBlock>(elements)) {
-      for (int c = 0; c < kBlock; c += 4) load_four(elements + c, block + c);
-      return;
-    }
-    for (int c = 0; c < kBlock; ++c) block[c] = elements[c];
-    return;
+  if (columns != kBlock) {
+    for (int c = 0; c < kBlock; ++c) block[c] = c < columns ? load_element(type, row, first + c) : 0.0f;
+  } else if (type == RowType::kFloat32) {
+    load_words<kBlock>(reinterpret_cast<const float*>(row) + first, block);
+  } else {
+    uint16_t halves[kBlock];
+    load_halves<kBlock>(reinterpret_cast<const uint16_t*>(row) + first, halves);
+    decode_halves(type, halves, block);
   }
-  for (int c = 0; c < kBlock; ++c) block[c] = c < columns ? load_element(type, row, first + c) : 0.0f;
 }
 
 template <int kBlock>
 HKV_HOST_DEVICE void store_block(RowType type, char* row, int64_t first, int columns,
                                  const float (&block)[kBlock]) {
-  if (type == RowType::kFloat32 && columns == kBlock) {
-    float* elements = reinterpret_cast<float*>(row) + first;
-    if (goes_by_fours<kBlock>(elements)) {
-      for (int c = 0; c < kBlock; c += 4) store_four(elements + c, block + c);
-      return;
+  if (columns != kBlock) {
+    for (int c = 0; c < kBlock; ++c) {
+      if (c < columns) store_element(type, row, first + c, block[c]);
     }
-    for (int c = 0; c < kBlock; ++c) elements[c] = block[c];
-    return;
-  }
-  for (int c = 0; c < kBlock; ++c) {
-    if (c < columns) store_element(type, row, first + c, block[c]);
+  } else if (type == RowType::kFloat32) {
+    store_words<kBlock>(reinterpret_cast<float*>(row) + first, block);
+  } else {
+    uint16_t halves[kBlock];
+    encode_halves(type, block, halves);
+    store_halves<kBlock>(reinterpret_cast<uint16_t*>(row) + first, halves);
   }
 }
+
+// A whole block as it lies in a row: what is asked for before it is looked at.
+template <int kBlock>
+struct RawBlock {
+  uint32_t words[kBlock] = {};  // elements of 16 bits fill a half
+
+  HKV_HOST_DEVICE void load(RowType type, const char* row, int64_t first) {
+    if (type == RowType::kFloat32) {
+      load_words<kBlock>(reinterpret_cast<const uint32_t*>(row) + first, words);
+    } else {
+      uint16_t halves[kBlock];
+      load_halves<kBlock>(reinterpret_cast<const uint16_t*>(row) + first, halves);
+      memcpy(words, halves, sizeof(halves));
+    }
+  }
+
+  HKV_HOST_DEVICE void decode(RowType type, float (&block)[kBlock]) const {
+    if (type == RowType::kFloat32) {
+      memcpy(block, words, sizeof(block));
+    } else {
+      uint16_t halves[kBlock];
+      memcpy(halves, words, sizeof(halves));
+      decode_halves(type, halves, block);
+    }
+  }
+};
+
+// A whole block of a row as float32 in memory: the row's own, or a copy that `store` brings back. No row, no
+// block.
+template <int kBlock>
+class BlockInMemory {
+ public:
+  HKV_HOST_DEVICE BlockInMemory(RowType type, char* row, int64_t first)
+      : type_(type), row_(row), first_(first) {
+    if (is_copy()) load_block(type, row, first, kBlock, copy_);
+  }
+
+  HKV_HOST_DEVICE float* elements() { return is_copy() ? copy_ : reinterpret_cast<float*>(row_) + first_; }
+
+  HKV_HOST_DEVICE void store() {
+    if (is_copy()) store_block(type_, row_, first_, kBlock, copy_);
+  }
+
+ private:
+  HKV_HOST_DEVICE bool is_copy() const { return row_ != nullptr && type_ != RowType::kFloat32; }
+
+  RowType type_;
+  char* row_;
+  int64_t first_;
+  float copy_[kBlock];
+};
 
 // log(y) for 0 < y <= 1 by float32 + - * / alone, so that every machine gets the same bits.
 HKV_HOST_DEVICE float fixed_log(float y) {

@@ -66,24 +66,28 @@ struct SumTerms {
   template <int kBlock>
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
     constexpr int kAhead = kBlock == 4 ? 4 : 1;  // what members of a tile have, as for_each_block says
-    for (float& element : sum) element = 0.0f;   // what compilers do not see: there is a first term
+    const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
+    for (float& element : sum) element = 0.0f;  // what compilers do not see: there is a first term
     int64_t term = 0;
-    if (kAhead > 1 && columns == kBlock && (span.level > 0 || rows.type == RowType::kFloat32)) {
+    if (kAhead > 1 && columns == kBlock) {
       HKV_ROLLED for (; term + kAhead <= span.length; term += kAhead) {
-        float values[kAhead][kBlock] = {};
+        RawBlock<kBlock> raw[kAhead];
         float weight[kAhead];
         for (int k = 0; k < kAhead; ++k) {
           const char* row = row_of(span, term + k, weight[k]);
-          if (row != nullptr) load_block(RowType::kFloat32, row, column, columns, values[k]);
+          if (row != nullptr) raw[k].load(type, row, column);
         }
-        for (int k = 0; k < kAhead; ++k) append(span, term + k, weight[k], values[k], sum);
+        for (int k = 0; k < kAhead; ++k) {
+          float values[kBlock];
+          raw[k].decode(type, values);
+          append(span, term + k, weight[k], values, sum);
+        }
       }
     }
     HKV_ROLLED for (; term < span.length; ++term) {
       float values[kBlock] = {};
       float weight;
       const char* row = row_of(span, term, weight);
-      const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
       if (row != nullptr) load_block(type, row, column, columns, values);
       append(span, term, weight, values, sum);
     }
@@ -189,7 +193,7 @@ struct SumTree {
                              (int64_t{terms.offsets[owner]} >> (SumTerms::kShift * (level + 1))) +
                              term_of(owner, place) / SumTerms::kChunk;
       if (group.rank() == 0) owners[target] = owner + 1;
-      for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) {
+      for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) HKV_INLINE {
         float sum[kBlock];
         terms.add(span, column, columns, sum);
         store_block(RowType::kFloat32, terms.partial.row(target), column, columns, sum);
@@ -254,7 +258,7 @@ struct CombineRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
       const bool exists = key < *count;
       const TermSpan span = exists ? terms.last_terms(key) : TermSpan{};
-      for_each_block<G>(group, sums.width, [&]<int kBlock>(int64_t column, int columns) {
+      for_each_block<G>(group, sums.width, [&]<int kBlock>(int64_t column, int columns) HKV_INLINE {
         float sum[kBlock] = {};  // keys that do not exist have none
         if (exists) terms.sum_of(key, span, column, columns, sum);
         store_block(RowType::kFloat32, sums.row(key), column, columns, sum);

@@ -6,64 +6,75 @@
 
 namespace hkv {
 
-// The tree of section 8 over terms that come one by one. A level keeps the sum of its open chunk, and
-// a chunk that is full is a term of the level above.
-template <int kBlock>
+// The tree of section 8 over terms that come one by one. A level keeps the sum of its open chunk, and a chunk
+// that is full is a term of the level above. Sum is where level 0 is kept, and what comes of all: a block of
+// its own, or memory.
+template <int kBlock, class Sum>
 class TreeSum {
  public:
-  HKV_HOST_DEVICE int64_t terms() const { return terms_; }
+  HKV_HOST_DEVICE explicit TreeSum(Sum sum) : sum_(sum) {}
+
+  HKV_HOST_DEVICE int32_t terms() const { return terms_; }
+  HKV_HOST_DEVICE Sum& sum() { return sum_; }
 
   HKV_HOST_DEVICE void add(const float (&term)[kBlock]) {
-    append(open_, terms_, term);
+    append(sum_, terms_, term);
     ++terms_;
     if (terms_ % kChunk == 0) carry();
   }
 
-  // The sum of all terms, of which there is one at least.
-  HKV_HOST_DEVICE void finish(float (&sum)[kBlock]) const {
+  HKV_HOST_DEVICE void finish() {
+    if (terms_ == 0) {
+      for (int c = 0; c < kBlock; ++c) sum_[c] = 0.0f;
+    } else if (terms_ > kChunk) {
+      add_levels();
+    }
+  }
+
+ private:
+  static constexpr int kShift = 5;
+  static constexpr int32_t kChunk = 1 << kShift;
+  static constexpr int kUpperLevels = 6;  // 32^7 terms are more than an int32 counts
+
+  HKV_HOST_DEVICE int32_t terms_of(int level) const { return terms_ >> (kShift * level); }
+
+  template <class To, class From>
+  static HKV_HOST_DEVICE void assign(To& to, const From& from) {
+    for (int c = 0; c < kBlock; ++c) to[c] = from[c];
+  }
+
+  // Term `number` of a level comes to its sum; nothing is added to the first, not even zero.
+  template <class To, class From>
+  static HKV_HOST_DEVICE void append(To& sum, int32_t number, const From& term) {
+    if (number % kChunk == 0) return assign(sum, term);
+    for (int c = 0; c < kBlock; ++c) sum[c] = sum[c] + term[c];
+  }
+
+  HKV_HOST_DEVICE void carry() {
+    append(upper_[0], terms_of(1) - 1, sum_);
+    for (int level = 2; level <= kUpperLevels && terms_of(level - 1) % kChunk == 0; ++level) {
+      append(upper_[level - 1], terms_of(level) - 1, upper_[level - 2]);
+    }
+  }
+
+  HKV_HOST_DEVICE void add_levels() {
     bool has_rest = terms_ % kChunk != 0;  // what is left open at the levels below is a last term
-    assign(sum, open_);
-    if (terms_ <= kChunk) return;
     for (int level = 1;; ++level) {
       const float (&own)[kBlock] = upper_[level - 1];
       const bool is_open = terms_of(level) % kChunk != 0;
       const bool is_last = ((terms_ - 1) >> (kShift * (level + 1))) == 0;
       if (has_rest && is_open) {
-        for (int c = 0; c < kBlock; ++c) sum[c] = own[c] + sum[c];
+        for (int c = 0; c < kBlock; ++c) sum_[c] = own[c] + sum_[c];
       } else if (!has_rest && (is_open || is_last)) {
-        assign(sum, own);
+        assign(sum_, own);
       }
       if (is_last) return;
       has_rest = has_rest || is_open;
     }
   }
 
- private:
-  static constexpr int kShift = 5;
-  static constexpr int64_t kChunk = int64_t{1} << kShift;
-  static constexpr int kUpperLevels = 6;  // 32^7 terms are more than an int32 counts
-
-  HKV_HOST_DEVICE int64_t terms_of(int level) const { return terms_ >> (kShift * level); }
-
-  static HKV_HOST_DEVICE void assign(float (&to)[kBlock], const float (&from)[kBlock]) {
-    for (int c = 0; c < kBlock; ++c) to[c] = from[c];
-  }
-
-  // Term `number` of a level comes to its sum.
-  static HKV_HOST_DEVICE void append(float (&sum)[kBlock], int64_t number, const float (&term)[kBlock]) {
-    if (number % kChunk == 0) return assign(sum, term);
-    for (int c = 0; c < kBlock; ++c) sum[c] = sum[c] + term[c];
-  }
-
-  HKV_HOST_DEVICE void carry() {
-    append(upper_[0], terms_of(1) - 1, open_);
-    for (int level = 2; level <= kUpperLevels && terms_of(level - 1) % kChunk == 0; ++level) {
-      append(upper_[level - 1], terms_of(level) - 1, upper_[level - 2]);
-    }
-  }
-
-  int64_t terms_ = 0;
-  float open_[kBlock] = {};             // of level 0, apart from the others: it stays in registers
+  int32_t terms_ = 0;  // positions are int32 (row splits)
+  Sum sum_;
   float upper_[kUpperLevels][kBlock];  // written before they are read, by the first term of a chunk
 };
 
@@ -94,10 +105,8 @@ struct PoolRows {
     binder.out_float32("pooled", pooled, "b ...");
   }
 
-  struct Step {
-    static constexpr int kGroup = 8;
-    static constexpr int kBlocks = 3;  // of a multiprocessor: a tree takes registers
-    static constexpr int64_t kGrain = 64;  // bags of one task, of some ten rows each
+  // What the steps share.
+  struct State {
     Initializer initializer;
     RowsView values;
     int64_t positions;
@@ -108,71 +117,151 @@ struct PoolRows {
     const bool* initial;  // null: never
     RowsView pooled;
 
+    // Splits come from data: wrong ones make wrong sums, but nothing is read outside the batch.
+    HKV_HOST_DEVICE int64_t begin_of(int64_t bag) const {
+      const int64_t split = splits[bag] < 0 ? 0 : splits[bag];
+      return split < positions ? split : positions;
+    }
+
+    HKV_HOST_DEVICE bool has_row(Slot slot) const { return slot >= 0 && slot < values.count; }
+
+    // The slot of a bag that is one row as it is, or none.
+    HKV_HOST_DEVICE Slot only_slot(int64_t begin, int64_t end) const {
+      if (end - begin != 1 || weights != nullptr || values.type != RowType::kFloat32) return kNoSlot;
+      return has_row(slots[begin]) ? slots[begin] : kNoSlot;
+    }
+  };
+
+  // Bags that are one row as it is: many of them side by side.
+  struct Copy {
+    static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
+    static constexpr int64_t kGrain = 256;
+    State state;
+
+    HKV_HOST_DEVICE void prefetch_far(int64_t bag) const {
+      const int64_t begin = state.begin_of(bag);
+      if (begin < state.positions) prefetch_row(state.values, state.slots[begin]);
+    }
+
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
-      const int64_t begin = clamp(splits[bag]);
-      const int64_t end = clamp(splits[bag + 1]);
-      if (end - begin == 1 && weights == nullptr) return copy(group, begin, bag);
+      const bool exists = bag < state.pooled.count;
+      const Slot slot = exists ? state.only_slot(state.begin_of(bag), state.begin_of(bag + 1)) : kNoSlot;
+      group.copy_each(state.pooled.data, static_cast<Slot>(bag), state.values.data, slot,
+                      state.pooled.row_bytes);
+    }
+  };
+
+  // All others.
+  struct Sum {
+    static constexpr int kGroup = 8;
+    static constexpr int kBlocks = 3;      // of a multiprocessor: a tree takes registers
+    static constexpr int64_t kGrain = 64;  // bags of one task, of some ten rows each
+    State state;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
+      const int64_t begin = state.begin_of(bag);
+      const int64_t end = state.begin_of(bag + 1);
+      if (state.only_slot(begin, end) >= 0) return;
+      const RowsView& pooled = state.pooled;
       for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
-        TreeSum<kBlock> tree;
-        for (int64_t position = begin; position < end; ++position) {
-          if (column == 0) prefetch_ahead(position);
-          float term[kBlock];
-          if (!load(position, column, columns, term)) continue;
-          if (weights != nullptr) {
-            for (float& element : term) element = weights[position] * element;
+        if constexpr (G::size() == 1) {
+          if (columns == kBlock) {  // compilers make vectors of sums in memory
+            TreeSum<kBlock, float*> in_place(reinterpret_cast<float*>(pooled.row(bag)) + column);
+            return sum(begin, end, column, columns, in_place);
           }
-          tree.add(term);
         }
-        float sum[kBlock] = {};  // of an empty bag
-        if (tree.terms() > 0) tree.finish(sum);
-        if (weights != nullptr || tree.terms() > 1) {  // else it is a copy
-          for (float& element : sum) element = same_nan(element);
-        }
-        store_block(RowType::kFloat32, pooled.row(bag), column, columns, sum);
+        TreeSum<kBlock, Block<kBlock>> tree({});
+        sum(begin, end, column, columns, tree);
+        store_block(RowType::kFloat32, pooled.row(bag), column, columns, tree.sum().elements);
       });
     }
 
    private:
-    // What bags of one position without a weight are.
-    template <Group G>
-    HKV_HOST_DEVICE void copy(const G& group, int64_t position, int64_t bag) const {
-      if (group.rank() == 0) prefetch_ahead(position);
-      for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
-        float row[kBlock];
-        if (!load(position, column, columns, row)) {
-          for (float& element : row) element = 0.0f;
+    template <int kBlock>
+    struct Block {
+      float elements[kBlock] = {};
+
+      HKV_HOST_DEVICE float& operator[](int c) { return elements[c]; }
+      HKV_HOST_DEVICE float operator[](int c) const { return elements[c]; }
+    };
+
+    // Elements column to column + columns - 1 of a bag's sum. A tile asks for some rows before it adds the
+    // first.
+    template <int kBlock, class Own>
+    HKV_HOST_DEVICE void sum(int64_t begin, int64_t end, int64_t column, int columns,
+                             TreeSum<kBlock, Own>& tree) const {
+      constexpr int kAhead = kBlock == 4 ? 4 : 1;  // what members of a tile have, as for_each_block says
+      HKV_ROLLED for (int64_t first = begin; first < end; first += kAhead) {
+        if (column == 0) prefetch_ahead(first);
+        Slot own[kAhead];
+        bool are_rows = kAhead > 1 && columns == kBlock;
+        for (int k = 0; k < kAhead; ++k) own[k] = first + k < end ? state.slots[first + k] : kNoSlot;
+        for (int k = 0; k < kAhead; ++k) are_rows = are_rows && (first + k >= end || state.has_row(own[k]));
+        if (are_rows) {
+          add_rows(first, own, column, tree);
+        } else {
+          HKV_ROLLED for (int64_t i = first; i < end && i < first + kAhead; ++i)
+              add(i, column, columns, tree);
         }
-        store_block(RowType::kFloat32, pooled.row(bag), column, columns, row);
-      });
+      }
+      tree.finish();
+      if (state.weights == nullptr && tree.terms() <= 1) return;  // a copy, or nothing
+      for (int c = 0; c < kBlock; ++c) tree.sum()[c] = same_nan(tree.sum()[c]);
     }
 
-    // Splits come from data: wrong ones make wrong sums, but nothing is read outside the batch.
-    HKV_HOST_DEVICE int64_t clamp(int64_t split) const {
-      const int64_t at_least_zero = split < 0 ? 0 : split;
-      return at_least_zero < positions ? at_least_zero : positions;
+    // Whole blocks of the rows of some positions; those behind the bag's end have no slot.
+    template <int kAhead, int kBlock, class Own>
+    HKV_HOST_DEVICE void add_rows(int64_t first, const Slot (&slots)[kAhead], int64_t column,
+                                  TreeSum<kBlock, Own>& tree) const {
+      const RowsView& values = state.values;
+      RawBlock<kBlock> raw[kAhead];
+      for (int k = 0; k < kAhead; ++k) {
+        if (slots[k] >= 0) raw[k].load(values.type, values.row(slots[k]), column);
+      }
+      HKV_UNROLLED for (int k = 0; k < kAhead; ++k) {
+        if (slots[k] < 0) continue;
+        float term[kBlock];
+        raw[k].decode(values.type, term);
+        add_weighted(first + k, term, tree);
+      }
+    }
+
+    // What a position adds, if anything.
+    template <int kBlock, class Own>
+    HKV_HOST_DEVICE void add(int64_t position, int64_t column, int columns,
+                             TreeSum<kBlock, Own>& tree) const {
+      const RowsView& values = state.values;
+      const Slot slot = state.slots[position];
+      float term[kBlock];
+      if (state.has_row(slot)) {
+        load_block(values.type, values.row(slot), column, columns, term);
+      } else if (state.initial != nullptr && state.initial[position]) {
+        const uint64_t base = state.initializer.base(state.keys[position].value());
+        for (int c = 0; c < kBlock; ++c) {
+          term[c] = c < columns ? rounded(values.type, state.initializer.element(base, column + c)) : 0.0f;
+        }
+      } else {
+        return;
+      }
+      add_weighted(position, term, tree);
+    }
+
+    template <int kBlock, class Own>
+    HKV_HOST_DEVICE void add_weighted(int64_t position, float (&term)[kBlock],
+                                      TreeSum<kBlock, Own>& tree) const {
+      if (state.weights != nullptr) {
+        for (float& element : term) element = state.weights[position] * element;
+      }
+      tree.add(term);
     }
 
     // Bags differ in length, so rows are fetched by position, into the bags that follow.
     HKV_HOST_DEVICE void prefetch_ahead(int64_t position) const {
       constexpr int64_t kFar = 24;  // as far ahead as the CPU executor does it
-      if (position + kFar < positions) prefetch_row(values, slots[position + kFar]);
-    }
-
-    // Elements of the row of a position; whether it has one.
-    template <int kBlock>
-    HKV_HOST_DEVICE bool load(int64_t position, int64_t column, int columns, float (&term)[kBlock]) const {
-      const Slot slot = slots[position];
-      if (slot >= 0 && slot < values.count) {
-        load_block(values.type, values.row(slot), column, columns, term);
-        return true;
-      }
-      if (initial == nullptr || !initial[position]) return false;
-      const uint64_t base = initializer.base(keys[position].value());
-      for (int c = 0; c < kBlock; ++c) {
-        term[c] = c < columns ? rounded(values.type, initializer.element(base, column + c)) : 0.0f;
-      }
-      return true;
+      if (position + kFar < state.positions) prefetch_row(state.values, state.slots[position + kFar]);
     }
   };
 
@@ -180,8 +269,10 @@ struct PoolRows {
   void run(Executor& executor) const {
     const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
     const float* factors = weights.rows > 0 ? weights.data : nullptr;
-    executor.each(pooled.count, Step{init.initializer(), values, slots.rows, slots.data, splits.data, factors,
-                                     keys.data, mask, pooled});
+    const State state{init.initializer(), values, slots.rows, slots.data, splits.data, factors,
+                      keys.data,          mask,   pooled};
+    if (factors == nullptr && values.type == RowType::kFloat32) executor.each(pooled.count, Copy{state});
+    executor.each(pooled.count, Sum{state});
   }
 };
 

@@ -258,14 +258,13 @@ struct UpdateRows {
       const StepScales scale = counts_rows ? rule.scales(step) : *scales;
       const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
       const float learning_rate = *rate;
-      const bool is_plain = has_float32_rows() && !is_stochastic;
       float row_state = 0.0f;
       if constexpr (kRowwise) {
         row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(group, key, span);
       }
       for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1 && !kRowwise) {
-          if (is_plain && columns == kBlock)
+          if (!is_stochastic && columns == kBlock)
             return in_place<kBlock>(key, span, slot, column, learning_rate, scale);
         }
         float gradient[kBlock];
@@ -277,7 +276,8 @@ struct UpdateRows {
             load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
           }
         }
-        terms.sum_of(key, span, column, columns, gradient);  // last: the others are on their way meanwhile
+        terms.sum_of(key, span, column, columns,
+                     gradient);  // last: the others are on their way meanwhile
         for (int c = 0; c < kBlock; ++c) {
           float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
           rule(row[c], own, gradient[c], learning_rate, scale);
@@ -303,13 +303,7 @@ struct UpdateRows {
     }
 
    private:
-    HKV_HOST_DEVICE bool has_float32_rows() const {
-      bool are = values.type == RowType::kFloat32;
-      for (int i = 0; i < Rule::kStates; ++i) are = are && states[i].type == RowType::kFloat32;
-      return are;
-    }
-
-    // A whole block of float32 rows, which compilers turn into vector instructions from memory to memory.
+    // A whole block, which compilers turn into vector instructions from memory to memory.
     template <int kBlock>
     HKV_HOST_DEVICE void in_place(int64_t key, const TermSpan& span, Slot slot, int64_t column,
                                   float learning_rate, const StepScales& scale) const {
@@ -321,19 +315,23 @@ struct UpdateRows {
         terms.sum_of(key, span, column, kBlock, sum);
         gradient = sum;
       }
-      float* row = reinterpret_cast<float*>(values.row(slot)) + column;
-      float* state[kMostStates] = {};
-      for (int i = 0; i < Rule::kStates; ++i)
-        state[i] = reinterpret_cast<float*>(states[i].row(slot)) + column;
+      BlockInMemory<kBlock> row(values.type, values.row(slot), column);
+      BlockInMemory<kBlock> first(states[0].type, Rule::kStates > 0 ? states[0].row(slot) : nullptr, column);
+      BlockInMemory<kBlock> second(states[1].type, Rule::kStates > 1 ? states[1].row(slot) : nullptr, column);
+      float* const row_elements = row.elements();
+      float* const state[kMostStates] = {first.elements(), second.elements()};
       HKV_INDEPENDENT
       for (int c = 0; c < kBlock; ++c) {
         float own[kMostStates] = {};
         for (int i = 0; i < Rule::kStates; ++i) own[i] = state[i][c];
-        float element = row[c];
+        float element = row_elements[c];
         rule(element, own, gradient[c], learning_rate, scale);
-        row[c] = same_nan(element);
+        row_elements[c] = same_nan(element);
         for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
       }
+      row.store();
+      first.store();
+      second.store();
     }
 
     HKV_HOST_DEVICE uint64_t random_base(Key key, uint32_t step) const {
