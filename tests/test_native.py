@@ -62,6 +62,14 @@ def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp
     assert_all_passed(run([program]))
 
 
+def test_members_of_a_tile_that_part_ways_are_found_out(tmp_path):
+    """In lockstep, as all Python tests can run the CUDA backend's steps (CONTRIBUTING.md)."""
+    program = str(tmp_path / "test_lockstep")
+    built = run([find_compiler(), *FLAGS, *INCLUDES, str(HERE / "test_lockstep.cc"), "-o", program])
+    assert built.returncode == 0, tail(built)
+    assert_all_passed(run([program]))
+
+
 @pytest.fixture(scope="module")
 def gpu():
     listed = run(["nvidia-smi", "-L"]).stdout if shutil.which("nvidia-smi") else ""

@@ -124,16 +124,53 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
-// Runs operations as the CUDA executor does, with tiles of host threads; scans and sorts are the
-// standard library's.
-class HostTileExecutor {
+// What executors of tiles on the host have in common: scans and sorts are the standard library's.
+template <class Executor>
+class OrdersOnHost {
  public:
-  explicit HostTileExecutor(Team& team) : team_(team) {}
-
   std::string failure() const { return {}; }
   void zero(void* data, int64_t bytes) const {
     std::fill_n(static_cast<char*>(data), static_cast<size_t>(bytes), char{0});
   }
+
+  static int64_t scan_bytes(int64_t) { return 0; }
+  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
+    std::exclusive_scan(terms, terms + n, sums, 0);
+  }
+
+  static int64_t sort_bytes(int64_t) { return 0; }
+  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char*) const {
+    const auto low_bits = [=](int32_t at) { return keys.current[at] << (32 - bits); };
+    std::vector<int32_t> order(static_cast<size_t>(n));
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, {}, low_bits);
+    for (size_t at = 0; at < order.size(); ++at) {
+      keys.other[at] = keys.current[order[at]];
+      items.other[at] = items.current[order[at]];
+    }
+    keys.turn();
+    items.turn();
+  }
+
+  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<Executor>(n); }
+  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
+             int32_t* count, char* scratch) const {
+    grouping::run(self(), n, targets, limit, items, grouped_targets, count, scratch);
+  }
+
+  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<Executor>(n); }
+  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) const {
+    distinct::run(self(), n, keys, valid, out, scratch);
+  }
+
+ private:
+  const Executor& self() const { return static_cast<const Executor&>(*this); }
+};
+
+// Runs operations as the CUDA executor does, with tiles of host threads.
+class HostTileExecutor : public OrdersOnHost<HostTileExecutor> {
+ public:
+  explicit HostTileExecutor(Team& team) : team_(team) {}
 
   template <class Step>
   void each(int64_t count, const Step& step) const {
@@ -165,36 +202,6 @@ class HostTileExecutor {
   template <class Step>
   void each_up_to(const int32_t* count, int64_t, const Step& step) const {
     each(*count, step);
-  }
-
-  static int64_t scan_bytes(int64_t) { return 0; }
-  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
-    std::exclusive_scan(terms, terms + n, sums, 0);
-  }
-
-  static int64_t sort_bytes(int64_t) { return 0; }
-  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char*) const {
-    const auto low_bits = [=](int32_t at) { return keys.current[at] << (32 - bits); };
-    std::vector<int32_t> order(static_cast<size_t>(n));
-    std::iota(order.begin(), order.end(), 0);
-    std::ranges::stable_sort(order, {}, low_bits);
-    for (size_t at = 0; at < order.size(); ++at) {
-      keys.other[at] = keys.current[order[at]];
-      items.other[at] = items.current[order[at]];
-    }
-    keys.turn();
-    items.turn();
-  }
-
-  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<HostTileExecutor>(n); }
-  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
-             int32_t* count, char* scratch) const {
-    grouping::run(*this, n, targets, limit, items, grouped_targets, count, scratch);
-  }
-
-  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<HostTileExecutor>(n); }
-  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) const {
-    distinct::run(*this, n, keys, valid, out, scratch);
   }
 
  private:

@@ -1,0 +1,100 @@
+// What members of a tile tell each other in lockstep, and what is found out when they do not.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "checks.h"
+#include "lockstep.h"
+
+namespace {
+
+using namespace hkv;
+using namespace hkv::testing;
+
+constexpr int kSize = 8;
+using Tile = TileGroup<kSize, LockstepLane<kSize>>;
+
+// Every member brings its number and a large one.
+struct Exchanging {
+  static constexpr int kGroup = kSize;
+  static constexpr bool kOwnIndex = true;
+  bool* is_right;
+
+  void operator()(const Tile& tile, int64_t i) const {
+    const auto rank = static_cast<uint64_t>(i % kSize);
+    const uint64_t large = (rank << 60) + rank;
+    is_right[i] = tile.rank() == i % kSize &&
+                  tile.lane.exchange(large, 3) == ((rank ^ 3) << 60) + (rank ^ 3) &&
+                  tile.broadcast(static_cast<int>(rank), 5) == 5 &&
+                  tile.ballot(rank % 3 == 0) == 0b01001001 && tile.minimum(20 - static_cast<int>(rank)) == 13;
+  }
+};
+
+// As many exchanges as the member's number, if a condition depends on it.
+struct Parting {
+  static constexpr int kGroup = kSize;
+  bool is_apart;
+
+  void operator()(const Tile& tile, int64_t) const {
+    for (int k = 0; k < (is_apart ? tile.rank() : 3); ++k) tile.ballot(true);
+  }
+};
+
+// Votes, where one member waits for the others' writes.
+struct Mixing {
+  static constexpr int kGroup = kSize;
+
+  void operator()(const Tile& tile, int64_t) const {
+    if (tile.rank() == 4) return tile.sync();
+    tile.ballot(true);
+  }
+};
+
+// Writes what a neighbour reads, without and with a meeting in between.
+struct Racing {
+  static constexpr int kGroup = kSize;
+  bool is_safe;
+  int* cells;
+  int* seen;
+
+  void operator()(const Tile& tile, int64_t i) const {
+    cells[kSize * i + tile.rank()] = 1;
+    if (is_safe) tile.sync();
+    seen[kSize * i + tile.rank()] = cells[kSize * i + (tile.rank() + 1) % kSize];
+  }
+};
+
+// Whether a step ends the process.
+template <class Step>
+bool aborts(const Step& step) {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (freopen("/dev/null", "w", stderr) == nullptr) _exit(1);
+    LockstepExecutor().each(3, step);
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
+}
+
+}  // namespace
+
+int main() {
+  Checks checks;
+  constexpr int64_t kCount = 1000;
+  bool is_right[kCount] = {};
+  LockstepExecutor().each(kCount, Exchanging{is_right});
+  for (const bool is : is_right) checks.expect(is, "an exchange");
+  checks.expect(!aborts(Parting{false}), "members that exchange as often as each other");
+  checks.expect(aborts(Parting{true}), "members that exchange more often than others");
+  checks.expect(aborts(Mixing{}), "members that exchange something else");
+  for (const bool is_safe : {false, true}) {
+    constexpr int64_t kTiles = 100;
+    int cells[kTiles * kSize] = {};
+    int seen[kTiles * kSize] = {};
+    LockstepExecutor().each(kTiles, Racing{is_safe, cells, seen});
+    const bool are_all = std::ranges::all_of(seen, [](int one) { return one == 1; });
+    checks.expect(are_all == is_safe, "what a neighbour wrote is seen after a meeting only");
+  }
+  return checks.finish();
+}
