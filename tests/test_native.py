@@ -76,19 +76,35 @@ def gpu():
     return listed.startswith("GPU")
 
 
-@pytest.fixture(scope="module")
-def device_driver(gpu, tmp_path_factory):
-    """The program that runs all operations on a GPU and on the host."""
+def compile_kernels(program, sources, flags):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc: the CUDA kernels cannot be compiled")
-    program = str(tmp_path_factory.mktemp("cuda") / "device_driver")
-    flags = ["-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--Werror=all-warnings"]
-    flags += ["-arch=native" if gpu else "-arch=sm_90"]
-    flags += ["-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
-    built = run([nvcc, *flags, *INCLUDES, str(HERE / "device_driver.cu"), "-o", program])
+    flags = [*flags, "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0"]
+    flags += ["--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
+    built = run([nvcc, *flags, *INCLUDES, *(str(HERE / name) for name in sources), "-o", program])
     assert built.returncode == 0, tail(built)
     return program
+
+
+@pytest.fixture(scope="module")
+def device_driver(gpu, tmp_path_factory):
+    """The program that runs all operations on a GPU and on the host."""
+    program = str(tmp_path_factory.mktemp("cuda") / "device_driver")
+    return compile_kernels(
+        program, ["device_driver.cu"], ["-arch=native" if gpu else "-arch=sm_90"]
+    )
+
+
+def test_operations_launch_kernels_and_do_nothing_else(tmp_path):
+    """With a runtime that has nothing else; and CUB takes no more storage than is reserved."""
+    architectures = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90, 100)]
+    program = compile_kernels(
+        str(tmp_path / "test_launches"),
+        ["test_launches.cu", "no_device.cc"],
+        [*architectures, "-cudart=none"],
+    )
+    assert_all_passed(run([program]))
 
 
 def test_the_kernels_compile_without_a_warning(device_driver):

@@ -1,0 +1,116 @@
+// What the CUDA executor asks the runtime for, whatever the batch: nothing but what no_device.cc has, and no
+// array is touched; CUB finds the temporary storage that was reserved for it; no grid is larger than a
+// device's. Prints the launches of each operation for a batch of 2^20.
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+#include "backends/cuda_executor.h"
+#include "binding/signature.h"
+#include "checks.h"
+#include "no_device.h"
+#include "ops/all.h"
+
+namespace {
+
+using namespace hkv;
+using testing::notes;
+
+// Arrays of a size, at addresses that belong to nobody.
+class SizeBinder {
+ public:
+  SizeBinder(int64_t n, int64_t choices, bool has_optional)
+      : n_(n), choices_(choices), has_optional_(has_optional) {}
+
+  template <class T>
+  void attribute(const char* name, T& value) const {
+    if (name == std::string_view("choices")) value = static_cast<T>(choices_);
+    if (name == std::string_view("p")) value = kTargets;
+    if (name == std::string_view("devices")) value = kTargets;
+    if (name == std::string_view("inner")) value = 1;
+    for (const std::string_view axis : {"e", "c", "S", "count"}) {
+      if (name == axis) value = static_cast<T>(n_);
+    }
+  }
+  template <class T>
+  void inout(const char* name, T& array, const char* shape) {
+    in(name, array, shape);
+  }
+  template <class T>
+  void out(const char* name, T& array, const char* shape) {
+    in(name, array, shape);
+  }
+  template <class T>
+  void in(const char*, Array<T>& array, const char* shape) {
+    array = {reinterpret_cast<T*>(address()), rows_of(shape)};
+  }
+  void in(const char*, RowsView& rows, const char* shape) {
+    constexpr int64_t kWidth = 64;
+    rows = {reinterpret_cast<char*>(address()), RowType::kFloat32, rows_of(shape), kWidth, 4 * kWidth};
+  }
+  void in_floats(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
+  void inout_floats(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
+  void in_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
+  void out_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
+
+ private:
+  static constexpr int64_t kTargets = 8;
+
+  uintptr_t address() { return (++arrays_ << 40) + 256; }
+
+  int64_t rows_of(const char* shape) const {
+    const std::string axis = std::string(shape).substr(0, std::string(shape).find(' '));
+    if (axis == "1" || axis == "2") return std::stoll(axis);
+    if (axis == "B") return std::min<int64_t>(n_ / kLanes + 1, int64_t{1} << 23);
+    if (axis == "p") return kTargets;
+    if (axis.ends_with('?')) return has_optional_ ? n_ : 0;
+    return n_ + (axis.ends_with("+1") ? 1 : 0);
+  }
+
+  const int64_t n_;
+  const int64_t choices_;
+  const bool has_optional_;
+  uintptr_t arrays_ = 0;
+};
+
+template <class Operation>
+void run(testing::Checks& checks, int64_t n, int64_t choices, bool has_optional) {
+  Operation operation;
+  SizeBinder binder(n, choices, has_optional);
+  operation.describe(binder);
+  Arena arena(reinterpret_cast<void*>(uintptr_t{1} << 40));
+  reserve<CudaExecutor>(operation, arena);
+  CudaExecutor executor(nullptr);
+  operation.run(executor);
+  const std::string where =
+      std::string(Operation::kName) + " of " + std::to_string(n) + " on sm_" + std::to_string(notes.sm);
+  checks.expect(executor.failure().empty(), where + ": " + executor.failure());
+  checks.expect(notes.grids_are_possible, where + ": a grid that no device has");
+}
+
+}  // namespace
+
+int main() {
+  testing::Checks checks;
+  for (const int sm : {80, 90, 100}) {
+    notes.sm = sm;
+    for (int power = 0; power <= 30; ++power) {
+      for (const int64_t more : {-1, 0, 1}) {
+        const int64_t n = (int64_t{1} << power) + more;
+        AllOperations::visit([&]<class Operation>() {
+          for (const int64_t choices : {1, 2}) run<Operation>(checks, n, choices, more != 0);
+        });
+      }
+    }
+  }
+  AllOperations::visit([&]<class Operation>() {
+    for (const int64_t choices : {1, 2}) {
+      notes.launches = 0;
+      run<Operation>(checks, int64_t{1} << 20, choices, false);
+      std::printf("%s, %d candidates: %d launches\n", Operation::kName, static_cast<int>(choices),
+                  static_cast<int>(notes.launches));
+    }
+  });
+  return checks.finish();
+}
