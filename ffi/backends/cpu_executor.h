@@ -131,11 +131,6 @@ class CpuExecutor {
     each(count, first);
     each(count, second);
   }
-  template <class Step>
-  void each_up_to(const int32_t* count, int64_t, const Step& step) const {
-    each(*count, step);
-  }
-
   // Exclusive prefix sums. Short work beside the steps around it: one thread.
   static int64_t scan_bytes(int64_t) { return 0; }
   void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
@@ -146,38 +141,41 @@ class CpuExecutor {
     }
   }
 
-  // The items with a target, ordered by (target, item).
   static int64_t group_bytes(int64_t n) {
     Arena arena;
     GroupScratch(arena, n);
     return static_cast<int64_t>(arena.used());
   }
-  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
-             int32_t* count, char* memory) const {
+  void group(Groups& groups, char* memory) const {
     Arena arena(memory);
-    const GroupScratch scratch(arena, n);
-    Partition partition(n);
+    const GroupScratch scratch(arena, groups.n);
+    Partition partition(groups.n);
     const int64_t parts = partition.parts();
+    const int64_t limit = groups.limit;
+    const uint32_t* targets = groups.targets.current;
     const bool is_ordered = limit <= parts;  // a part for each target: what stands there is in order
     partition.run(
         workers_, scratch.table,
         [=](int64_t i) -> int64_t {
-          if (targets[i] < 0 || is_ordered) return targets[i];
-          return targets[i] * parts / limit;
+          const int64_t target = targets[i];
+          if (target == limit) return -1;
+          return is_ordered ? target : target * parts / limit;
         },
         [=](int64_t i, int64_t at) {
-          scratch.pairs[at] = (static_cast<uint64_t>(targets[i]) << 32) | static_cast<uint64_t>(i);
+          scratch.pairs[at] = (uint64_t{targets[i]} << 32) | static_cast<uint64_t>(i);
         });
-    *count = static_cast<int32_t>(partition.total());
     workers_.run(parts, [&](int64_t part) {
       uint64_t* begin = scratch.pairs + partition.begin_of(part);
       uint64_t* end = scratch.pairs + partition.begin_of(part + 1);
       if (!is_ordered) std::sort(begin, end);
       for (uint64_t* pair = begin; pair != end; ++pair) {
-        items[pair - scratch.pairs] = static_cast<int32_t>(*pair & 0xffffffff);
-        grouped_targets[pair - scratch.pairs] = static_cast<int32_t>(*pair >> 32);
+        groups.items.other[pair - scratch.pairs] = static_cast<int32_t>(*pair & 0xffffffff);
+        groups.targets.other[pair - scratch.pairs] = static_cast<uint32_t>(*pair >> 32);
       }
     });
+    groups.items.turn();
+    groups.targets.turn();
+    groups.count = partition.total();
   }
 
   static int64_t unique_bytes(int64_t n) {

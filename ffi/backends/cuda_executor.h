@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 #include <limits>
@@ -81,18 +82,16 @@ struct DeviceLane {
 template <int kSize>
 using DeviceGroup = std::conditional_t<kSize == 1, SerialGroup, TileGroup<kSize, DeviceLane<kSize>>>;
 
-// `limit`, unless null, is a second bound, known to the device only.
 template <class Step>
-__global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>())
-    run_step(int64_t count, const int32_t* limit, Step step) {
+__global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>()) run_step(int64_t count, Step step) {
   const int64_t thread = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
   if constexpr (kHasOwnIndex<Step>) {
     const int64_t first = thread - thread % Step::kGroup;
-    if (first >= count || (limit != nullptr && first >= *limit)) return;
+    if (first >= count) return;
     step(DeviceGroup<Step::kGroup>{}, thread);
   } else {
     const int64_t index = thread / Step::kGroup;
-    if (index >= count || (limit != nullptr && index >= *limit)) return;
+    if (index >= count) return;
     step(DeviceGroup<Step::kGroup>{}, index);
   }
 }
@@ -111,18 +110,13 @@ class CudaExecutor {
 
   template <class Step>
   void each(int64_t count, const Step& step) {
-    launch(count, nullptr, step);
+    launch(count, step);
   }
   // The second step takes from registers what the first one returns.
   template <class First, class Second>
   void each(int64_t count, const First& first, const Second& second) {
-    launch(count, nullptr, Chain<First, Second>{first, second});
+    launch(count, Chain<First, Second>{first, second});
   }
-  template <class Step>
-  void each_up_to(const int32_t* count, int64_t bound, const Step& step) {
-    launch(bound, count, step);
-  }
-
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
   void scan(int64_t n, const int32_t* terms, int32_t* sums, char* scratch) {
     if (n == 0) return;
@@ -131,24 +125,21 @@ class CudaExecutor {
     });
   }
 
-  // By the lowest `bits` bits of the keys, stable.
-  static int64_t sort_bytes(int64_t n) { return cub_bytes(n); }
-  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char* scratch) {
-    cub::DoubleBuffer<uint32_t> key_buffers(keys.current, keys.other);
+  static int64_t group_bytes(int64_t n) { return cub_bytes(n); }
+  void group(Groups& groups, char* scratch) {
+    if (groups.n == 0) return;
+    Flip<uint32_t>& targets = groups.targets;
+    Flip<int32_t>& items = groups.items;
+    cub::DoubleBuffer<uint32_t> target_buffers(targets.current, targets.other);
     cub::DoubleBuffer<int32_t> item_buffers(items.current, items.other);
-    call_cub(n, scratch, [&](void* storage, size_t& bytes) {
-      return cub::DeviceRadixSort::SortPairs(storage, bytes, key_buffers, item_buffers, static_cast<int>(n),
-                                             0, bits, stream_);
+    const int bits = std::bit_width(static_cast<uint64_t>(groups.limit));
+    call_cub(groups.n, scratch, [&](void* storage, size_t& bytes) {
+      return cub::DeviceRadixSort::SortPairs(storage, bytes, target_buffers, item_buffers,
+                                             static_cast<int>(groups.n), 0, bits, stream_);
     });
-    if (key_buffers.Current() == keys.current) return;
-    keys.turn();
+    if (target_buffers.Current() == targets.current) return;
+    targets.turn();
     items.turn();
-  }
-
-  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<CudaExecutor>(n); }
-  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
-             int32_t* count, char* scratch) {
-    grouping::run(*this, n, targets, limit, items, grouped_targets, count, scratch);
   }
 
   static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<CudaExecutor>(n); }
@@ -192,12 +183,12 @@ class CudaExecutor {
   }
 
   template <class Step>
-  void launch(int64_t count, const int32_t* limit, const Step& step) {
+  void launch(int64_t count, const Step& step) {
     if (count == 0 || failed()) return;
     static_assert(kBlockThreads % Step::kGroup == 0, "no tile straddles two blocks");
     constexpr int64_t kIndices = kHasOwnIndex<Step> ? kBlockThreads : kBlockThreads / Step::kGroup;
     const int64_t blocks = (count + kIndices - 1) / kIndices;
-    run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, limit, step);
+    run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, step);
     check(cudaGetLastError(), "a kernel launch");
   }
 

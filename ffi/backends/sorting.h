@@ -1,93 +1,13 @@
-// Grouping and distinct keys for machines of very many workers, whose way of ordering a batch is a stable
-// radix sort: the steps around the sort, for any executor that has
-//   sort(n, keys, items, bits, scratch)   stable, by the lowest bits of the keys; sort_bytes(n) of scratch
-// besides each, scan and zero. No worker meets more than one item of a run of equal keys.
+// Distinct keys for machines of very many workers: for any executor whose workers group a batch, scan it and
+// run a step together. No worker meets more than one occurrence of a key.
 #pragma once
 
 #include <algorithm>
 #include <bit>
-#include <utility>
 
 #include "ops/unique.h"
 
 namespace hkv {
-
-// An array and room for its next form: whoever writes that turns it over.
-template <class T>
-struct Flip {
-  T* current;
-  T* other;
-
-  void turn() { std::swap(current, other); }
-};
-
-// The items with a target, ordered by (target, item).
-namespace grouping {
-
-struct Prepare {
-  static constexpr int kGroup = 1;
-  const int32_t* targets;
-  uint32_t last;  // stands for "no target", behind all others
-  uint32_t* keys;
-  int32_t* items;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    keys[i] = targets[i] < 0 ? last : static_cast<uint32_t>(targets[i]);
-    items[i] = static_cast<int32_t>(i);
-  }
-};
-
-struct Finish {
-  static constexpr int kGroup = 1;
-  int64_t n;
-  uint32_t last;
-  const uint32_t* sorted_keys;
-  const int32_t* sorted_items;
-  int32_t* items;
-  int32_t* grouped_targets;
-  int32_t* count;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    items[i] = sorted_items[i];
-    grouped_targets[i] = static_cast<int32_t>(sorted_keys[i]);
-    const bool has_target = sorted_keys[i] != last;
-    if (i == 0 && !has_target) *count = 0;
-    if (has_target && (i + 1 == n || sorted_keys[i + 1] == last)) *count = static_cast<int32_t>(i + 1);
-  }
-};
-
-struct Scratch {
-  template <class Executor>
-  static Scratch take(Arena& arena, int64_t n) {
-    return {{arena.take<uint32_t>(n), arena.take<uint32_t>(n)},
-            {arena.take<int32_t>(n), arena.take<int32_t>(n)},
-            arena.take<char>(Executor::sort_bytes(n))};
-  }
-  Flip<uint32_t> keys;
-  Flip<int32_t> items;
-  char* sorting;
-};
-
-template <class Executor>
-int64_t scratch_bytes(int64_t n) {
-  Arena arena;
-  Scratch::take<Executor>(arena, n);
-  return static_cast<int64_t>(arena.used());
-}
-
-template <class Executor>
-void run(Executor& executor, int64_t n, const int32_t* targets, int64_t limit, int32_t* items,
-         int32_t* grouped_targets, int32_t* count, char* memory) {
-  if (n == 0) return executor.zero(count, sizeof(int32_t));
-  Arena arena(memory);
-  auto [keys, sorted, sorting] = Scratch::take<Executor>(arena, n);
-  const auto last = static_cast<uint32_t>(limit);
-  executor.each(n, Prepare{targets, last, keys.current, sorted.current});
-  executor.sort(n, keys, sorted, std::bit_width(last), sorting);
-  executor.each(n, Finish{n, last, keys.current, sorted.current, items, grouped_targets, count});
-}
-
-}  // namespace grouping
 
 // The steps of `unique`: a hash table of the batch, in which every key's cell comes to hold the key's first
 // position, whoever comes first; then the keys are numbered, and the positions grouped by those numbers.
@@ -97,25 +17,25 @@ namespace distinct {
 struct Scratch {
   template <class Executor>
   static Scratch take(Arena& arena, int64_t n) {
-    const int64_t others = std::max(grouping::scratch_bytes<Executor>(n), Executor::scan_bytes(n));
     const int64_t cells = cells_for(n);
     return {cells,
-            arena.take<uint32_t>(cells),
+            arena.take<uint32_t>(cells + 1),
             arena.take<int32_t>(n),
             arena.take<int32_t>(n),
             arena.take<int32_t>(n),
-            arena.take<int32_t>(n),
-            arena.take<int32_t>(1),
-            arena.take<char>(others)};
+            Groups::take(arena, n, n),
+            arena.take<char>(std::max(Executor::group_bytes(n), Executor::scan_bytes(n)))};
   }
   int64_t cell_count;      // a power of two
-  uint32_t* cells;         // the complement of the first position so far; 0: empty
-  int32_t* places;         // of i: the cell of its key, or -1
-  int32_t* firsts;         // of i: 1 at the first occurrence of a key
+  uint32_t* cells;  // the complement of the first position so far; 0: empty. Behind them: see `masked`
+  int32_t* places;  // of i: the cell of its key, or -1
+  int32_t* firsts;  // of i: 1 at the first occurrence of a key
   int32_t* firsts_before;  // of i: their exclusive sums, the numbers of the keys
-  int32_t* numbers;        // of the grouped positions
-  int32_t* valid_count;
+  Groups groups;  // of positions: by the number of the key
   char* others;
+
+  // How many positions have no key. It begins at zero as the cells do.
+  HKV_HOST_DEVICE int32_t* masked() const { return reinterpret_cast<int32_t*>(cells + cell_count); }
 
  private:
   // At least two for each key, so that probes are short, as far as an int32 can number them.
@@ -143,6 +63,7 @@ struct Claim {
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t index) const {
     const int64_t i = begin + index;
+    if (!state.valid[i]) atomic_add(state.masked(), 1);
     state.places[i] = state.valid[i] ? static_cast<int32_t>(cell_of(~static_cast<uint32_t>(i), i)) : -1;
   }
 
@@ -179,7 +100,9 @@ struct NumberKeys {
     const int64_t count = total_of(state.n, state.firsts, state.firsts_before);
     if (i == 0) *state.out.count = static_cast<int32_t>(count);
     if (i >= count) state.out.unique_keys[i] = Words::of(0);
-    state.out.inverse[i] = state.places[i] < 0 ? -1 : state.firsts_before[state.first_of(i)];
+    const int32_t number = state.places[i] < 0 ? -1 : state.firsts_before[state.first_of(i)];
+    state.out.inverse[i] = number;
+    state.groups.set(i, number < 0 ? state.groups.limit : number);
     if (state.firsts[i]) state.out.unique_keys[state.firsts_before[i]] = state.keys[i];
   }
 };
@@ -190,14 +113,10 @@ struct MarkGroups {
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    const int64_t total = *state.valid_count;
+    const int64_t total = state.n - *state.masked();
     if (j >= *state.out.count) state.out.offsets[j] = static_cast<int32_t>(total);
-    if (j < total) {
-      const int32_t u = state.numbers[j];
-      if (j == 0 || state.numbers[j - 1] != u) state.out.offsets[u] = static_cast<int32_t>(j);
-    } else if (j < state.n) {
-      state.out.order[j] = -1;
-    }
+    if (state.groups.is_head(j)) state.out.offsets[state.groups.target(j)] = static_cast<int32_t>(j);
+    if (j < state.n) state.out.order[j] = j < total ? state.groups.item(j) : -1;
   }
 };
 
@@ -216,8 +135,8 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
     return executor.zero(out.offsets, sizeof(int32_t));
   }
   Arena arena(memory);
-  const State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
-  executor.zero(state.cells, state.cell_count * static_cast<int64_t>(sizeof(uint32_t)));
+  State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
+  executor.zero(state.cells, (state.cell_count + 1) * static_cast<int64_t>(sizeof(uint32_t)));
   // Thousands of workers must not ask for one cell at once. Frequent keys are among the first positions, and
   // who finds an earlier position of its key there has nothing to write.
   constexpr int64_t kMostAhead = 4096;
@@ -227,7 +146,7 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
   executor.each(n, MarkFirst{state});
   executor.scan(n, state.firsts, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
-  grouping::run(executor, n, out.inverse, n, out.order, state.numbers, state.valid_count, state.others);
+  executor.group(state.groups, state.others);
   executor.each(n + 1, MarkGroups{state});
 }
 

@@ -104,6 +104,49 @@ class Arena {
   size_t used_ = 0;
 };
 
+// An array and room for its next form: whoever writes that turns it over.
+template <class T>
+struct Flip {
+  T* current = nullptr;
+  T* other = nullptr;
+
+  void turn() {
+    T* const written = other;
+    other = current;
+    current = written;
+  }
+};
+
+// Items 0 to n - 1 and their targets. A step sets them all; after Executor::group those that have a target
+// stand first, ordered by (target, item), and the others, as far as they stand anywhere, behind them.
+struct Groups {
+  int64_t n = 0;
+  int64_t limit = 0;  // targets are below; "none" is the limit itself
+  int64_t count = 0;  // places to look at, after grouping
+  Flip<uint32_t> targets;
+  Flip<int32_t> items;
+
+  static Groups take(Arena& arena, int64_t n, int64_t limit) {
+    const Flip<uint32_t> targets = {arena.take<uint32_t>(n), arena.take<uint32_t>(n)};
+    return {n, limit, n, targets, {arena.take<int32_t>(n), arena.take<int32_t>(n)}};
+  }
+
+  HKV_HOST_DEVICE void set(int64_t item, int64_t target) const {
+    targets.current[item] = static_cast<uint32_t>(target);
+    items.current[item] = static_cast<int32_t>(item);
+  }
+
+  HKV_HOST_DEVICE int32_t item(int64_t place) const { return items.current[place]; }
+  HKV_HOST_DEVICE int64_t target(int64_t place) const { return targets.current[place]; }
+  HKV_HOST_DEVICE bool is_in_run(int64_t place, int64_t of_target) const {
+    return place < count && target(place) == of_target;
+  }
+  HKV_HOST_DEVICE bool has_item(int64_t place) const { return place < count && target(place) != limit; }
+  HKV_HOST_DEVICE bool is_head(int64_t place) const {
+    return has_item(place) && (place == 0 || target(place - 1) != target(place));
+  }
+};
+
 // The leaves of the state that operations on the index take.
 struct IndexArrays {
   Array<uint32_t> clock;

@@ -15,12 +15,9 @@ struct RouteState {
   int64_t peers;
   int64_t capacity;  // places of a peer
 
-  int32_t* targets;  // of i, or -1
-  int32_t* items;    // of j: its position
-  int32_t* grouped_targets;
-  int32_t* grouped;  // how many j there are
-  int32_t* begins;   // of a peer: its first j
-  int32_t* ends;     // of a peer: behind its last j
+  Groups groups;    // of positions: by their peer
+  int32_t* begins;  // of a peer: its first j
+  int32_t* ends;    // of a peer: behind its last j
 
   int32_t* sent;
   int32_t* places;
@@ -32,13 +29,13 @@ struct ChoosePeer {
   RouteState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    state.targets[i] = state.valid[i] ? peer_of(state.keys[i].value()) : -1;
+    state.groups.set(i, state.valid[i] ? peer_of(state.keys[i].value()) : state.peers);
     state.places[i] = -1;
   }
 
  private:
-  HKV_HOST_DEVICE int32_t peer_of(Key key) const {
-    return static_cast<int32_t>(owner_of(key, state.devices) / state.inner % state.peers);
+  HKV_HOST_DEVICE int64_t peer_of(Key key) const {
+    return owner_of(key, state.devices) / state.inner % state.peers;
   }
 };
 
@@ -48,10 +45,10 @@ struct FindRuns {
   RouteState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    const int32_t peer = state.grouped_targets[j];
-    if (j == 0 || state.grouped_targets[j - 1] != peer) state.begins[peer] = static_cast<int32_t>(j);
-    const bool is_last = j + 1 == *state.grouped || state.grouped_targets[j + 1] != peer;
-    if (is_last) state.ends[peer] = static_cast<int32_t>(j + 1);
+    if (!state.groups.has_item(j)) return;
+    const int64_t peer = state.groups.target(j);
+    if (state.groups.is_head(j)) state.begins[peer] = static_cast<int32_t>(j);
+    if (!state.groups.is_in_run(j + 1, peer)) state.ends[peer] = static_cast<int32_t>(j + 1);
   }
 };
 
@@ -64,7 +61,7 @@ struct FillPlace {
     const int64_t rank = place % state.capacity;
     const int32_t begin = state.begins[peer];
     const int32_t count = state.ends[peer] - begin;
-    const int32_t item = rank < count ? state.items[begin + rank] : -1;
+    const int32_t item = rank < count ? state.groups.item(begin + rank) : -1;
     state.sent[place] = item;
     if (item >= 0) state.places[item] = static_cast<int32_t>(place);
     if (rank == 0) state.counts[peer] = count;
@@ -102,30 +99,26 @@ struct RouteKeys {
   template <class Executor>
   void reserve(Arena& arena) {
     const int64_t n = batch.rows;
-    workspace.targets = arena.take<int32_t>(n);
-    workspace.items = arena.take<int32_t>(n);
-    workspace.grouped_targets = arena.take<int32_t>(n);
-    workspace.grouped = arena.take<int32_t>(1);
-    workspace.begins = arena.take<int32_t>(peers);
-    workspace.ends = arena.take<int32_t>(peers);
+    workspace.groups = Groups::take(arena, n, peers);
+    workspace.begins = arena.take<int32_t>(2 * peers);
     scratch = arena.take<char>(Executor::group_bytes(n));
   }
 
   template <class Executor>
   void run(Executor& executor) const {
     const int64_t n = batch.rows;
-    const RouteState state = bound();
+    RouteState state = bound();
     executor.each(n, ChoosePeer{state});
-    executor.group(n, state.targets, peers, state.items, state.grouped_targets, state.grouped, scratch);
-    executor.zero(state.begins, peers * static_cast<int64_t>(sizeof(int32_t)));
-    executor.zero(state.ends, peers * static_cast<int64_t>(sizeof(int32_t)));
-    executor.each_up_to(state.grouped, n, FindRuns{state});
+    executor.group(state.groups, scratch);
+    executor.zero(state.begins, 2 * peers * static_cast<int64_t>(sizeof(int32_t)));
+    executor.each(state.groups.count, FindRuns{state});
     executor.each(peers * capacity, FillPlace{state});
   }
 
  private:
   RouteState bound() const {
     RouteState state = workspace;
+    state.ends = state.begins + peers;
     state.keys = batch.data;
     state.valid = valid.data;
     state.devices = devices;

@@ -28,8 +28,7 @@ struct UpsertState {
   // Per distinct key.
   Slot* unique_slots;
   int32_t* unique_status;
-  int32_t* named;    // the bucket of the first round
-  int32_t* targets;  // the bucket of this round, or -1
+  int32_t* named;     // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
   Words* evicted_keys;
   Score* evicted_scores;
@@ -38,11 +37,10 @@ struct UpsertState {
   uint64_t* pins;  // two words of lanes
   int32_t* loads;
 
-  // Keys grouped by the bucket of this round: the keys of a bucket are a run of items.
-  int32_t* items;
-  int32_t* buckets;
-  int32_t* grouped;
-  int32_t* rest;  // at the head of a run: its first item that found no empty lane; elsewhere, or none: -1
+  // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
+  Groups groups;
+  int32_t*
+      rest;  // at the head of a run: its first place whose key found no empty lane; elsewhere, or none: -1
 
   // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
   int32_t* victim_lanes;
@@ -51,13 +49,6 @@ struct UpsertState {
   HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
 
   HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
-
-  HKV_HOST_DEVICE bool is_in_run(int64_t item, int64_t bucket) const {
-    return item < *grouped && buckets[item] == bucket;
-  }
-  HKV_HOST_DEVICE bool is_head(int64_t item) const {
-    return item < *grouped && (item == 0 || buckets[item - 1] != buckets[item]);
-  }
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
 
@@ -145,6 +136,8 @@ struct ProbeKey {
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
     if (u >= n) return;
     state.unique_slots[u] = slot;
+    if (state.admit && state.table.choices == 1)
+      state.groups.set(u, is_pending ? bucket_of(u) : state.groups.limit);
     if (slot >= 0) return hit(u, slot, given);
     state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
     if (!is_pending) return;
@@ -161,6 +154,10 @@ struct ProbeKey {
     score = Words::of(state.scoring().of_hit(score.value(), given));
   }
 
+  HKV_HOST_DEVICE int64_t bucket_of(int64_t u) const {
+    return state.table.candidate(hash_of(state.unique_keys[u].value()), 0);
+  }
+
   HKV_HOST_DEVICE void announce(int64_t u) const {
     const uint64_t hash = hash_of(state.unique_keys[u].value());
     const int64_t first = state.table.candidate(hash, 0);
@@ -170,26 +167,22 @@ struct ProbeKey {
   }
 };
 
-// Round 1: the bucket that a new key names.
+// Round 1 with two candidates: the emptier one.
 struct ChooseByLoad {
   static constexpr int kGroup = 1;
   UpsertState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    state.targets[u] = state.named[u] = state.is_pending(u) ? bucket(u) : -1;
+    if (!state.is_pending(u)) return state.groups.set(u, state.groups.limit);
+    const uint64_t hash = hash_of(state.unique_keys[u].value());
+    const int64_t first = state.table.candidate(hash, 0);
+    const int64_t second = state.table.candidate(hash, 1);
+    const int64_t bucket = load(second) < load(first) ? second : first;
+    state.named[u] = static_cast<int32_t>(bucket);
+    state.groups.set(u, bucket);
   }
 
  private:
-  HKV_HOST_DEVICE int32_t bucket(int64_t u) const {
-    const TableView& table = state.table;
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    const int64_t first = table.candidate(hash, 0);
-    if (table.choices == 1) return static_cast<int32_t>(first);
-    const int64_t second = table.candidate(hash, 1);
-    const bool second_is_emptier = load(second) < load(first);
-    return static_cast<int32_t>(second_is_emptier ? second : first);
-  }
-
   HKV_HOST_DEVICE int64_t load(int64_t bucket) const {
     return int64_t{state.table.occupancy[bucket]} + state.loads[bucket];
   }
@@ -201,14 +194,11 @@ struct ChooseOther {
   UpsertState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    if (!state.is_pending(u)) {
-      state.targets[u] = -1;
-      return;
-    }
+    if (!state.is_pending(u)) return state.groups.set(u, state.groups.limit);
     const uint64_t hash = hash_of(state.unique_keys[u].value());
     const int64_t first = state.table.candidate(hash, 0);
     const bool named_first = state.named[u] == first;
-    state.targets[u] = static_cast<int32_t>(named_first ? state.table.candidate(hash, 1) : first);
+    state.groups.set(u, named_first ? state.table.candidate(hash, 1) : first);
   }
 };
 
@@ -229,7 +219,7 @@ struct ChooseByScore {
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool is_pending = u < n && state.is_pending(u);
-    if (u < n && !is_pending) state.targets[u] = -1;
+    if (u < n && !is_pending) state.groups.set(u, state.groups.limit);
     const int64_t first = u - group.rank();
     for_each_member(group, is_pending, [&](int member) { choose(group, first + member); });
   }
@@ -248,7 +238,7 @@ struct ChooseByScore {
     const bool second_is_lower =
         in_second.lane >= 0 && (in_first.lane < 0 || in_second.score < in_first.score);
     if (group.rank() != 0) return;
-    state.targets[u] = static_cast<int32_t>(second_is_lower ? second : first);
+    state.groups.set(u, second_is_lower ? second : first);
     const Candidate victim = second_is_lower ? in_second : in_first;
     state.victim_lanes[u] = victim.lane;
     state.victim_scores[u] = victim.score;
@@ -263,30 +253,31 @@ struct FillBucket {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (i < *state.grouped) prefetch(state.table.line(state.buckets[i]));
+    if (state.groups.has_item(i)) prefetch(state.table.line(state.groups.target(i)));
   }
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const bool is_head = state.is_head(i);
-    const int64_t bucket = is_head ? state.buckets[i] : 0;
+    const Groups& groups = state.groups;
+    const bool is_head = groups.is_head(i);
+    const int64_t bucket = is_head ? groups.target(i) : 0;
     const bool has_room = is_head && state.table.occupancy[bucket] < kLanes;
     LaneMask empty = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     group.sync();  // before a member writes to its bucket what the others have just read
-    int64_t item = i;
-    for (; empty.any() && state.is_in_run(item, bucket); ++item) {
+    int64_t place = i;
+    for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
-      insert(state.items[item], slot_of(bucket, lane));
+      insert(groups.item(place), slot_of(bucket, lane));
     }
     if (has_room) {
       state.set_pinned(bucket, pinned);
-      state.table.occupancy[bucket] += static_cast<int32_t>(item - i);
+      state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     }
-    if (i < *state.grouped) {
-      state.rest[i] = is_head && state.is_in_run(item, bucket) ? static_cast<int32_t>(item) : -1;
+    if (i < groups.count) {
+      state.rest[i] = is_head && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
     }
   }
 
@@ -307,7 +298,7 @@ struct EvictFromBucket {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.buckets[i]);
+    if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.groups.target(i));
   }
 
   template <Group G>
@@ -318,34 +309,35 @@ struct EvictFromBucket {
   }
 
  private:
-  // The first pending item of the run whose head this is, or -1.
+  // The place of the first pending key of the run whose head this is, or -1.
   HKV_HOST_DEVICE int32_t first_of(int64_t i) const {
-    if (is_after_filling) return i < *state.grouped ? state.rest[i] : -1;
-    return state.is_head(i) ? static_cast<int32_t>(i) : -1;
+    if (is_after_filling) return i < state.groups.count ? state.rest[i] : -1;
+    return state.groups.is_head(i) ? static_cast<int32_t>(i) : -1;
   }
 
-  // Each member looks for the next item that is let in, in steps of the group; the first of them replaces
+  // Each member looks for the next key that is let in, in steps of the group; the first of them replaces
   // the victim. Those before it are refused, by later victims too: their scores are higher.
   template <Group G>
-  HKV_HOST_DEVICE void replace_from(const G& group, int64_t item) const {
+  HKV_HOST_DEVICE void replace_from(const G& group, int64_t place) const {
     constexpr int kNone = 0x7fffffff;
-    const int64_t bucket = state.buckets[item];
+    const Groups& groups = state.groups;
+    const int64_t bucket = groups.target(place);
     const bool can_refuse = state.scoring().can_refuse();
     LaneMask pinned = state.pinned(bucket);
-    Candidate victim = is_after_filling ? lowest(group, bucket, pinned) : known_victim(item);
+    Candidate victim = is_after_filling ? lowest(group, bucket, pinned) : known_victim(groups.item(place));
     HKV_ROLLED while (victim.lane >= 0) {
-      int64_t own = item + group.rank();
-      bool exists = state.is_in_run(own, bucket);
-      while (can_refuse && exists && state.new_score(state.items[own]) < victim.score) {
+      int64_t own = place + group.rank();
+      bool exists = groups.is_in_run(own, bucket);
+      while (can_refuse && exists && state.new_score(groups.item(own)) < victim.score) {
         own += group.size();
-        exists = state.is_in_run(own, bucket);
+        exists = groups.is_in_run(own, bucket);
       }
       const int next = group.minimum(exists ? static_cast<int>(own) : kNone);
       if (next == kNone) return;
-      if (next == own) replace(state.items[own], slot_of(bucket, victim.lane), victim.score);
-      item = next + 1;
+      if (next == own) replace(groups.item(own), slot_of(bucket, victim.lane), victim.score);
+      place = next + 1;
       pinned.add(victim.lane);
-      if (!state.is_in_run(item, bucket)) return;
+      if (!groups.is_in_run(place, bucket)) return;
       group.sync();  // what has just been written is read next, though it is pinned
       victim = lowest(group, bucket, pinned);
     }
@@ -359,8 +351,7 @@ struct EvictFromBucket {
   }
 
   // Pins are what they were when the keys chose, and those that chose one bucket saw the same.
-  HKV_HOST_DEVICE Candidate known_victim(int64_t item) const {
-    const int32_t u = state.items[item];
+  HKV_HOST_DEVICE Candidate known_victim(int32_t u) const {
     return {state.victim_scores[u], state.victim_lanes[u]};
   }
 
@@ -492,15 +483,12 @@ struct Upsert {
     if (admit == 0) return;
     const int64_t n = unique_keys.rows;
     const int64_t buckets = index.digests.rows;
-    workspace.named = arena.take<int32_t>(n);
-    workspace.targets = arena.take<int32_t>(n);
     workspace.new_scores = arena.take<Score>(n);
-    workspace.items = arena.take<int32_t>(n);
-    workspace.buckets = arena.take<int32_t>(n);
-    workspace.grouped = arena.take<int32_t>(1);
+    workspace.groups = Groups::take(arena, n, buckets);
     workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
+    workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_lanes = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_scores = arena.take<Score>(choices == 2 ? n : 0);
     if (evicted > 0) {
@@ -555,24 +543,19 @@ struct Upsert {
   }
 
   template <class Executor>
-  void insert(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.each(n, ChooseByLoad{state});
-    group(executor, state, n);
-    executor.each_up_to(state.grouped, n, FillBucket{state});
+  void insert(Executor& executor, UpsertState state, int64_t n) const {
+    if (choices == 2) executor.each(n, ChooseByLoad{state});
+    executor.group(state.groups, scratch);
+    executor.each(state.groups.count, FillBucket{state});
     if (choices == 2) {
       executor.each(n, ChooseOther{state});
-      group(executor, state, n);
-      executor.each_up_to(state.grouped, n, FillBucket{state});
+      executor.group(state.groups, scratch);
+      executor.each(state.groups.count, FillBucket{state});
       executor.each(n, ChooseByScore{n, state});
-      group(executor, state, n);
+      executor.group(state.groups, scratch);
     }
-    executor.each_up_to(state.grouped, n, EvictFromBucket{choices == 1, state});
+    executor.each(state.groups.count, EvictFromBucket{choices == 1, state});
     executor.each(n, RefusePending{state});
-  }
-
-  template <class Executor>
-  void group(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.group(n, state.targets, state.table.buckets, state.items, state.buckets, state.grouped, scratch);
   }
 
   template <class Executor>

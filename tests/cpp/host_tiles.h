@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -138,24 +139,20 @@ class OrdersOnHost {
     std::exclusive_scan(terms, terms + n, sums, 0);
   }
 
-  static int64_t sort_bytes(int64_t) { return 0; }
-  void sort(int64_t n, Flip<uint32_t>& keys, Flip<int32_t>& items, int bits, char*) const {
-    const auto low_bits = [=](int32_t at) { return keys.current[at] << (32 - bits); };
-    std::vector<int32_t> order(static_cast<size_t>(n));
+  // By the bits that are needed, as the device does it.
+  static int64_t group_bytes(int64_t) { return 0; }
+  void group(Groups& groups, char*) const {
+    const int unused = 32 - std::bit_width(static_cast<uint32_t>(groups.limit));
+    const uint32_t* targets = groups.targets.current;
+    std::vector<int32_t> order(static_cast<size_t>(groups.n));
     std::iota(order.begin(), order.end(), 0);
-    std::ranges::stable_sort(order, {}, low_bits);
+    std::ranges::stable_sort(order, {}, [=](int32_t at) { return targets[at] << unused; });
     for (size_t at = 0; at < order.size(); ++at) {
-      keys.other[at] = keys.current[order[at]];
-      items.other[at] = items.current[order[at]];
+      groups.targets.other[at] = targets[order[at]];
+      groups.items.other[at] = groups.items.current[order[at]];
     }
-    keys.turn();
-    items.turn();
-  }
-
-  static int64_t group_bytes(int64_t n) { return grouping::scratch_bytes<Executor>(n); }
-  void group(int64_t n, const int32_t* targets, int64_t limit, int32_t* items, int32_t* grouped_targets,
-             int32_t* count, char* scratch) const {
-    grouping::run(self(), n, targets, limit, items, grouped_targets, count, scratch);
+    groups.targets.turn();
+    groups.items.turn();
   }
 
   static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<Executor>(n); }
@@ -198,10 +195,6 @@ class HostTileExecutor : public OrdersOnHost<HostTileExecutor> {
   template <class First, class Second>
   void each(int64_t count, const First& first, const Second& second) const {
     each(count, Chain<First, Second>{first, second});
-  }
-  template <class Step>
-  void each_up_to(const int32_t* count, int64_t, const Step& step) const {
-    each(*count, step);
   }
 
  private:

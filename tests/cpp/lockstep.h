@@ -153,10 +153,6 @@ class LockstepExecutor : public OrdersOnHost<LockstepExecutor> {
   void each(int64_t count, const First& first, const Second& second) const {
     each(count, Chain<First, Second>{first, second});
   }
-  template <class Step>
-  void each_up_to(const int32_t* count, int64_t, const Step& step) const {
-    each(*count, step);
-  }
 
  private:
   // Every number below count: an odd multiple of it modulo a power of two.
