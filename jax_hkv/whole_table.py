@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._keys import Keys
 from jax_hkv.index import MAX_SLOTS, NO_SLOT, Policy
 from jax_hkv.table import Entries, Table, check_table, entries_at, gather_values, jitted
@@ -33,7 +33,7 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
       table: to change.
       predicate: traceable; given Keys, scores (as Keys) and rows ``[c, dim]`` of a chunk of slots,
         it returns ``bool[c]``. Compare 64-bit numbers with :func:`less`, :func:`less_equal`,
-        :func:`equal`.
+        :func:`equal`. If it does not use the rows, they are not read.
 
     Returns:
       The table, and how many entries were removed.
@@ -247,7 +247,10 @@ def _matching(
     index, keys, scores, occupied = _index.read(table.index, offset, count)
     table = dataclasses.replace(table, index=index)
     slots = jnp.where(occupied, offset + _rows.positions(count), NO_SLOT)
-    table, values = gather_values(table, slots)
+    zeros = jnp.zeros((count, *table.values.shape[1:]), table.values.dtype)
+    _, values = match_varying((keys.words, zeros))
+    if _looks_at_rows(predicate, keys, scores, values):
+        table, values = gather_values(table, slots)
     matches = jnp.asarray(predicate(keys, scores, values))
     if matches.shape != (count,) or matches.dtype != jnp.bool_:
         raise TypeError(
@@ -255,6 +258,13 @@ def _matching(
             f"{matches.dtype}{list(matches.shape)}"
         )
     return table, keys, scores, values, jnp.where(matches, slots, NO_SLOT)
+
+
+def _looks_at_rows(predicate: Predicate, keys: Keys, scores: Keys, rows: jax.Array) -> bool:
+    """Whether what a predicate returns can depend on the rows, which take most time to read."""
+    traced = jax.make_jaxpr(predicate)(keys, scores, rows).jaxpr
+    read = [atom for equation in traced.eqns for atom in equation.invars] + list(traced.outvars)
+    return any(atom is traced.invars[-1] for atom in read)
 
 
 def _over_chunks(

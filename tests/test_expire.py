@@ -87,6 +87,22 @@ def test_expiry_copies_no_table_and_compiles_once_outside_jit():
     assert [text for text in records if "Compiling" in text] != []
 
 
+def test_rows_are_read_only_for_a_predicate_that_looks_at_them():
+    table = hkv.create(384, 3, policy=hkv.Policy.EPOCH_LRU)
+    by_key = lambda keys, scores, rows: hkv.less(keys, scores)  # noqa: E731
+    by_row = lambda keys, scores, rows: rows[:, 0] > 0  # noqa: E731
+    by_both = jax.jit(lambda keys, scores, rows: (rows[:, 0] > 0) & hkv.less(keys, scores))
+    calls = {
+        "expire": (lambda table: hkv.expire(table, 3), False),
+        "erase_if by key": (lambda table: hkv.erase_if(table, by_key), False),
+        "size_if by key": (lambda table: hkv.size_if(table, by_key), False),
+        "erase_if by row": (lambda table: hkv.erase_if(table, by_row), True),
+        "size_if by both": (lambda table: hkv.size_if(table, by_both), True),
+    }
+    for name, (call, reads) in calls.items():
+        assert ("gather_rows" in str(jax.make_jaxpr(call)(table))) == reads, name
+
+
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "CUSTOM"])
 def test_a_policy_without_epochs_is_named_with_the_remedy(policy):
     table = hkv.create(128, 2, policy=hkv.Policy[policy])
