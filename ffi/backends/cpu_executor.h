@@ -131,6 +131,7 @@ class CpuExecutor {
     each(count, first);
     each(count, second);
   }
+
   // Exclusive prefix sums. Short work beside the steps around it: one thread.
   static int64_t scan_bytes(int64_t) { return 0; }
   void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {

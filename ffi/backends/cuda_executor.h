@@ -6,7 +6,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <bit>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 #include <limits>
@@ -117,6 +116,7 @@ class CudaExecutor {
   void each(int64_t count, const First& first, const Second& second) {
     launch(count, Chain<First, Second>{first, second});
   }
+
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
   void scan(int64_t n, const int32_t* terms, int32_t* sums, char* scratch) {
     if (n == 0) return;
@@ -132,10 +132,9 @@ class CudaExecutor {
     Flip<int32_t>& items = groups.items;
     cub::DoubleBuffer<uint32_t> target_buffers(targets.current, targets.other);
     cub::DoubleBuffer<int32_t> item_buffers(items.current, items.other);
-    const int bits = std::bit_width(static_cast<uint64_t>(groups.limit));
     call_cub(groups.n, scratch, [&](void* storage, size_t& bytes) {
       return cub::DeviceRadixSort::SortPairs(storage, bytes, target_buffers, item_buffers,
-                                             static_cast<int>(groups.n), 0, bits, stream_);
+                                             static_cast<int>(groups.n), 0, groups.bits(), stream_);
     });
     if (target_buffers.Current() == targets.current) return;
     targets.turn();

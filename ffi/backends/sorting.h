@@ -26,12 +26,12 @@ struct Scratch {
             Groups::take(arena, n, n),
             arena.take<char>(std::max(Executor::group_bytes(n), Executor::scan_bytes(n)))};
   }
-  int64_t cell_count;      // a power of two
-  uint32_t* cells;  // the complement of the first position so far; 0: empty. Behind them: see `masked`
-  int32_t* places;  // of i: the cell of its key, or -1
-  int32_t* firsts;  // of i: 1 at the first occurrence of a key
+  int64_t cell_count;  // a power of two
+  uint32_t* cells;     // the complement of the first position so far; 0: empty. Behind them: see `masked`
+  int32_t* places;     // of i: the cell of its key, or -1
+  int32_t* firsts;     // of i: 1 at the first occurrence of a key
   int32_t* firsts_before;  // of i: their exclusive sums, the numbers of the keys
-  Groups groups;  // of positions: by the number of the key
+  Groups groups;       // of positions: by the number of the key
   char* others;
 
   // How many positions have no key. It begins at zero as the cells do.

@@ -105,7 +105,7 @@ HKV_HOST_DEVICE void encode_halves(RowType type, const float (&block)[kBlock], u
 template <int kBlock>
 HKV_HOST_DEVICE void load_block(RowType type, const char* row, int64_t first, int columns,
                                 float (&block)[kBlock]) {
-  if (columns != kBlock) {
+  if (columns != kBlock || type == RowType::kOther) {
     for (int c = 0; c < kBlock; ++c) block[c] = c < columns ? load_element(type, row, first + c) : 0.0f;
   } else if (type == RowType::kFloat32) {
     load_words<kBlock>(reinterpret_cast<const float*>(row) + first, block);
@@ -119,7 +119,7 @@ HKV_HOST_DEVICE void load_block(RowType type, const char* row, int64_t first, in
 template <int kBlock>
 HKV_HOST_DEVICE void store_block(RowType type, char* row, int64_t first, int columns,
                                  const float (&block)[kBlock]) {
-  if (columns != kBlock) {
+  if (columns != kBlock || type == RowType::kOther) {
     for (int c = 0; c < kBlock; ++c) {
       if (c < columns) store_element(type, row, first + c, block[c]);
     }
@@ -139,7 +139,9 @@ struct RawBlock {
 
   HKV_HOST_DEVICE void load(RowType type, const char* row, int64_t first) {
     if (type == RowType::kFloat32) {
-      load_words<kBlock>(reinterpret_cast<const uint32_t*>(row) + first, words);
+      float elements[kBlock];
+      load_words<kBlock>(reinterpret_cast<const float*>(row) + first, elements);
+      memcpy(words, elements, sizeof(elements));
     } else {
       uint16_t halves[kBlock];
       load_halves<kBlock>(reinterpret_cast<const uint16_t*>(row) + first, halves);
@@ -168,7 +170,10 @@ class BlockInMemory {
     if (is_copy()) load_block(type, row, first, kBlock, copy_);
   }
 
-  HKV_HOST_DEVICE float* elements() { return is_copy() ? copy_ : reinterpret_cast<float*>(row_) + first_; }
+  HKV_HOST_DEVICE float* elements() {
+    if (row_ == nullptr) return nullptr;
+    return is_copy() ? copy_ : reinterpret_cast<float*>(row_) + first_;
+  }
 
   HKV_HOST_DEVICE void store() {
     if (is_copy()) store_block(type_, row_, first_, kBlock, copy_);

@@ -88,7 +88,14 @@ struct SumTerms {
       float values[kBlock] = {};
       float weight;
       const char* row = row_of(span, term, weight);
-      if (row != nullptr) load_block(type, row, column, columns, values);
+      if (row != nullptr && type == RowType::kFloat32 && columns == kBlock) {
+        // Apart from load_block: with its other cases GCC's loop is 4 to 8 % slower (Adam, ids of a power
+        // law).
+        const float* elements = reinterpret_cast<const float*>(row) + column;
+        for (int c = 0; c < kBlock; ++c) values[c] = elements[c];
+      } else if (row != nullptr) {
+        load_block(type, row, column, columns, values);
+      }
       append(span, term, weight, values, sum);
     }
   }

@@ -16,6 +16,7 @@
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n. A name may also be an attribute.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 
 #include "core/bucket.h"
@@ -135,6 +136,9 @@ struct Groups {
     targets.current[item] = static_cast<uint32_t>(target);
     items.current[item] = static_cast<int32_t>(item);
   }
+
+  // Of a target, for a sort.
+  int bits() const { return std::bit_width(static_cast<uint64_t>(limit)); }
 
   HKV_HOST_DEVICE int32_t item(int64_t place) const { return items.current[place]; }
   HKV_HOST_DEVICE int64_t target(int64_t place) const { return targets.current[place]; }

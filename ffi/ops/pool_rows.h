@@ -36,7 +36,9 @@ class TreeSum {
   static constexpr int32_t kChunk = 1 << kShift;
   static constexpr int kUpperLevels = 6;  // 32^7 terms are more than an int32 counts
 
-  HKV_HOST_DEVICE int32_t terms_of(int level) const { return terms_ >> (kShift * level); }
+  HKV_HOST_DEVICE int32_t terms_of(int level) const {
+    return static_cast<int32_t>(int64_t{terms_} >> (kShift * level));
+  }
 
   template <class To, class From>
   static HKV_HOST_DEVICE void assign(To& to, const From& from) {
@@ -62,7 +64,7 @@ class TreeSum {
     for (int level = 1;; ++level) {
       const float (&own)[kBlock] = upper_[level - 1];
       const bool is_open = terms_of(level) % kChunk != 0;
-      const bool is_last = ((terms_ - 1) >> (kShift * (level + 1))) == 0;
+      const bool is_last = (int64_t{terms_ - 1} >> (kShift * (level + 1))) == 0;
       if (has_rest && is_open) {
         for (int c = 0; c < kBlock; ++c) sum_[c] = own[c] + sum_[c];
       } else if (!has_rest && (is_open || is_last)) {

@@ -258,14 +258,17 @@ struct UpdateRows {
       const StepScales scale = counts_rows ? rule.scales(step) : *scales;
       const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
       const float learning_rate = *rate;
+      const bool is_plain = has_float32_rows();
       float row_state = 0.0f;
       if constexpr (kRowwise) {
         row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(group, key, span);
       }
       for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1 && !kRowwise) {
-          if (!is_stochastic && columns == kBlock)
-            return in_place<kBlock>(key, span, slot, column, learning_rate, scale);
+          if (!is_stochastic && columns == kBlock) {
+            return is_plain ? in_place<kBlock, true>(key, span, slot, column, learning_rate, scale)
+                            : in_place<kBlock, false>(key, span, slot, column, learning_rate, scale);
+          }
         }
         float gradient[kBlock];
         float row[kBlock];
@@ -276,8 +279,8 @@ struct UpdateRows {
             load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
           }
         }
-        terms.sum_of(key, span, column, columns,
-                     gradient);  // last: the others are on their way meanwhile
+        // Last: the others are on their way meanwhile.
+        terms.sum_of(key, span, column, columns, gradient);
         for (int c = 0; c < kBlock; ++c) {
           float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
           rule(row[c], own, gradient[c], learning_rate, scale);
@@ -303,8 +306,15 @@ struct UpdateRows {
     }
 
    private:
-    // A whole block, which compilers turn into vector instructions from memory to memory.
-    template <int kBlock>
+    HKV_HOST_DEVICE bool has_float32_rows() const {
+      bool are = values.type == RowType::kFloat32;
+      for (int i = 0; i < Rule::kStates; ++i) are = are && states[i].type == RowType::kFloat32;
+      return are;
+    }
+
+    // A whole block, which compilers turn into vector instructions from memory to memory. Plain: of float32
+    // rows.
+    template <int kBlock, bool kIsPlain>
     HKV_HOST_DEVICE void in_place(int64_t key, const TermSpan& span, Slot slot, int64_t column,
                                   float learning_rate, const StepScales& scale) const {
       float sum[kBlock];
@@ -315,9 +325,12 @@ struct UpdateRows {
         terms.sum_of(key, span, column, kBlock, sum);
         gradient = sum;
       }
-      BlockInMemory<kBlock> row(values.type, values.row(slot), column);
-      BlockInMemory<kBlock> first(states[0].type, Rule::kStates > 0 ? states[0].row(slot) : nullptr, column);
-      BlockInMemory<kBlock> second(states[1].type, Rule::kStates > 1 ? states[1].row(slot) : nullptr, column);
+      const auto type_of = [](const RowsView& rows) { return kIsPlain ? RowType::kFloat32 : rows.type; };
+      BlockInMemory<kBlock> row(type_of(values), values.row(slot), column);
+      BlockInMemory<kBlock> first(type_of(states[0]), Rule::kStates > 0 ? states[0].row(slot) : nullptr,
+                                  column);
+      BlockInMemory<kBlock> second(type_of(states[1]), Rule::kStates > 1 ? states[1].row(slot) : nullptr,
+                                   column);
       float* const row_elements = row.elements();
       float* const state[kMostStates] = {first.elements(), second.elements()};
       HKV_INDEPENDENT

@@ -39,8 +39,7 @@ struct UpsertState {
 
   // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
   Groups groups;
-  int32_t*
-      rest;  // at the head of a run: its first place whose key found no empty lane; elsewhere, or none: -1
+  int32_t* rest;  // at the head of a run: the first place whose key found no empty lane; else, or none: -1
 
   // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
   int32_t* victim_lanes;

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
-#include <bit>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -142,7 +141,7 @@ class OrdersOnHost {
   // By the bits that are needed, as the device does it.
   static int64_t group_bytes(int64_t) { return 0; }
   void group(Groups& groups, char*) const {
-    const int unused = 32 - std::bit_width(static_cast<uint32_t>(groups.limit));
+    const int unused = 32 - groups.bits();
     const uint32_t* targets = groups.targets.current;
     std::vector<int32_t> order(static_cast<size_t>(groups.n));
     std::iota(order.begin(), order.end(), 0);

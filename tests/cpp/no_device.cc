@@ -1,6 +1,6 @@
 // A runtime for CUDA programs that are linked with -cudart none: it takes notes of launches and memsets, and
-// answers questions about a device. There is nothing else, so that a program which allocates, waits or copies
-// cannot be linked.
+// answers questions about a device. There is nothing else, so that a program which allocates or waits cannot
+// be linked; a copy is refused and noted.
 #include "no_device.h"
 
 #include <cuda_runtime_api.h>
@@ -66,6 +66,9 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
   return note_launch(grid, block, shared);
 }
+cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t) {
+  return note_launch(grid, block, shared);  // what nvcc 12 calls
+}
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
   return note_launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
 }
@@ -75,6 +78,7 @@ cudaError_t cudaMemsetAsync(void* address, int, size_t, cudaStream_t) {
 }
 // CUB's way of sorting by no bits at all, which nobody asks for.
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
+  ++notes.copies;
   return cudaErrorNotSupported;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
@@ -98,11 +102,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = notes.sm;  // CUB remembers what it was told of a device
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = 128;  // as many as CUB remembers
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }

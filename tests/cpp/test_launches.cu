@@ -86,6 +86,7 @@ void run(testing::Checks& checks, int64_t n, int64_t choices, bool has_optional)
   const std::string where =
       std::string(Operation::kName) + " of " + std::to_string(n) + " on sm_" + std::to_string(notes.sm);
   checks.expect(executor.failure().empty(), where + ": " + executor.failure());
+  checks.expect(notes.copies == 0, where + ": a copy");
   checks.expect(notes.grids_are_possible, where + ": a grid that no device has");
 }
 
@@ -95,6 +96,8 @@ int main() {
   testing::Checks checks;
   for (const int sm : {80, 90, 100}) {
     notes.sm = sm;
+    int asked = 0;
+    checks.expect(cub::PtxVersion(asked) == cudaSuccess && asked == 10 * sm, "CUB looks at another device");
     for (int power = 0; power <= 30; ++power) {
       for (const int64_t more : {-1, 0, 1}) {
         const int64_t n = (int64_t{1} << power) + more;
