@@ -135,13 +135,11 @@ HKV_HOST_DEVICE void store_block(RowType type, char* row, int64_t first, int col
 // A whole block as it lies in a row: what is asked for before it is looked at.
 template <int kBlock>
 struct RawBlock {
-  uint32_t words[kBlock] = {};  // elements of 16 bits fill a half
+  float words[kBlock] = {};  // or two elements of 16 bits each, in the first half of them
 
   HKV_HOST_DEVICE void load(RowType type, const char* row, int64_t first) {
     if (type == RowType::kFloat32) {
-      float elements[kBlock];
-      load_words<kBlock>(reinterpret_cast<const float*>(row) + first, elements);
-      memcpy(words, elements, sizeof(elements));
+      load_words<kBlock>(reinterpret_cast<const float*>(row) + first, words);
     } else {
       uint16_t halves[kBlock];
       load_halves<kBlock>(reinterpret_cast<const uint16_t*>(row) + first, halves);
