@@ -51,7 +51,7 @@ def _erase_matching(table: Table, predicate: Predicate) -> tuple[Table, jax.Arra
     table = dataclasses.replace(table, index=_index.tick(table.index))
 
     def body(table: Table, offset: jax.Array, erased: jax.Array) -> tuple[Table, jax.Array]:
-        table, _, _, _, slots = _matching(table, predicate, offset, _chunk(table))
+        table, slots = _matching(table, predicate, offset, _chunk(table))
         table = dataclasses.replace(table, index=_index.erase(table.index, slots))
         return table, erased + jnp.sum(slots >= 0, dtype=jnp.int32)
 
@@ -185,7 +185,7 @@ def _check_predicate(call: str, table: Any, predicate: Any) -> None:
 @jitted("predicate")
 def _size_if(table: Table, predicate: Predicate) -> jax.Array:
     def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
-        table, _, _, _, slots = _matching(table, predicate, offset, _chunk(table))
+        table, slots = _matching(table, predicate, offset, _chunk(table))
         return table, total + jnp.sum(slots >= 0, dtype=jnp.int32)
 
     return _over_chunks(table, body)[1]
@@ -228,7 +228,7 @@ def _checked_export(
 def _export(table: Table, predicate: Predicate | None, offset: jax.Array, count: int) -> Entries:
     chosen = None
     if predicate is not None:
-        table, _, _, _, slots = _matching(table, predicate, offset, count)
+        table, slots = _matching(table, predicate, offset, count)
         chosen = slots >= 0
     index, keys, scores, slots = _index.export(table.index, offset, count, chosen)
     table = dataclasses.replace(table, index=index)
@@ -242,8 +242,8 @@ def _chunk(table: Table) -> int:
 
 def _matching(
     table: Table, predicate: Predicate, offset: jax.Array, count: int
-) -> tuple[Table, Keys, Keys, jax.Array, jax.Array]:
-    """A chunk of slots: keys, scores, rows, and the slots of the entries that match (else -1)."""
+) -> tuple[Table, jax.Array]:
+    """Of a chunk of slots those whose entries match, else -1."""
     index, keys, scores, occupied = _index.read(table.index, offset, count)
     table = dataclasses.replace(table, index=index)
     slots = jnp.where(occupied, offset + _rows.positions(count), NO_SLOT)
@@ -257,7 +257,7 @@ def _matching(
             f"predicate must return bool[{count}], one for each key of the chunk, got "
             f"{matches.dtype}{list(matches.shape)}"
         )
-    return table, keys, scores, values, jnp.where(matches, slots, NO_SLOT)
+    return table, jnp.where(matches, slots, NO_SLOT)
 
 
 def _looks_at_rows(predicate: Predicate, keys: Keys, scores: Keys, rows: jax.Array) -> bool:

@@ -52,22 +52,23 @@ def assert_all_passed(result):
     assert closing.endswith(" passed, 0 failed") and not closing.startswith("0 "), tail(result)
 
 
-@pytest.mark.parametrize("name", ["test_numbers", "test_operations"])
-def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
+def assert_program_passes(name, tmp_path, *flags):
     program = str(tmp_path / name)
     built = run(
-        [find_compiler(), *FLAGS, sanitizer, *INCLUDES, str(HERE / f"{name}.cc"), "-o", program]
+        [find_compiler(), *FLAGS, *flags, *INCLUDES, str(HERE / f"{name}.cc"), "-o", program]
     )
     assert built.returncode == 0, tail(built)
     assert_all_passed(run([program]))
 
 
+@pytest.mark.parametrize("name", ["test_numbers", "test_operations"])
+def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
+    assert_program_passes(name, tmp_path, sanitizer)
+
+
 def test_members_of_a_tile_that_part_ways_are_found_out(tmp_path):
     """In lockstep, as all Python tests can run the CUDA backend's steps (CONTRIBUTING.md)."""
-    program = str(tmp_path / "test_lockstep")
-    built = run([find_compiler(), *FLAGS, *INCLUDES, str(HERE / "test_lockstep.cc"), "-o", program])
-    assert built.returncode == 0, tail(built)
-    assert_all_passed(run([program]))
+    assert_program_passes("test_lockstep", tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@
 #include <string>
 #include <type_traits>
 
-#include "backends/sorting.h"
+#include "backends/distinct.h"
 
 namespace hkv {
 

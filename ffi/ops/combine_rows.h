@@ -65,7 +65,7 @@ struct SumTerms {
   // terms before it adds the first: each is a row of its own somewhere in memory.
   template <int kBlock>
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
-    constexpr int kAhead = kBlock == 4 ? 4 : 1;  // what members of a tile have, as for_each_block says
+    constexpr int kAhead = kRowsAhead<kBlock>;
     const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
     for (float& element : sum) element = 0.0f;  // what compilers do not see: there is a first term
     int64_t term = 0;

@@ -85,6 +85,11 @@ HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor
   }
 }
 
+// Rows that a worker asks for before it looks at the first: some by a member of a tile, whose blocks are the
+// smaller ones.
+template <int kBlock>
+inline constexpr int kRowsAhead = kBlock == 4 ? 4 : 1;
+
 // Cuts a workspace into aligned arrays. Without a base it measures.
 class Arena {
  public:
@@ -136,6 +141,8 @@ struct Groups {
     targets.current[item] = static_cast<uint32_t>(target);
     items.current[item] = static_cast<int32_t>(item);
   }
+
+  HKV_HOST_DEVICE void leave_out(int64_t item) const { set(item, limit); }
 
   // Of a target, for a sort.
   int bits() const { return std::bit_width(static_cast<uint64_t>(limit)); }

@@ -127,9 +127,14 @@ struct PoolRows {
 
     HKV_HOST_DEVICE bool has_row(Slot slot) const { return slot >= 0 && slot < values.count; }
 
+    // Whether a sum of one row is the row.
+    HKV_HOST_DEVICE bool copies_rows() const {
+      return weights == nullptr && values.type == RowType::kFloat32;
+    }
+
     // The slot of a bag that is one row as it is, or none.
     HKV_HOST_DEVICE Slot only_slot(int64_t begin, int64_t end) const {
-      if (end - begin != 1 || weights != nullptr || values.type != RowType::kFloat32) return kNoSlot;
+      if (end - begin != 1 || !copies_rows()) return kNoSlot;
       return has_row(slots[begin]) ? slots[begin] : kNoSlot;
     }
   };
@@ -195,7 +200,7 @@ struct PoolRows {
     template <int kBlock, class Own>
     HKV_HOST_DEVICE void sum(int64_t begin, int64_t end, int64_t column, int columns,
                              TreeSum<kBlock, Own>& tree) const {
-      constexpr int kAhead = kBlock == 4 ? 4 : 1;  // what members of a tile have, as for_each_block says
+      constexpr int kAhead = kRowsAhead<kBlock>;
       HKV_ROLLED for (int64_t first = begin; first < end; first += kAhead) {
         if (column == 0) prefetch_ahead(first);
         Slot own[kAhead];
@@ -273,7 +278,7 @@ struct PoolRows {
     const float* factors = weights.rows > 0 ? weights.data : nullptr;
     const State state{init.initializer(), values, slots.rows, slots.data, splits.data, factors,
                       keys.data,          mask,   pooled};
-    if (factors == nullptr && values.type == RowType::kFloat32) executor.each(pooled.count, Copy{state});
+    if (state.copies_rows()) executor.each(pooled.count, Copy{state});
     executor.each(pooled.count, Sum{state});
   }
 };

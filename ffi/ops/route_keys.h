@@ -29,8 +29,9 @@ struct ChoosePeer {
   RouteState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    state.groups.set(i, state.valid[i] ? peer_of(state.keys[i].value()) : state.peers);
     state.places[i] = -1;
+    if (!state.valid[i]) return state.groups.leave_out(i);
+    state.groups.set(i, peer_of(state.keys[i].value()));
   }
 
  private:

@@ -47,6 +47,10 @@ struct UpsertState {
 
   HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
 
+  HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
+    return table.candidate(hash_of(unique_keys[u].value()), choice);
+  }
+
   HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
@@ -135,8 +139,7 @@ struct ProbeKey {
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
     if (u >= n) return;
     state.unique_slots[u] = slot;
-    if (state.admit && state.table.choices == 1)
-      state.groups.set(u, is_pending ? bucket_of(u) : state.groups.limit);
+    if (state.admit && state.table.choices == 1) choose(u, is_pending);
     if (slot >= 0) return hit(u, slot, given);
     state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
     if (!is_pending) return;
@@ -153,14 +156,14 @@ struct ProbeKey {
     score = Words::of(state.scoring().of_hit(score.value(), given));
   }
 
-  HKV_HOST_DEVICE int64_t bucket_of(int64_t u) const {
-    return state.table.candidate(hash_of(state.unique_keys[u].value()), 0);
+  HKV_HOST_DEVICE void choose(int64_t u, bool is_pending) const {
+    if (!is_pending) return state.groups.leave_out(u);
+    state.groups.set(u, state.candidate(u, 0));
   }
 
   HKV_HOST_DEVICE void announce(int64_t u) const {
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    const int64_t first = state.table.candidate(hash, 0);
-    const int64_t second = state.table.candidate(hash, 1);
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
     atomic_add(state.loads + first, 1);
     if (second != first) atomic_add(state.loads + second, 1);
   }
@@ -172,10 +175,9 @@ struct ChooseByLoad {
   UpsertState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    if (!state.is_pending(u)) return state.groups.set(u, state.groups.limit);
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    const int64_t first = state.table.candidate(hash, 0);
-    const int64_t second = state.table.candidate(hash, 1);
+    if (!state.is_pending(u)) return state.groups.leave_out(u);
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
     const int64_t bucket = load(second) < load(first) ? second : first;
     state.named[u] = static_cast<int32_t>(bucket);
     state.groups.set(u, bucket);
@@ -193,11 +195,10 @@ struct ChooseOther {
   UpsertState state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    if (!state.is_pending(u)) return state.groups.set(u, state.groups.limit);
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    const int64_t first = state.table.candidate(hash, 0);
+    if (!state.is_pending(u)) return state.groups.leave_out(u);
+    const int64_t first = state.candidate(u, 0);
     const bool named_first = state.named[u] == first;
-    state.groups.set(u, named_first ? state.table.candidate(hash, 1) : first);
+    state.groups.set(u, named_first ? state.candidate(u, 1) : first);
   }
 };
 
@@ -210,15 +211,13 @@ struct ChooseByScore {
 
   HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
     if (!state.is_pending(u)) return;
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    for (int choice = 0; choice < 2; ++choice)
-      prefetch_scores(state.table, state.table.candidate(hash, choice));
+    for (int choice = 0; choice < 2; ++choice) prefetch_scores(state.table, state.candidate(u, choice));
   }
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool is_pending = u < n && state.is_pending(u);
-    if (u < n && !is_pending) state.groups.set(u, state.groups.limit);
+    if (u < n && !is_pending) state.groups.leave_out(u);
     const int64_t first = u - group.rank();
     for_each_member(group, is_pending, [&](int member) { choose(group, first + member); });
   }
@@ -227,9 +226,8 @@ struct ChooseByScore {
   template <Group G>
   HKV_HOST_DEVICE void choose(const G& group, int64_t u) const {
     const TableView& table = state.table;
-    const uint64_t hash = hash_of(state.unique_keys[u].value());
-    const int64_t first = table.candidate(hash, 0);
-    const int64_t second = table.candidate(hash, 1);
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
     const auto first_scores = group.scores_of(table.scores + first * kLanes);
     const auto second_scores = group.scores_of(table.scores + second * kLanes);
     const Candidate in_first = group.lowest_score(first_scores, state.pinned(first));

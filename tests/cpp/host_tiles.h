@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "backends/sorting.h"
+#include "backends/distinct.h"
 
 namespace hkv::testing {
 
