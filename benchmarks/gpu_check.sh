@@ -4,8 +4,8 @@
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
 # Parts, in this order: build, suite, driver, sanitizers, benchmarks; without names, all. OUTDIR gets one
-# log a part, the benchmarks' JSON, and summary.json. No part and no test that has passed for the same sources
-# is run again, so that a call which ran out of time is finished by calling again. Python needs jax with
+# log a part, the benchmarks' JSON, and summary.json. No part, test or benchmark that has passed for the same
+# sources is run again, so that a call which ran out of time is finished by calling again. Python needs jax with
 # its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
 set -uo pipefail
 
@@ -75,20 +75,26 @@ sanitizers() {
   ((failures == 0))
 }
 
+benchmark() { # NAME COMMAND...: once for the same sources; what one shows does not wait for another
+  local name=$1 log=$out/benchmarks.done
+  shift
+  if [[ ! -s $out/$name.json ]] || ! grep -qsx "$sources $name" "$log"; then
+    "$@" --out "$out/$name.json" && echo "$sources $name" >>"$log"
+  fi
+}
+
 benchmarks() {
-  local peer=()
+  local peer=() failures=0
   if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     peer=(--peer-python "$python")
   fi
-  local failures=0 # what one shows does not wait for another
-  "$python" benchmarks/profile_step.py --out "$out/profile_step.json" || failures=$((failures + 1))
+  benchmark profile_step "$python" benchmarks/profile_step.py || ((++failures))
   nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
-    "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" --out "$out/table.json" ||
-    failures=$((failures + 1))
-  "$python" benchmarks/train_step.py "${peer[@]}" --out "$out/train_step.json" || failures=$((failures + 1))
-  "$python" benchmarks/skew.py --out "$out/skew.json" || failures=$((failures + 1))
-  "$python" benchmarks/soak.py --seconds 60 --out "$out/soak.json" || failures=$((failures + 1))
-  "$python" benchmarks/scaling.py --budget 60 --out "$out/scaling.json" || failures=$((failures + 1))
+    benchmark table "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" || ((++failures))
+  benchmark train_step "$python" benchmarks/train_step.py "${peer[@]}" || ((++failures))
+  benchmark skew "$python" benchmarks/skew.py || ((++failures))
+  benchmark soak "$python" benchmarks/soak.py --seconds 60 || ((++failures))
+  benchmark scaling "$python" benchmarks/scaling.py --budget 60 || ((++failures))
   ((failures == 0))
 }
 
@@ -110,7 +116,7 @@ run_part() {
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
     $(declare -p out python work site sources SKIPPED)
-    $(declare -f build suite compile_driver driver sanitizers benchmarks)
+    $(declare -f build suite compile_driver driver sanitizers benchmark benchmarks)
     $part" >"$out/$part.log" 2>&1
   status=$?
   case $status in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,50 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
     assert record["steps"] == 96 and len(record["compared"]) == 2
     assert record["digest"][0] != record["digest"][1]
+
+
+STAND_IN = """#!/usr/bin/env bash
+here=$(dirname "$0")
+[[ $1 == *.py ]] || exit 1
+basename "$1" >>"$here/calls"
+[[ $1 != *skew.py || -e $here/repaired ]] || exit 3
+while [[ $1 != --out ]]; do shift; done
+echo "{}" >"$2"
+"""
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_a_check_on_a_gpu_goes_on_where_it_stopped(tmp_path):
+    """With a program that stands in for Python: benchmarks that passed are not run again."""
+    for name in "python", "nvcc":
+        (tmp_path / name).write_text(STAND_IN if name == "python" else "#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    surroundings = os.environ | {"PATH": path, "PYTHON": "python", "TMPDIR": str(tmp_path)}
+
+    def check() -> list[str]:
+        (tmp_path / "calls").write_text("")
+        command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "out"), "benchmarks"]
+        status = subprocess.run(
+            command, env=surroundings, capture_output=True, check=False
+        ).returncode
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert summary["parts"]["benchmarks"].startswith("failed" if status else "passed")
+        return (tmp_path / "calls").read_text().split()
+
+    everything = [
+        "profile_step.py",
+        "table.py",
+        "train_step.py",
+        "skew.py",
+        "soak.py",
+        "scaling.py",
+    ]
+    assert check() == everything
+    assert check() == ["skew.py"]
+    (tmp_path / "repaired").touch()
+    assert check() == ["skew.py"]
+    assert check() == []
 
 
 PROFILE = """
