@@ -166,12 +166,14 @@ class CpuExecutor {
           scratch.pairs[at] = (uint64_t{targets[i]} << 32) | static_cast<uint64_t>(i);
         });
     workers_.run(parts, [&](int64_t part) {
-      uint64_t* begin = scratch.pairs + partition.begin_of(part);
-      uint64_t* end = scratch.pairs + partition.begin_of(part + 1);
-      if (!is_ordered) std::sort(begin, end);
-      for (uint64_t* pair = begin; pair != end; ++pair) {
-        groups.items.other[pair - scratch.pairs] = static_cast<int32_t>(*pair & 0xffffffff);
-        groups.targets.other[pair - scratch.pairs] = static_cast<uint32_t>(*pair >> 32);
+      const int64_t begin = partition.begin_of(part);
+      const int64_t end = partition.begin_of(part + 1);
+      const auto first = static_cast<uint32_t>((part * limit + parts - 1) / parts);  // of the part's targets
+      const auto last = static_cast<uint32_t>(((part + 1) * limit - 1) / parts);
+      const uint64_t* pairs = is_ordered ? scratch.pairs : sort_part(scratch, begin, end, first, last);
+      for (int64_t place = begin; place < end; ++place) {
+        groups.items.other[place] = static_cast<int32_t>(pairs[place] & 0xffffffff);
+        groups.targets.other[place] = static_cast<uint32_t>(pairs[place] >> 32);
       }
     });
     groups.items.turn();
@@ -196,8 +198,8 @@ class CpuExecutor {
           return shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
         },
         [=](int64_t i, int64_t at) {
-          scratch.positions[at] = static_cast<int32_t>(i);
-          scratch.keys[at] = keys[i].value();
+          scratch.items[at].key = keys[i].value();
+          scratch.items[at].position = static_cast<int32_t>(i);
         });
     workers_.run(partition.parts(), [&](int64_t part) {
       find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1));
@@ -212,32 +214,72 @@ class CpuExecutor {
  private:
   struct GroupScratch {
     GroupScratch(Arena& arena, int64_t n)
-        : table(arena.take<int32_t>(Partition(n).table_size())), pairs(arena.take<uint64_t>(n)) {}
+        : table(arena.take<int32_t>(Partition(n).table_size())),
+          pairs(arena.take<uint64_t>(n)),
+          others(arena.take<uint64_t>(n)) {}
     int32_t* table;
     uint64_t* pairs;  // (target, item)
+    uint64_t* others;  // room for them in another order
   };
 
-  // Items are positions ordered by part; a part's arrays are small enough to stay near.
+  // By target, and among equal ones as they stand: a radix sort. Where they are then.
+  static uint64_t* sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, uint32_t first,
+                             uint32_t last) {
+    constexpr int kMostBits = 10;  // of a digit: counters in 4 KiB
+    uint64_t* from = scratch.pairs;
+    uint64_t* to = scratch.others;
+    const int bits = std::bit_width(last - first);
+    const int digits = (bits + kMostBits - 1) / kMostBits;
+    for (int digit = 0; digit < digits; ++digit) {
+      const int shift = digit * bits / digits;
+      const uint32_t values = uint32_t{1} << ((digit + 1) * bits / digits - shift);
+      const auto value_of = [=](uint64_t pair) {
+        return ((static_cast<uint32_t>(pair >> 32) - first) >> shift) & (values - 1);
+      };
+      int32_t cursors[1 << kMostBits] = {};
+      for (int64_t place = begin; place < end; ++place) ++cursors[value_of(from[place])];
+      auto place = static_cast<int32_t>(begin);
+      for (uint32_t value = 0; value < values; ++value) {
+        const int32_t count = cursors[value];
+        cursors[value] = place;
+        place += count;
+      }
+      for (int64_t i = begin; i < end; ++i) to[cursors[value_of(from[i])]++] = from[i];
+      std::swap(from, to);
+    }
+    return from;
+  }
+
+  // What the parts of `unique` hold, in order of position.
+  struct Item {
+    Key key;
+    int32_t position;
+    int32_t first;  // the item of the key's first occurrence
+  };
+
+  // Of a position: if a key occurs first there, which and where its occurrences are listed.
+  struct Placement {
+    int32_t number;
+    int32_t offset;  // until keys have numbers, how many occurrences there are: 0 where no key is first
+  };
+
   struct UniqueScratch {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
-          positions(arena.take<int32_t>(n)),
-          keys(arena.take<Key>(n)),
+          items(arena.take<Item>(n)),
           cells(arena.take<int32_t>(kCells * n)),
-          firsts(arena.take<int32_t>(n)),
           cursors(arena.take<int32_t>(n)),
-          counts(arena.take<int32_t>(n)),
-          numbers(arena.take<int32_t>(n)) {}
+          placements(arena.take<Placement>(n)) {}
     static constexpr int64_t kCells = 4;  // cells of hash table for each item, before rounding down
     int32_t* table;
-    int32_t* positions;  // of items
-    Key* keys;           // of items
-    int32_t* cells;      // the parts' hash tables: items of first occurrences, or -1
-    int32_t* firsts;     // of items: the item of the key's first occurrence
-    int32_t* cursors;    // of items that are first: occurrences, later where the next one goes
-    int32_t* counts;     // of positions: occurrences of the key if this is its first, else 0
-    int32_t* numbers;    // of positions that are first: the key's number
+    Item* items;
+    int32_t* cells;  // the hash tables of large parts: items of first occurrences, or -1
+    int32_t* cursors;  // of items that are first: occurrences, later where the next one goes
+    Placement* placements;
   };
+
+  static constexpr int64_t kFar = 24;  // indices ahead: a few hundred nanoseconds, one miss of memory
+  static constexpr int64_t kNear = 12;  // half of that
 
   template <class Step>
   static constexpr int64_t grain_of() {
@@ -247,8 +289,6 @@ class CpuExecutor {
 
   template <class Step>
   static void run_steps(const Step& step, int64_t begin, int64_t end) {
-    constexpr int64_t kFar = 24;   // indices ahead: a few hundred nanoseconds, one miss of memory
-    constexpr int64_t kNear = 12;  // half of that
     for (int64_t i = begin; i < end; ++i) {
       if constexpr (requires { step.prefetch_far(i); }) {
         if (i + kFar < end) step.prefetch_far(i + kFar);
@@ -263,32 +303,44 @@ class CpuExecutor {
   // An open-addressing table over the items of one part, in order of position.
   static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end) {
     if (begin == end) return;
+    constexpr int64_t kLocalCells = UniqueScratch::kCells * 2 * Partition::kPartItems;
+    int32_t local[kLocalCells];  // near, and written again and again
     const auto cells =
         static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
-    int32_t* table = scratch.cells + UniqueScratch::kCells * begin;
+    int32_t* table = cells <= kLocalCells ? local : scratch.cells + UniqueScratch::kCells * begin;
+    Item* items = scratch.items;
     std::fill(table, table + cells, -1);
     std::fill(scratch.cursors + begin, scratch.cursors + end, 0);
-    for (int64_t item = begin; item < end; ++item) {
-      const Key key = scratch.keys[item];
-      auto cell = static_cast<int64_t>(hash_of(key) & static_cast<uint64_t>(cells - 1));
-      while (table[cell] >= 0 && scratch.keys[table[cell]] != key) cell = (cell + 1) & (cells - 1);
-      if (table[cell] < 0) table[cell] = static_cast<int32_t>(item);
-      scratch.firsts[item] = table[cell];
+    for (int64_t i = begin; i < end; ++i) {
+      auto cell = static_cast<int64_t>(hash_of(items[i].key) & static_cast<uint64_t>(cells - 1));
+      while (table[cell] >= 0 && items[table[cell]].key != items[i].key) cell = (cell + 1) & (cells - 1);
+      if (table[cell] < 0) table[cell] = static_cast<int32_t>(i);
+      items[i].first = table[cell];
       ++scratch.cursors[table[cell]];
     }
-    for (int64_t item = begin; item < end; ++item) {
-      scratch.counts[scratch.positions[item]] = scratch.cursors[item];
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kFar < end) prefetch<kToWrite>(scratch.placements + items[i + kFar].position);
+      scratch.placements[items[i].position].offset = scratch.cursors[i];
     }
   }
 
   static void list_occurrences(const UniqueScratch& scratch, int64_t begin, int64_t end,
                                const UniqueKeys& out) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int32_t first = scratch.firsts[item];
-      const int32_t number = scratch.numbers[scratch.positions[first]];
-      if (first == item) scratch.cursors[item] = out.offsets[number];
-      out.inverse[scratch.positions[item]] = number;
-      out.order[scratch.cursors[first]++] = scratch.positions[item];
+    const Item* items = scratch.items;
+    const auto placement_of = [&](int64_t i) -> const Placement& {
+      return scratch.placements[items[items[i].first].position];
+    };
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kFar < end) {
+        prefetch(&placement_of(i + kFar));
+        prefetch<kToWrite>(out.inverse + items[i + kFar].position);
+      }
+      if (i + kNear < end) prefetch<kToWrite>(out.order + placement_of(i + kNear).offset);
+      const auto [key, position, first] = items[i];
+      const auto [number, offset] = placement_of(i);
+      if (first == i) scratch.cursors[i] = offset;
+      out.inverse[position] = number;
+      out.order[scratch.cursors[first]++] = position;
     }
   }
 
@@ -303,12 +355,13 @@ class CpuExecutor {
       int32_t distinct = 0;
       int32_t occurrences = 0;
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
+        int32_t& occurring = scratch.placements[i].offset;
         if (!valid[i]) {
-          scratch.counts[i] = 0;
+          occurring = 0;
           out.inverse[i] = -1;
         }
-        distinct += scratch.counts[i] > 0 ? 1 : 0;
-        occurrences += scratch.counts[i];
+        distinct += occurring > 0 ? 1 : 0;
+        occurrences += occurring;
       }
       before[2 * chunk] = distinct;
       before[2 * chunk + 1] = occurrences;
@@ -325,11 +378,13 @@ class CpuExecutor {
       int32_t number = before[2 * chunk];
       int32_t offset = before[2 * chunk + 1];
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
-        if (scratch.counts[i] == 0) continue;
+        Placement& placement = scratch.placements[i];
+        const int32_t occurring = placement.offset;
+        if (occurring == 0) continue;
         out.unique_keys[number] = keys[i];
         out.offsets[number] = offset;
-        scratch.numbers[i] = number++;
-        offset += scratch.counts[i];
+        placement = {number++, offset};
+        offset += occurring;
       }
     });
     *out.count = distinct;

@@ -32,7 +32,7 @@ HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
 }
 
 // Brings near what find_slot reads next, once the digests are near: the keys that it will compare
-// (and, with `to_score`, their scores).
+// (and, with `to_score`, their scores, which it will write).
 HKV_HOST_DEVICE void prefetch_keys(const TableView& table, Key key, bool to_score) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
@@ -41,7 +41,7 @@ HKV_HOST_DEVICE void prefetch_keys(const TableView& table, Key key, bool to_scor
     if (!matches.any()) continue;
     const int64_t slot = bucket * kLanes + matches.lowest();
     prefetch(table.keys + slot);
-    if (to_score) prefetch(table.scores + slot);
+    if (to_score) prefetch<kToWrite>(table.scores + slot);
   }
 }
 

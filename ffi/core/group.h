@@ -79,7 +79,8 @@ struct SerialGroup {
     LaneMask mask;
 #if defined(__SSE2__) && !defined(__CUDACC__)
     constexpr int kVector = 16;
-    const __m128i codes = _mm_set1_epi8(static_cast<char>(code));
+    // Not _mm_set1_epi8: GCC 12 reads four bytes of the stack right after one of them was written.
+    const __m128i codes = _mm_set1_epi32(static_cast<int>(uint32_t{code} * 0x01010101u));
     for (int part = 0; part < kLanes / kVector; ++part) {
       const __m128i lanes = _mm_load_si128(reinterpret_cast<const __m128i*>(line) + part);
       const auto bits =

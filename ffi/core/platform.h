@@ -109,13 +109,24 @@ HKV_HOST_DEVICE int count_trailing_zeros(uint64_t bits) {
 #endif
 }
 
-// Hints that a cache line will be read (or written) soon. The device hides latency by other warps. What
-// calls it must be always inline too: GCC 12 drops calls of a function that does nothing but hint.
+inline constexpr bool kToWrite = true;
+
+// Hints that a cache line will be read soon, or written: another thread may have it, and a store would wait
+// for that one to give it up. The device hides latency by other warps. What calls it must be always inline
+// too: GCC 12 drops calls of a function that does nothing but hint.
+template <bool kIsToWrite = false>
 HKV_HOST_DEVICE void prefetch(const void* address) {
-#ifndef __CUDA_ARCH__
-  __builtin_prefetch(address);
-#else
+#if defined(__CUDA_ARCH__)
   (void)address;
+#elif defined(__x86_64__) && !defined(__CUDACC__)
+  if constexpr (kIsToWrite) {  // compilers know this instruction for newer processors only; old ones pass it
+                               // over
+    asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(address)));
+  } else {
+    __builtin_prefetch(address);
+  }
+#else
+  __builtin_prefetch(address, kIsToWrite ? 1 : 0);
 #endif
 }
 

@@ -186,15 +186,13 @@ class BlockInMemory {
   float copy_[kBlock];
 };
 
-// log(y) for 0 < y <= 1 by float32 + - * / alone, so that every machine gets the same bits.
+// log(y) for 0 < y <= 1 by float32 + - * / alone, so that every machine gets the same bits; without branches.
 HKV_HOST_DEVICE float fixed_log(float y) {
   const auto bits = bit_cast<uint32_t>(y);
-  int exponent = static_cast<int>(bits >> 23) - 127;
-  float m = bit_cast<float>((bits & 0x7fffff) | 0x3f800000);
-  if (m >= 1.41421356f) {
-    m = m * 0.5f;
-    ++exponent;
-  }
+  const float mantissa = bit_cast<float>((bits & 0x7fffff) | 0x3f800000);
+  const bool is_high = mantissa >= 1.41421356f;
+  const int exponent = static_cast<int>(bits >> 23) - 127 + (is_high ? 1 : 0);
+  const float m = is_high ? mantissa * 0.5f : mantissa;
   const float t = (m - 1.0f) / (m + 1.0f);
   const float s = t * t;
   float q = 0.111111111f;
@@ -205,13 +203,16 @@ HKV_HOST_DEVICE float fixed_log(float y) {
   return static_cast<float>(exponent) * 0.693147181f + (t + t) * q;
 }
 
+// The inverse of the error function, of a block of numbers: what nearly all of them need is done for all, as
+// vectors; the ends, beyond 0.9966, one by one.
 // M. Giles: Approximating the erfinv function. GPU Computing Gems, Jade Edition, 2011.
-HKV_HOST_DEVICE float fixed_erfinv(float x) {
-  float w = -fixed_log((1.0f - x) * (1.0f + x));
-  float r;
-  if (w < 5.0f) {
-    w = w - 2.5f;
-    r = 2.81022636e-08f;
+template <int kBlock>
+HKV_HOST_DEVICE void fixed_erfinv(const float (&x)[kBlock], float (&result)[kBlock]) {
+  float logs[kBlock];
+  HKV_INDEPENDENT for (int c = 0; c < kBlock; ++c) {
+    logs[c] = -fixed_log((1.0f - x[c]) * (1.0f + x[c]));
+    const float w = logs[c] - 2.5f;
+    float r = 2.81022636e-08f;
     r = r * w + 3.43273939e-07f;
     r = r * w + -3.5233877e-06f;
     r = r * w + -4.39150654e-06f;
@@ -220,9 +221,12 @@ HKV_HOST_DEVICE float fixed_erfinv(float x) {
     r = r * w + -0.00417768164f;
     r = r * w + 0.246640727f;
     r = r * w + 1.50140941f;
-  } else {
-    w = square_root(w) - 3.0f;
-    r = -0.000200214257f;
+    result[c] = r * x[c];
+  }
+  for (int c = 0; c < kBlock; ++c) {
+    if (logs[c] < 5.0f) continue;
+    const float w = square_root(logs[c]) - 3.0f;
+    float r = -0.000200214257f;
     r = r * w + 0.000100950558f;
     r = r * w + 0.00134934322f;
     r = r * w + -0.00367342844f;
@@ -231,8 +235,8 @@ HKV_HOST_DEVICE float fixed_erfinv(float x) {
     r = r * w + 0.00943887047f;
     r = r * w + 1.00167406f;
     r = r * w + 2.83297682f;
+    result[c] = r * x[c];
   }
-  return r * x;
 }
 
 // The first value of a row: a function of (seed, key) alone.
@@ -245,20 +249,39 @@ struct Initializer {
 
   HKV_HOST_DEVICE uint64_t base(Key key) const { return mix(key ^ mix(seed + kGolden)); }
 
-  HKV_HOST_DEVICE float element(uint64_t base, int64_t index) const {
-    if (kind == Kind::kConstant) return a;
-    const uint64_t random = mix(base + static_cast<uint64_t>(index + 1) * kGolden) >> 40;  // 24 bits
-    constexpr float kUnit = 5.9604644775390625e-08f;                                       // 2^-24
-    if (kind == Kind::kUniform) return (static_cast<float>(random) * kUnit) * (b - a) + a;
-    const auto odd = static_cast<int32_t>(2 * random + 1) - (int32_t{1} << 24);
-    const float x = static_cast<float>(odd) * kUnit;  // symmetric, never -1 or 1
+  // Elements `first` and on of a row.
+  template <int kBlock>
+  HKV_HOST_DEVICE void elements(uint64_t base, int64_t first, float (&block)[kBlock]) const {
+    constexpr float kUnit = 5.9604644775390625e-08f;  // 2^-24
     constexpr float kSqrt2 = 1.41421356f;
-    if (kind == Kind::kNormal) return (kSqrt2 * fixed_erfinv(x)) * b + a;
     constexpr float kErfSqrt2 = 0.9544997361f;  // P(|z| < 2)
-    float t = kSqrt2 * fixed_erfinv(x * kErfSqrt2);
-    t = t < -2.0f ? -2.0f : t;
-    t = t > 2.0f ? 2.0f : t;
-    return t * b + a;
+    if (kind == Kind::kConstant) {
+      for (float& element : block) element = a;
+      return;
+    }
+    int32_t random[kBlock];  // 24 bits
+    for (int c = 0; c < kBlock; ++c) {
+      random[c] = static_cast<int32_t>(mix(base + static_cast<uint64_t>(first + c + 1) * kGolden) >> 40);
+    }
+    if (kind == Kind::kUniform) {
+      for (int c = 0; c < kBlock; ++c) block[c] = (static_cast<float>(random[c]) * kUnit) * (b - a) + a;
+      return;
+    }
+    const float within = kind == Kind::kTruncatedNormal ? kErfSqrt2 : 1.0f;
+    float x[kBlock];
+    for (int c = 0; c < kBlock; ++c) {
+      const int32_t odd = 2 * random[c] + 1 - (int32_t{1} << 24);
+      x[c] = static_cast<float>(odd) * kUnit * within;  // symmetric, never -1 or 1
+    }
+    fixed_erfinv(x, block);
+    for (float& element : block) element = kSqrt2 * element;
+    if (kind == Kind::kTruncatedNormal) {
+      for (float& element : block) {
+        element = element < -2.0f ? -2.0f : element;
+        element = element > 2.0f ? 2.0f : element;
+      }
+    }
+    for (float& element : block) element = element * b + a;
   }
 };
 

@@ -66,12 +66,13 @@ HKV_HOST_DEVICE int64_t total_of(int64_t n, const int32_t* terms, const int32_t*
 }
 
 // Brings a row near, if there is one.
+template <bool kIsToWrite = false>
 HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, int64_t index) {
   if (index < 0 || index >= rows.count) return;
   constexpr int64_t kLine = 64;
   constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
   const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;
-  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch(rows.row(index) + byte);
+  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch<kIsToWrite>(rows.row(index) + byte);
 }
 
 // Shares the columns of a row among a group, in blocks: visit.operator()<kBlock>(column, columns).

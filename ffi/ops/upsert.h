@@ -60,10 +60,10 @@ struct UpsertState {
   }
 
   // Several workers may pin lanes of one bucket.
-  HKV_HOST_DEVICE void pin(Slot slot) const {
-    auto* words = reinterpret_cast<uint32_t*>(pins) + int64_t{4} * (slot / kLanes);
-    const int lane = slot % kLanes;
-    atomic_or(words + (lane >> 5), uint32_t{1} << (lane & 31));
+  HKV_HOST_DEVICE void pin(Slot slot) const { atomic_or(pin_word(slot), uint32_t{1} << (slot & 31)); }
+
+  HKV_HOST_DEVICE uint32_t* pin_word(Slot slot) const {
+    return reinterpret_cast<uint32_t*>(pins) + (slot >> 5);
   }
 
   // One worker owns the bucket.
@@ -131,36 +131,69 @@ struct ProbeKey {
     prefetch_keys(state.table, state.unique_keys[u].value(), state.write_scores);
   }
 
+  // The slot of a hit.
   template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+  HKV_HOST_DEVICE Slot operator()(const G& group, int64_t u) const {
     const bool exists = u < *state.count;
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
     const bool is_pending = exists && slot < 0 && state.admit;
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
-    if (u >= n) return;
+    if (u >= n) return kNoSlot;
     state.unique_slots[u] = slot;
     if (state.admit && state.table.choices == 1) choose(u, is_pending);
-    if (slot >= 0) return hit(u, slot, given);
-    state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
-    if (!is_pending) return;
-    if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
-    if (state.table.choices == 2) announce(u);
+    if (slot >= 0) {
+      hit(u, slot, given);
+    } else {
+      miss(u, is_pending, given);
+    }
+    return slot;
   }
 
  private:
   HKV_HOST_DEVICE void hit(int64_t u, Slot slot, uint64_t given) const {
     state.unique_status[u] = static_cast<int32_t>(Status::kFound);
-    if (state.admit) state.pin(slot);
     if (!state.write_scores) return;
     Words& score = state.table.scores[slot];
     score = Words::of(state.scoring().of_hit(score.value(), given));
+  }
+
+  HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, uint64_t given) const {
+    state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+    if (!is_pending) return;
+    if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
   }
 
   HKV_HOST_DEVICE void choose(int64_t u, bool is_pending) const {
     if (!is_pending) return state.groups.leave_out(u);
     state.groups.set(u, state.candidate(u, 0));
   }
+};
 
+// Buckets are told of hits, which keep their slots, and with two candidates of keys that may come. A step of
+// its own because on a CPU an atomic waits for all that its thread has stored: it must not come between the
+// misses of the probe.
+struct TellBuckets {
+  static constexpr int kGroup = ProbeKey::kGroup;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
+    if (state.unique_slots[u] >= 0) prefetch<kToWrite>(state.pin_word(state.unique_slots[u]));
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    (*this)(group, u, state.unique_slots[u]);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G&, int64_t u, Slot slot) const {
+    if (slot >= 0) return state.pin(slot);
+    if (state.table.choices == 2 && u < n && state.is_pending(u)) announce(u);
+  }
+
+ private:
   HKV_HOST_DEVICE void announce(int64_t u) const {
     const int64_t first = state.candidate(u, 0);
     const int64_t second = state.candidate(u, 1);
@@ -267,6 +300,7 @@ struct FillBucket {
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
+      prefetch_item(place + kItemsAhead);
       insert(groups.item(place), slot_of(bucket, lane));
     }
     if (has_room) {
@@ -279,6 +313,16 @@ struct FillBucket {
   }
 
  private:
+  static constexpr int64_t kItemsAhead = 16;
+
+  HKV_HOST_DEVICE void prefetch_item(int64_t place) const {
+    if (!state.groups.has_item(place)) return;
+    const int32_t u = state.groups.item(place);
+    prefetch(state.unique_keys + u);
+    prefetch<kToWrite>(state.unique_slots + u);
+    prefetch<kToWrite>(state.unique_status + u);
+  }
+
   HKV_HOST_DEVICE void insert(int64_t u, Slot slot) const {
     write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
     state.unique_slots[u] = slot;
@@ -504,8 +548,12 @@ struct Upsert {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
     if (admit != 0) prepare(executor, state);
-    executor.each(n, ProbeKey{n, state});
-    if (admit != 0) insert(executor, state, n);
+    if (admit != 0) {
+      executor.each(n, ProbeKey{n, state}, TellBuckets{n, state});
+      insert(executor, state, n);
+    } else {
+      executor.each(n, ProbeKey{n, state});
+    }
     executor.each(n, ReportPosition{state, slots.data, status.data});
     if (evicted > 0) report_evicted(executor, state, n);
   }

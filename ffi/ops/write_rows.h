@@ -35,6 +35,11 @@ struct ScatterRows {
     const int32_t* sources;
     RowsView rows;
 
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+      prefetch_row<kToWrite>(values, slots[i]);
+      prefetch_row(rows, sources[i]);
+    }
+
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot slot = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
@@ -115,6 +120,8 @@ struct InitRows {
     const Slot* slots;
     const Words* keys;
 
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_row<kToWrite>(values, slots[i]); }
+
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot own = i < count ? slots[i] : kNoSlot;
@@ -156,6 +163,8 @@ struct AddRows {
     RowsView values;
     const Slot* slots;
     RowsView deltas;
+
+    HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_row<kToWrite>(values, slots[i]); }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

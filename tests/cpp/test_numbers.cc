@@ -155,15 +155,32 @@ void first_values(Checks& checks) {
     const double error = std::fabs(fixed_log(y) - std::log(double{y}));
     checks.expect(error <= 2e-7 * std::max(1.0, std::fabs(std::log(double{y}))),
                   "log of " + std::to_string(y));
-    const float x = 2.0f * y - 1.0f;
-    checks.expect(std::fabs(std::erf(double{fixed_erfinv(x)}) - x) <= 4e-7, "erfinv of " + std::to_string(x));
+    const float x[] = {2.0f * y - 1.0f};
+    float inverse[1];
+    fixed_erfinv(x, inverse);
+    checks.expect(std::fabs(std::erf(double{inverse[0]}) - x[0]) <= 4e-7,
+                  "erfinv of " + std::to_string(x[0]));
+  }
+  for (int kind = 0; kind < 4; ++kind) {
+    const Initializer initializer{static_cast<Initializer::Kind>(kind), -0.5f, 1.0f, 7};
+    for (Key key = 0; key < 2000; ++key) {
+      float block[16];
+      initializer.elements(initializer.base(key), 5, block);
+      for (int c = 0; c < 16; ++c) {
+        float alone[1];
+        initializer.elements(initializer.base(key), 5 + c, alone);
+        checks.expect(bit_cast<uint32_t>(block[c]) == bit_cast<uint32_t>(alone[0]), "alone as in a block");
+      }
+    }
   }
   const Initializer uniform{Initializer::Kind::kUniform, -0.5f, 0.5f, 7};
   const Initializer truncated{Initializer::Kind::kTruncatedNormal, 0.0f, 1.0f, 7};
   for (Key key = 0; key < 1000; ++key) {
-    const float u = uniform.element(uniform.base(key), 3);
-    checks.expect(u >= -0.5f && u < 0.5f, "uniform");
-    checks.expect(std::fabs(truncated.element(truncated.base(key), 3)) <= 2.0f, "truncated normal");
+    float u[1];
+    uniform.elements(uniform.base(key), 3, u);
+    checks.expect(u[0] >= -0.5f && u[0] < 0.5f, "uniform");
+    truncated.elements(truncated.base(key), 3, u);
+    checks.expect(std::fabs(u[0]) <= 2.0f, "truncated normal");
   }
 }
 

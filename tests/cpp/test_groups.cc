@@ -1,0 +1,110 @@
+// How the CPU's executor brings a batch into order, against the plain way: by target, and by key. Batches are
+// larger than those of the other tests, so that there are several parts, and parts that one key fills.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "backends/cpu_executor.h"
+#include "checks.h"
+#include "random.h"
+#include "thread_pool.h"
+
+namespace {
+
+using namespace hkv;
+using namespace hkv::testing;
+using Executor = CpuExecutor<ThreadPool>;
+
+constexpr int64_t kSizes[] = {0, 1, 77, 5000, 70000};
+
+std::vector<char> memory_of(int64_t bytes) { return std::vector<char>(static_cast<size_t>(bytes), '\xcd'); }
+
+// Items that have a target, by (target, item).
+void groups(Checks& checks, int64_t n, int64_t limit, double hot) {
+  Random random(static_cast<uint64_t>(n + limit));
+  Arena sizes;
+  Groups::take(sizes, n, limit);
+  std::vector<char> arrays = memory_of(static_cast<int64_t>(sizes.used()));
+  Arena arena(arrays.data());
+  Groups groups = Groups::take(arena, n, limit);
+  std::multimap<int64_t, int32_t> expected;  // keeps the order of equal targets
+  for (int64_t item = 0; item < n; ++item) {
+    const int64_t target = random.chance(hot) ? limit / 2 : random.below(limit + limit / 4 + 1);
+    if (target >= limit) {
+      groups.leave_out(item);
+    } else {
+      groups.set(item, target);
+      expected.emplace(target, static_cast<int32_t>(item));
+    }
+  }
+  ThreadPool pool(2);
+  std::vector<char> scratch = memory_of(Executor::group_bytes(n));
+  Executor(pool).group(groups, scratch.data());
+  bool is_same = groups.count == static_cast<int64_t>(expected.size());
+  int64_t place = 0;
+  for (const auto& [target, item] : expected) {
+    is_same = is_same && groups.target(place) == target && groups.item(place) == item;
+    ++place;
+  }
+  checks.expect(is_same, std::to_string(n) + " items, " + std::to_string(limit) + " targets");
+}
+
+void distinct(Checks& checks, int64_t n, int64_t universe, double hot) {
+  Random random(static_cast<uint64_t>(n + universe));
+  std::vector<Words> keys;
+  std::vector<char> valid;
+  std::vector<std::vector<int32_t>> positions;  // of the distinct keys
+  std::map<Key, size_t> numbers;
+  int64_t valid_positions = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Key key = random.chance(hot) ? 0 : mix(static_cast<Key>(random.below(universe)));
+    keys.push_back(Words::of(key));
+    valid.push_back(random.chance(0.9) ? 1 : 0);
+    if (!valid.back()) continue;
+    ++valid_positions;
+    const auto [found, is_new] = numbers.emplace(key, positions.size());
+    if (is_new) positions.emplace_back();
+    positions[found->second].push_back(static_cast<int32_t>(i));
+  }
+  const auto size = static_cast<size_t>(n);
+  std::vector<Words> unique_keys(size);
+  std::vector<int32_t> inverse(size), order(size), offsets(size + 1);
+  int32_t count = -1;
+  ThreadPool pool(2);
+  std::vector<char> scratch = memory_of(Executor::unique_bytes(n));
+  Executor(pool).unique(n, keys.data(), reinterpret_cast<const bool*>(valid.data()),
+                        {unique_keys.data(), inverse.data(), order.data(), offsets.data(), &count},
+                        scratch.data());
+  bool is_same = count == static_cast<int64_t>(positions.size());
+  size_t place = 0;
+  for (size_t number = 0; is_same && number < positions.size(); ++number) {
+    const Key key = keys[static_cast<size_t>(positions[number].front())].value();
+    is_same = unique_keys[number].value() == key && offsets[number] == static_cast<int32_t>(place);
+    for (const int32_t position : positions[number]) {
+      is_same = is_same && order[place++] == position &&
+                inverse[static_cast<size_t>(position)] == static_cast<int32_t>(number);
+    }
+  }
+  for (size_t i = 0; i < size; ++i) {
+    is_same = is_same && (valid[i] || inverse[i] == -1);
+    is_same = is_same && (i < place || order[i] == -1);
+    is_same = is_same && (i < positions.size() || unique_keys[i].value() == 0);
+    is_same = is_same && (i < positions.size() || offsets[i + 1] == static_cast<int32_t>(valid_positions));
+  }
+  checks.expect(is_same, std::to_string(n) + " keys of " + std::to_string(universe));
+}
+
+}  // namespace
+
+int main() {
+  Checks checks;
+  for (const int64_t n : kSizes) {
+    for (const double hot : {0.0, 0.5, 1.0}) {
+      for (const int64_t limit : {1, 2, 9, 1000, 1024, 1025, 300000, 1 << 20, 1 << 24}) {
+        groups(checks, n, limit, hot);
+      }
+      for (const int64_t universe : {1, 100, 20000, 1 << 30}) distinct(checks, n, universe, hot);
+    }
+  }
+  return checks.finish();
+}
