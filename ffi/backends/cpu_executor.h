@@ -151,26 +151,22 @@ class CpuExecutor {
     Arena arena(memory);
     const GroupScratch scratch(arena, groups.n);
     Partition partition(groups.n);
-    const int64_t parts = partition.parts();
-    const int64_t limit = groups.limit;
+    // A part has the targets that agree in all but their lowest bits.
+    const int most_bits = std::bit_width(static_cast<uint64_t>(groups.limit - 1));
+    const int part_bits = std::countr_zero(static_cast<uint64_t>(partition.parts()));
+    const int bits = std::max(0, most_bits - part_bits);
     const uint32_t* targets = groups.targets.current;
-    const bool is_ordered = limit <= parts;  // a part for each target: what stands there is in order
+    const auto none = static_cast<uint32_t>(groups.limit);
     partition.run(
         workers_, scratch.table,
-        [=](int64_t i) -> int64_t {
-          const int64_t target = targets[i];
-          if (target == limit) return -1;
-          return is_ordered ? target : target * parts / limit;
-        },
+        [=](int64_t i) { return targets[i] == none ? int64_t{-1} : int64_t{targets[i] >> bits}; },
         [=](int64_t i, int64_t at) {
           scratch.pairs[at] = (uint64_t{targets[i]} << 32) | static_cast<uint64_t>(i);
         });
-    workers_.run(parts, [&](int64_t part) {
+    workers_.run(partition.parts(), [&](int64_t part) {
       const int64_t begin = partition.begin_of(part);
       const int64_t end = partition.begin_of(part + 1);
-      const auto first = static_cast<uint32_t>((part * limit + parts - 1) / parts);  // of the part's targets
-      const auto last = static_cast<uint32_t>(((part + 1) * limit - 1) / parts);
-      const uint64_t* pairs = is_ordered ? scratch.pairs : sort_part(scratch, begin, end, first, last);
+      const uint64_t* pairs = sort_part(scratch, begin, end, bits);
       for (int64_t place = begin; place < end; ++place) {
         groups.items.other[place] = static_cast<int32_t>(pairs[place] & 0xffffffff);
         groups.targets.other[place] = static_cast<uint32_t>(pairs[place] >> 32);
@@ -222,19 +218,17 @@ class CpuExecutor {
     uint64_t* others;  // room for them in another order
   };
 
-  // By target, and among equal ones as they stand: a radix sort. Where they are then.
-  static uint64_t* sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, uint32_t first,
-                             uint32_t last) {
+  // By the lowest bits of the target, equal ones as they stand: a radix sort. Where the pairs are then.
+  static uint64_t* sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, int bits) {
     constexpr int kMostBits = 10;  // of a digit: counters in 4 KiB
     uint64_t* from = scratch.pairs;
     uint64_t* to = scratch.others;
-    const int bits = std::bit_width(last - first);
     const int digits = (bits + kMostBits - 1) / kMostBits;
     for (int digit = 0; digit < digits; ++digit) {
       const int shift = digit * bits / digits;
       const uint32_t values = uint32_t{1} << ((digit + 1) * bits / digits - shift);
       const auto value_of = [=](uint64_t pair) {
-        return ((static_cast<uint32_t>(pair >> 32) - first) >> shift) & (values - 1);
+        return static_cast<uint32_t>(pair >> (32 + shift)) & (values - 1);
       };
       int32_t cursors[1 << kMostBits] = {};
       for (int64_t place = begin; place < end; ++place) ++cursors[value_of(from[place])];
