@@ -4,9 +4,9 @@
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
 # Parts, in this order: build, suite, driver, sanitizers, benchmarks; without names, all. OUTDIR gets one
-# log a part, the benchmarks' JSON, and summary.json. No part, test or benchmark that has passed for the same
-# sources is run again, so that a call which ran out of time is finished by calling again. Python needs jax with
-# its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
+# log a part, the benchmarks' JSON, benchmarks.done and summary.json. No part, test or benchmark that has
+# passed for the same sources is run again, so that a call which ran out of time is finished by calling again.
+# Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
 set -uo pipefail
 
 if (($# == 0)); then
@@ -78,9 +78,16 @@ sanitizers() {
 benchmark() { # NAME COMMAND...: once for the same sources; what one shows does not wait for another
   local name=$1 log=$out/benchmarks.done
   shift
-  if [[ ! -s $out/$name.json ]] || ! grep -qsx "$sources $name" "$log"; then
+  if [[ -s $out/$name.json ]] && grep -qsx "$sources $name" "$log"; then
+    printf '%s has passed before\n' "$name"
+  else
     "$@" --out "$out/$name.json" && echo "$sources $name" >>"$log"
   fi
+}
+
+table() { # beside the ceiling of row operations
+  nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
+    "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" "$@"
 }
 
 benchmarks() {
@@ -89,8 +96,7 @@ benchmarks() {
     peer=(--peer-python "$python")
   fi
   benchmark profile_step "$python" benchmarks/profile_step.py || ((++failures))
-  nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
-    benchmark table "$python" benchmarks/table.py --budget 200 --gather "$work/random_gather" || ((++failures))
+  benchmark table table || ((++failures))
   benchmark train_step "$python" benchmarks/train_step.py "${peer[@]}" || ((++failures))
   benchmark skew "$python" benchmarks/skew.py || ((++failures))
   benchmark soak "$python" benchmarks/soak.py --seconds 60 || ((++failures))
@@ -116,7 +122,7 @@ run_part() {
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
     $(declare -p out python work site sources SKIPPED)
-    $(declare -f build suite compile_driver driver sanitizers benchmark benchmarks)
+    $(declare -f build suite compile_driver driver sanitizers benchmark table benchmarks)
     $part" >"$out/$part.log" 2>&1
   status=$?
   case $status in

@@ -119,8 +119,8 @@ HKV_HOST_DEVICE void prefetch(const void* address) {
 #if defined(__CUDA_ARCH__)
   (void)address;
 #elif defined(__x86_64__) && !defined(__CUDACC__)
-  if constexpr (kIsToWrite) {  // compilers know this instruction for newer processors only; old ones pass it
-                               // over
+  // Compilers know this instruction for newer processors only; old ones pass it over.
+  if constexpr (kIsToWrite) {
     asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(address)));
   } else {
     __builtin_prefetch(address);

@@ -249,7 +249,22 @@ struct Initializer {
 
   HKV_HOST_DEVICE uint64_t base(Key key) const { return mix(key ^ mix(seed + kGolden)); }
 
-  // Elements `first` and on of a row.
+  // Elements `first` to first + columns - 1 of a row; those behind them are anything.
+  template <int kBlock>
+  HKV_HOST_DEVICE void elements(uint64_t base, int64_t first, int columns, float (&block)[kBlock]) const {
+    // A thread's block would cost a narrow row more than the row.
+    if (kBlock > 4 && columns <= kBlock / 4) {
+      float element[1];
+      for (int c = 0; c < columns; ++c) {
+        elements(base, first + c, element);
+        block[c] = element[0];
+      }
+    } else {
+      elements(base, first, block);
+    }
+  }
+
+ private:
   template <int kBlock>
   HKV_HOST_DEVICE void elements(uint64_t base, int64_t first, float (&block)[kBlock]) const {
     constexpr float kUnit = 5.9604644775390625e-08f;  // 2^-24

@@ -30,15 +30,7 @@ HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initia
   const uint64_t base = initializer.base(key);
   for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
     float block[kBlock];
-    if (G::size() > 1 || columns > kBlock / 4) {
-      initializer.elements(base, column, block);
-    } else {  // a whole block would cost a narrow row more than the row
-      for (int c = 0; c < columns; ++c) {
-        float element[1];
-        initializer.elements(base, column + c, element);
-        block[c] = element[0];
-      }
-    }
+    initializer.elements(base, column, columns, block);
     store_block(rows.type, rows.row(row), column, columns, block);
   });
 }

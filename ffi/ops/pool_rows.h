@@ -246,7 +246,8 @@ struct PoolRows {
       if (state.has_row(slot)) {
         load_block(values.type, values.row(slot), column, columns, term);
       } else if (state.initial != nullptr && state.initial[position]) {
-        state.initializer.elements(state.initializer.base(state.keys[position].value()), column, term);
+        state.initializer.elements(state.initializer.base(state.keys[position].value()), column, columns,
+                                   term);
         for (int c = 0; c < kBlock; ++c) term[c] = c < columns ? rounded(values.type, term[c]) : 0.0f;
       } else {
         return;

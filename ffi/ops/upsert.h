@@ -116,7 +116,7 @@ struct PinSlots {
   }
 };
 
-// Hits.
+// Looks a key up: a hit has a score at once, who is absent waits for a slot.
 struct ProbeKey {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
@@ -184,7 +184,7 @@ struct TellBuckets {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    (*this)(group, u, state.unique_slots[u]);
+    (*this)(group, u, u < n ? state.unique_slots[u] : kNoSlot);
   }
 
   template <Group G>
@@ -547,8 +547,8 @@ struct Upsert {
   void run(Executor& executor) const {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
-    if (admit != 0) prepare(executor, state);
     if (admit != 0) {
+      prepare(executor, state);
       executor.each(n, ProbeKey{n, state}, TellBuckets{n, state});
       insert(executor, state, n);
     } else {

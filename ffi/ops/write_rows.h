@@ -36,6 +36,7 @@ struct ScatterRows {
     RowsView rows;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+      if (slots[i] < 0) return;
       prefetch_row<kToWrite>(values, slots[i]);
       prefetch_row(rows, sources[i]);
     }
@@ -163,8 +164,6 @@ struct AddRows {
     RowsView values;
     const Slot* slots;
     RowsView deltas;
-
-    HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_row<kToWrite>(values, slots[i]); }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {

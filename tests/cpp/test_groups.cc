@@ -57,7 +57,7 @@ void distinct(Checks& checks, int64_t n, int64_t universe, double hot) {
   std::map<Key, size_t> numbers;
   int64_t valid_positions = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const Key key = random.chance(hot) ? 0 : mix(static_cast<Key>(random.below(universe)));
+    const Key key = random.chance(hot) ? 0 : mix(static_cast<Key>(random.below(universe) + 1));
     keys.push_back(Words::of(key));
     valid.push_back(random.chance(0.9) ? 1 : 0);
     if (!valid.back()) continue;
@@ -103,7 +103,7 @@ int main() {
       for (const int64_t limit : {1, 2, 9, 1000, 1024, 1025, 300000, 1 << 20, 1 << 24}) {
         groups(checks, n, limit, hot);
       }
-      for (const int64_t universe : {1, 100, 20000, 1 << 30}) distinct(checks, n, universe, hot);
+      for (const int64_t universe : {1, 3, 100, 20000, 1 << 30}) distinct(checks, n, universe, hot);
     }
   }
   return checks.finish();

@@ -165,10 +165,10 @@ void first_values(Checks& checks) {
     const Initializer initializer{static_cast<Initializer::Kind>(kind), -0.5f, 1.0f, 7};
     for (Key key = 0; key < 2000; ++key) {
       float block[16];
-      initializer.elements(initializer.base(key), 5, block);
+      initializer.elements(initializer.base(key), 5, 16, block);
       for (int c = 0; c < 16; ++c) {
         float alone[1];
-        initializer.elements(initializer.base(key), 5 + c, alone);
+        initializer.elements(initializer.base(key), 5 + c, 1, alone);
         checks.expect(bit_cast<uint32_t>(block[c]) == bit_cast<uint32_t>(alone[0]), "alone as in a block");
       }
     }
@@ -177,9 +177,9 @@ void first_values(Checks& checks) {
   const Initializer truncated{Initializer::Kind::kTruncatedNormal, 0.0f, 1.0f, 7};
   for (Key key = 0; key < 1000; ++key) {
     float u[1];
-    uniform.elements(uniform.base(key), 3, u);
+    uniform.elements(uniform.base(key), 3, 1, u);
     checks.expect(u[0] >= -0.5f && u[0] < 0.5f, "uniform");
-    truncated.elements(truncated.base(key), 3, u);
+    truncated.elements(truncated.base(key), 3, 1, u);
     checks.expect(std::fabs(u[0]) <= 2.0f, "truncated normal");
   }
 }
