@@ -134,11 +134,12 @@ class CpuExecutor {
 
   // Exclusive prefix sums. Short work beside the steps around it: one thread.
   static int64_t scan_bytes(int64_t) { return 0; }
-  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
+  template <class Terms>
+  void scan(int64_t n, const Terms& terms, int32_t* sums, char*) const {
     int32_t sum = 0;
     for (int64_t i = 0; i < n; ++i) {
       sums[i] = sum;
-      sum += terms[i];
+      sum += terms(i);
     }
   }
 

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
 
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
@@ -118,10 +120,12 @@ class CudaExecutor {
   }
 
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
-  void scan(int64_t n, const int32_t* terms, int32_t* sums, char* scratch) {
+  template <class Terms>
+  void scan(int64_t n, const Terms& terms, int32_t* sums, char* scratch) {
     if (n == 0) return;
+    const auto values = thrust::make_transform_iterator(thrust::make_counting_iterator(int32_t{0}), terms);
     call_cub(n, scratch, [&](void* storage, size_t& bytes) {
-      return cub::DeviceScan::ExclusiveSum(storage, bytes, terms, sums, static_cast<int>(n), stream_);
+      return cub::DeviceScan::ExclusiveSum(storage, bytes, values, sums, static_cast<int>(n), stream_);
     });
   }
 

@@ -22,16 +22,14 @@ struct Scratch {
             arena.take<uint32_t>(cells + 1),
             arena.take<int32_t>(n),
             arena.take<int32_t>(n),
-            arena.take<int32_t>(n),
             Groups::take(arena, n, n),
             arena.take<char>(std::max(Executor::group_bytes(n), Executor::scan_bytes(n)))};
   }
   int64_t cell_count;  // a power of two
   uint32_t* cells;     // the complement of the first position so far; 0: empty. Behind them: see `masked`
   int32_t* places;     // of i: the cell of its key, or -1
-  int32_t* firsts;     // of i: 1 at the first occurrence of a key
-  int32_t* firsts_before;  // of i: their exclusive sums, the numbers of the keys
-  Groups groups;       // of positions: by the number of the key
+  int32_t* firsts_before;  // of i: first occurrences before it, the numbers of the keys
+  Groups groups;           // of positions: by the number of the key
   char* others;
 
   // How many positions have no key. It begins at zero as the cells do.
@@ -51,7 +49,10 @@ struct State : Scratch {
   const bool* valid;
   UniqueKeys out;
 
-  HKV_HOST_DEVICE int64_t first_of(int64_t i) const { return ~cells[places[i]]; }
+  // The first position of the key of i, or -1.
+  HKV_HOST_DEVICE int64_t first_of(int64_t i) const {
+    return places[i] < 0 ? int64_t{-1} : int64_t{~cells[places[i]]};
+  }
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
@@ -83,13 +84,11 @@ struct Claim {
   }
 };
 
-struct MarkFirst {
-  static constexpr int kGroup = 1;
+// 1 at the first occurrence of a key.
+struct IsFirst {
   State state;
 
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    state.firsts[i] = state.places[i] >= 0 && state.first_of(i) == i ? 1 : 0;
-  }
+  HKV_HOST_DEVICE int32_t operator()(int64_t i) const { return state.first_of(i) == i ? 1 : 0; }
 };
 
 struct NumberKeys {
@@ -97,13 +96,14 @@ struct NumberKeys {
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    const int64_t count = total_of(state.n, state.firsts, state.firsts_before);
+    const int64_t count = total_of(state.n, IsFirst{state}, state.firsts_before);
     if (i == 0) *state.out.count = static_cast<int32_t>(count);
     if (i >= count) state.out.unique_keys[i] = Words::of(0);
-    const int32_t number = state.places[i] < 0 ? -1 : state.firsts_before[state.first_of(i)];
+    const int64_t first = state.first_of(i);
+    const int32_t number = first < 0 ? -1 : state.firsts_before[first];
     state.out.inverse[i] = number;
     state.groups.set(i, number < 0 ? state.groups.limit : number);
-    if (state.firsts[i]) state.out.unique_keys[state.firsts_before[i]] = state.keys[i];
+    if (first == i) state.out.unique_keys[number] = state.keys[i];
   }
 };
 
@@ -143,8 +143,7 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
   const int64_t ahead = std::min(n / 32, kMostAhead);
   executor.each(ahead, Claim{0, state});
   executor.each(n - ahead, Claim{ahead, state});
-  executor.each(n, MarkFirst{state});
-  executor.scan(n, state.firsts, state.firsts_before, state.others);
+  executor.scan(n, IsFirst{state}, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
   executor.group(state.groups, state.others);
   executor.each(n + 1, MarkGroups{state});

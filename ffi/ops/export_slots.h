@@ -16,7 +16,6 @@ struct ExportSlots {
   Array<Words> keys;
   Array<Words> scores;
   Array<Slot> slots;
-  int32_t* flags = nullptr;
   int32_t* places = nullptr;
   char* scratch = nullptr;
 
@@ -34,38 +33,36 @@ struct ExportSlots {
     binder.out("exported_slots", slots, "count");
   }
 
-  struct Mark {
-    static constexpr int kGroup = 1;
+  // 1 for a slot that is exported, the i-th after the offset.
+  struct IsExported {
     TableView table;
     const Slot* offset;
     const bool* chosen;  // null: all are
-    int32_t* flags;
 
-    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-      flags[i] = table.has_entry(*offset + i) && (chosen == nullptr || chosen[i]) ? 1 : 0;
+    HKV_HOST_DEVICE int32_t operator()(int64_t i) const {
+      return table.has_entry(*offset + i) && (chosen == nullptr || chosen[i]) ? 1 : 0;
     }
   };
 
   struct Place {
     static constexpr int kGroup = 1;
     int64_t count;
-    TableView table;
-    const Slot* offset;
-    const int32_t* flags;
+    IsExported is_exported;
     const int32_t* places;
     Words* keys;
     Words* scores;
     Slot* slots;
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-      if (flags[i]) {
-        const int64_t slot = *offset + i;
+      if (is_exported(i)) {
+        const TableView& table = is_exported.table;
+        const int64_t slot = *is_exported.offset + i;
         const int32_t place = places[i];
         keys[place] = table.keys[slot];
         scores[place] = table.scores[slot];
         slots[place] = static_cast<Slot>(slot);
       }
-      if (i < total_of(count, flags, places)) return;
+      if (i < total_of(count, is_exported, places)) return;
       keys[i] = Words::of(0);
       scores[i] = Words::of(0);
       slots[i] = kNoSlot;
@@ -74,17 +71,15 @@ struct ExportSlots {
 
   template <class Executor>
   void reserve(Arena& arena) {
-    flags = arena.take<int32_t>(count);
     places = arena.take<int32_t>(count);
     scratch = arena.take<char>(Executor::scan_bytes(count));
   }
 
   template <class Executor>
   void run(Executor& executor) const {
-    const TableView table = index.view(1);
-    executor.each(count, Mark{table, offset.data, chosen.rows > 0 ? chosen.data : nullptr, flags});
-    executor.scan(count, flags, places, scratch);
-    executor.each(count, Place{count, table, offset.data, flags, places, keys.data, scores.data, slots.data});
+    const IsExported is_exported{index.view(1), offset.data, chosen.rows > 0 ? chosen.data : nullptr};
+    executor.scan(count, is_exported, places, scratch);
+    executor.each(count, Place{count, is_exported, places, keys.data, scores.data, slots.data});
   }
 };
 

@@ -60,9 +60,10 @@ struct Chain {
   }
 };
 
-// The sum of all terms, of which there is one at least and the exclusive sums are known.
-HKV_HOST_DEVICE int64_t total_of(int64_t n, const int32_t* terms, const int32_t* sums) {
-  return int64_t{sums[n - 1]} + terms[n - 1];
+// The sum of the terms 0 to n - 1, of which there is one at least and the exclusive sums are known.
+template <class Terms>
+HKV_HOST_DEVICE int64_t total_of(int64_t n, const Terms& terms, const int32_t* sums) {
+  return int64_t{sums[n - 1]} + terms(n - 1);
 }
 
 // Brings a row near, if there is one.

@@ -8,8 +8,6 @@ namespace hkv {
 
 // What the steps of an upsert share.
 struct UpsertState {
-  static constexpr int32_t kPending = -1;  // a status: absent, and no slot yet
-
   TableView table;
   Policy policy;
   bool admit;
@@ -51,7 +49,10 @@ struct UpsertState {
     return table.candidate(hash_of(unique_keys[u].value()), choice);
   }
 
-  HKV_HOST_DEVICE bool is_pending(int64_t u) const { return unique_status[u] == kPending; }
+  // Absent, and without a slot: refused, unless a later step lets the key in.
+  HKV_HOST_DEVICE bool is_pending(int64_t u) const {
+    return unique_status[u] == static_cast<int32_t>(Status::kRefused);
+  }
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
 
@@ -158,7 +159,7 @@ struct ProbeKey {
   }
 
   HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, uint64_t given) const {
-    state.unique_status[u] = is_pending ? UpsertState::kPending : static_cast<int32_t>(Status::kMissing);
+    state.unique_status[u] = static_cast<int32_t>(is_pending ? Status::kRefused : Status::kMissing);
     if (!is_pending) return;
     if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
   }
@@ -331,7 +332,7 @@ struct FillBucket {
 };
 
 // The new keys that found no empty lane take the place of the lowest unpinned entry. Those that may not, or
-// find none, stay pending.
+// find none, stay refused.
 struct EvictFromBucket {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
@@ -407,15 +408,6 @@ struct EvictFromBucket {
   }
 };
 
-struct RefusePending {
-  static constexpr int kGroup = 1;
-  UpsertState state;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    if (state.is_pending(u)) state.unique_status[u] = static_cast<int32_t>(Status::kRefused);
-  }
-};
-
 // From distinct keys back to positions.
 struct ReportPosition {
   static constexpr int kGroup = 1;
@@ -433,13 +425,12 @@ struct ReportPosition {
   }
 };
 
-struct FlagEvicted {
-  static constexpr int kGroup = 1;
+// 1 for a key that took an entry's place.
+struct HasEvicted {
   const int32_t* unique_status;
-  int32_t* flags;
 
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    flags[u] = unique_status[u] == static_cast<int32_t>(Status::kEvicted) ? 1 : 0;
+  HKV_HOST_DEVICE int32_t operator()(int64_t u) const {
+    return unique_status[u] == static_cast<int32_t>(Status::kEvicted) ? 1 : 0;
   }
 };
 
@@ -447,7 +438,7 @@ struct FlagEvicted {
 struct ReportEvicted {
   static constexpr int kGroup = 1;
   UpsertState state;
-  const int32_t* flags;
+  HasEvicted has_evicted;
   const int32_t* places;
   int64_t count;
   Words* keys;
@@ -455,12 +446,12 @@ struct ReportEvicted {
   Slot* slots;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
-    if (flags[u]) {
+    if (has_evicted(u)) {
       keys[places[u]] = state.evicted_keys[u];
       scores[places[u]] = Words::of(state.evicted_scores[u]);
       slots[places[u]] = state.unique_slots[u];
     }
-    if (u < total_of(count, flags, places)) return;
+    if (u < total_of(count, has_evicted, places)) return;
     keys[u] = Words::of(0);
     scores[u] = Words::of(0);
     slots[u] = kNoSlot;
@@ -486,7 +477,6 @@ struct Upsert {
   Array<int32_t> status, unique_status;
   Array<Words> evicted_keys, evicted_scores;
   UpsertState workspace = {};
-  int32_t* flags = nullptr;
   int32_t* places = nullptr;
   char* scratch = nullptr;
 
@@ -535,7 +525,6 @@ struct Upsert {
     if (evicted > 0) {
       workspace.evicted_keys = arena.take<Words>(n);
       workspace.evicted_scores = arena.take<Score>(n);
-      flags = arena.take<int32_t>(n);
       places = arena.take<int32_t>(n);
     }
     const int64_t grouping = Executor::group_bytes(n);
@@ -600,14 +589,13 @@ struct Upsert {
       executor.group(state.groups, scratch);
     }
     executor.each(state.groups.count, EvictFromBucket{choices == 1, state});
-    executor.each(n, RefusePending{state});
   }
 
   template <class Executor>
   void report_evicted(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.each(n, FlagEvicted{unique_status.data, flags});
-    executor.scan(n, flags, places, scratch);
-    executor.each(n, ReportEvicted{state, flags, places, n, evicted_keys.data, evicted_scores.data,
+    const HasEvicted has_evicted{unique_status.data};
+    executor.scan(n, has_evicted, places, scratch);
+    executor.each(n, ReportEvicted{state, has_evicted, places, n, evicted_keys.data, evicted_scores.data,
                                    evicted_slots.data});
   }
 };

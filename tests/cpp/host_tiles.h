@@ -134,8 +134,9 @@ class OrdersOnHost {
   }
 
   static int64_t scan_bytes(int64_t) { return 0; }
-  void scan(int64_t n, const int32_t* terms, int32_t* sums, char*) const {
-    std::exclusive_scan(terms, terms + n, sums, 0);
+  template <class Terms>
+  void scan(int64_t n, const Terms& terms, int32_t* sums, char*) const {
+    for (int64_t i = 0, sum = 0; i < n; sum += terms(i++)) sums[i] = static_cast<int32_t>(sum);
   }
 
   // By the bits that are needed, as the device does it.
