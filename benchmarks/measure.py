@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -11,9 +13,11 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+Result = TypeVar("Result")
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UPS = 3
@@ -51,6 +55,13 @@ def peer(python: str, script: str, *arguments: Any, **options: Any) -> dict[str,
     return json.loads(finished.stdout.splitlines()[-1])
 
 
+def apart(part: Callable[..., Result], *arguments: Any) -> Result:
+    """What a part returns, in a process of its own: JAX keeps the memory that it had."""
+    spawning = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawning) as pool:
+        return pool.submit(part, *arguments).result()
+
+
 def _first_line(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -80,6 +91,13 @@ def surroundings() -> dict[str, Any]:
         "commit": _first_line("git", "-C", str(here), "rev-parse", "HEAD"),
         "uncommitted": bool(_first_line("git", "-C", str(here), "status", "--porcelain", "../ffi")),
     }
+
+
+def begun(path: Path, is_resumed: bool, record: dict[str, Any]) -> dict[str, Any]:
+    """The record to add to: what an earlier call wrote there, if that is gone on with."""
+    if not is_resumed or not path.exists():
+        return record
+    return json.loads(path.read_text()) | {"left_out": []}
 
 
 def write(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:

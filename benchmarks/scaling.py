@@ -2,14 +2,16 @@
 
     python benchmarks/scaling.py [--out results/scaling.json] [--budget SECONDS]
 
-Tables of 2^20 to 2^29 slots with batches of 2^20 keys, then one table with batches of 2^10 to 2^24,
+Tables of 2^20 to 2^29 slots with batches of 2^20 keys, and one table with batches of 2^10 to 2^24,
 at load factor 0.75: find and find_or_insert of present keys. benchmarks/plot.py draws the record.
-Small sizes run on a CPU too, to try the script.
+What does not fit into the budget is left out and said, and measured by the next call with
+`--resume`. Small sizes run on a CPU too, to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -51,19 +53,30 @@ def main() -> None:
     add("--fixed", type=int, nargs=2, default=[27, 20], help="of the other sweep (%(default)s)")
     add("--runs", type=int, default=measure.RUNS)
     add("--budget", type=float, default=120.0, help="seconds (%(default)s)")
+    add("--resume", action="store_true", help="go on with what --out has")
     add("--out", type=Path, default=measure.RESULTS / "scaling.json")
     options = parser.parse_args()
     begin = time.perf_counter()
-    record = measure.surroundings() | {"dim": options.dim, "slots": [], "batch": [], "left_out": []}
+    empty = {"dim": options.dim, "slots": [], "batch": [], "impossible": [], "left_out": []}
+    record = measure.begun(options.out, options.resume, empty) | measure.surroundings()
     slots, batch = options.fixed
-    sweeps = [("slots", power, batch) for power in range(options.slots[0], options.slots[1] + 1)]
-    sweeps += [("batch", slots, power) for power in range(options.batch[0], options.batch[1] + 1)]
+    by_slots = [("slots", power, batch) for power in range(options.slots[0], options.slots[1] + 1)]
+    by_batch = [("batch", slots, power) for power in range(options.batch[0], options.batch[1] + 1)]
+    # The sweeps take turns, so that a short budget says something of both.
+    sweeps = [one for pair in itertools.zip_longest(by_slots, by_batch) for one in pair if one]
     for sweep, slot_power, batch_power in sweeps:
-        # Keys of a batch are different ones out of the table.
-        if time.perf_counter() - begin > options.budget or batch_power > slot_power - 1:
-            record["left_out"].append([sweep, slot_power, batch_power])
+        sizes = (2**slot_power, 2**batch_power)
+        if sizes in [(found["slots"], found["batch"]) for found in record[sweep]]:
             continue
-        record[sweep].append(point(2**slot_power, 2**batch_power, options))
+        if batch_power > slot_power - 1:  # keys of a batch are different ones out of the table
+            if [sweep, *sizes] not in record["impossible"]:
+                record["impossible"].append([sweep, *sizes])
+            continue
+        if time.perf_counter() - begin > options.budget:
+            record["left_out"].append([sweep, *sizes])
+            continue
+        record[sweep].append(point(*sizes, options))
+        record[sweep].sort(key=lambda found: found[sweep])
         measure.write(options.out.stem, record, options.out.parent)
     measure.write(options.out.stem, record, options.out.parent)
 

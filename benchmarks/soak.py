@@ -59,7 +59,7 @@ def operations() -> list[Callable[..., tuple[hkv.Table, Any]]]:
 
     def pooled(table: Any, keys: Any, valid: Any, rows: Any, flags: Any) -> Any:
         ids, mask = keys.reshape(-1, 4), valid.reshape(-1, 4)
-        table, result = hkv.find_or_insert_pooled(table, ids, valid=mask, combiner="mean")
+        table, result = hkv.find_or_insert_pooled(table, ids, valid=mask, combiner="sum")
         return OPTIMIZER.update(table, result, rows[: BATCH // 4]), result
 
     def with_rows(operation: Any) -> Any:

@@ -9,8 +9,9 @@ its result is there (wall), and in a row of calls that wait for each other on th
 (device). Calls that change what they measure start from a fresh copy of the table each, which is
 not timed: a row of them has as many calls as copies fit into the memory.
 
-What does not fit into the budget is left out and said. Small sizes run on a CPU too, to try the
-script.
+What does not fit into the budget is left out and said, and measured by the next call with
+`--resume`. Tables are made half as large until two of them fit into the device's memory. Small
+sizes run on a CPU too, to try the script.
 """
 
 from __future__ import annotations
@@ -200,8 +201,18 @@ def operations(dim: int, batch: int) -> Iterator[tuple[str, str, bool, Callable[
     yield "erase present", "present", True, of(hkv.erase), probe + SECTOR
 
 
-def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]:
+def slots_for(dim: int, options: Any) -> int:
+    """As many as asked for, or a power of two less: a table, a copy, and results must fit."""
+    slots = options.slots if dim < 64 else options.slots // 2
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    while limit and 2.15 * slots * (4 * dim + DIGESTS // hkv.table.LANES + 16) > limit:
+        slots //= 2
+    return slots
+
+
+def ceilings(dim: int, options: Any) -> dict[str, float]:
     """Bytes a second of a plain copy, and of XLA's gather of random rows."""
+    slots, batch = slots_for(dim, options), options.batch
     values = jnp.ones((slots, dim), jnp.float32)
     places = jax.random.randint(jax.random.key(1), (batch,), 0, slots)
     gather = jax.jit(lambda values, places: values[places])
@@ -213,6 +224,7 @@ def ceilings(dim: int, slots: int, batch: int, options: Any) -> dict[str, float]
 
     part = values[: min(slots, 2**28 // (4 * dim))]
     return {
+        "slots": slots,
         "copy": 2 * part.nbytes / fastest(lambda: copy(part)),
         "xla gather": 2 * 4 * dim * batch / fastest(lambda: gather(values, places)),
     }
@@ -235,9 +247,9 @@ def check(table: hkv.Table, offered: int, rng: Any) -> None:
     assert not np.asarray(hkv.contains(table, keys_of(numbers + 2**40))[1]).any()
 
 
-def measured(case: Case, options: Any) -> dict[str, Any]:
+def measured(case: Case, calls: list[Any], options: Any) -> dict[str, Any]:
     """All operations on one table."""
-    slots = options.slots if case.dim < 64 else options.slots // 2
+    slots = slots_for(case.dim, options)
     rng = np.random.default_rng(0)
     table, offered = filled(case, slots, options.batch)
     check(table, offered, rng)
@@ -245,7 +257,7 @@ def measured(case: Case, options: Any) -> dict[str, Any]:
         **case._asdict(), "slots": table.capacity, "reached": float(hkv.load_factor(table)),
         "operations": {},
     }  # fmt: skip
-    for name, pattern, is_fresh, call, bytes_a_key in operations(case.dim, options.batch):
+    for name, pattern, is_fresh, call, bytes_a_key in calls:
         keys = batches(pattern, table, offered, options.batch, rng)
         if keys.shape[0] < options.batch:
             continue  # a table this empty has no batch of present keys
@@ -263,47 +275,65 @@ def measured(case: Case, options: Any) -> dict[str, Any]:
     return record
 
 
+def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, Any]]:
+    """What was measured of cases that differ in their load, and so share compiled programs."""
+    calls = list(operations(cases[0].dim, options.batch))
+    found = []
+    for case in cases:
+        if time.time() > deadline:
+            break
+        print(f"dim {case.dim}, load factor {case.load}, {case.choices} choice(s)", flush=True)
+        try:
+            found.append(measured(case, calls, options))
+        except jax.errors.JaxRuntimeError as error:
+            found.append({**case._asdict(), "operations": {}, "error": str(error)[:500]})
+    return found
+
+
 def main() -> None:
-    """Measures case by case, and writes the record after each."""
+    """Measures case by case, and writes the record after those of one dim."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
-    add("--loads", type=float, nargs="+", default=[0.5, 0.75, 0.95, 1.0])
+    add("--loads", type=float, nargs="+", default=[0.5, 1.0, 0.75, 0.95])
     add("--choices", type=int, nargs="+", default=[1, 2])
     add("--slots", type=int, default=2**27, help="half as many from dim 64 on (%(default)s)")
     add("--batch", type=int, default=2**20)
     add("--runs", type=int, default=measure.RUNS)
     add("--budget", type=float, default=400.0, help="seconds (%(default)s)")
+    add("--resume", action="store_true", help="go on with what --out has")
     add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
     add("--out", type=Path, default=measure.RESULTS / "table.json")
     options = parser.parse_args()
-    begin = time.perf_counter()
-    record = measure.surroundings() | {
-        "batch": options.batch,
-        "ceilings": {},
-        "cases": [],
-        "left_out": [],
-    }
-    for dim in options.dims:
-        slots = options.slots if dim < 64 else options.slots // 2
-        record["ceilings"][str(dim)] = found = ceilings(dim, slots, options.batch, options)
-        if options.gather is not None:
-            found["random gather"] = plain_gather(options.gather, dim, slots, options.batch)
-    cases = [
-        Case(dim, load, choices)
+    deadline = time.time() + options.budget
+    groups = [
+        [Case(dim, load, choices) for load in options.loads]
         for choices in options.choices
-        for load in options.loads
         for dim in options.dims
     ]
-    for case in cases:
-        if time.perf_counter() - begin > options.budget:
-            record["left_out"].append(case._asdict())
+    # Every part in a process of its own, none of which is this one: JAX keeps the memory it had.
+    record = measure.begun(options.out, options.resume, {"ceilings": {}, "cases": []})
+    record |= measure.apart(measure.surroundings) | {"batch": options.batch}
+    for dim in options.dims:
+        if str(dim) in record["ceilings"]:
             continue
-        print(f"dim {case.dim}, load factor {case.load}, {case.choices} choice(s)", flush=True)
-        record["cases"].append(measured(case, options))
-        measure.write(options.out.stem, record, options.out.parent)
+        record["ceilings"][str(dim)] = found = measure.apart(ceilings, dim, options)
+        if options.gather is not None:
+            rate = plain_gather(options.gather, dim, int(found["slots"]), options.batch)
+            found["random gather"] = rate
+    record["cases"] = [case for case in record["cases"] if "error" not in case]
+    seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
+    for group in groups:
+        missing = [case for case in group if case not in seen]
+        if missing and time.time() < deadline:
+            record["cases"] += measure.apart(until, deadline, missing, options)
+            measure.write(options.out.stem, record, options.out.parent)
+    seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
+    record["left_out"] = [case._asdict() for group in groups for case in group if case not in seen]
     print(f"{len(record['left_out'])} cases left out; {options.out}")
     measure.write(options.out.stem, record, options.out.parent)
+    if any("error" in case for case in record["cases"]):
+        raise SystemExit("a case failed: see its error in the record")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ do not fit beside their optimizer's; ids of rows that were evicted start anew).
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import expected
 import jax
@@ -37,8 +35,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from dcnv2 import EPSILON_INSIDE_ROOT, LEARNING_RATE, DlrmDcnV2, Shape, embeddings  # noqa: E402
 from dlrm import Inputs, mean_loss  # noqa: E402
-
-Result = TypeVar("Result")
+from measure import apart  # noqa: E402
 
 TABLES, DIM = 10, 128
 EXPONENT = 1.05
@@ -224,13 +221,6 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
         "load": float(hkv.load_factor(table)),
         "left_out": "input pipeline, several devices, rows beyond the capacity",
     }
-
-
-def apart(part: Callable[..., Result], *arguments: Any) -> Result:
-    """What a part returns, in a process of its own: JAX keeps the memory that it had."""
-    spawning = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawning) as pool:
-        return pool.submit(part, *arguments).result()
 
 
 def main() -> None:

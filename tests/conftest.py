@@ -45,7 +45,15 @@ class Passed:
     def __init__(self, config):
         self.path = config.getoption("--passed")
         self.is_worker = hasattr(config, "workerinput")  # of xdist, whose controller writes
-        self.before = set(self.path.read_text().splitlines()) if self.path.exists() else set()
+        if self.is_worker:
+            self.before = set(config.workerinput["passed"])
+        else:
+            self.before = set(self.path.read_text().splitlines()) if self.path.exists() else set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        """A worker that takes the place of one that died must collect what the others have."""
+        node.workerinput["passed"] = sorted(self.before)
 
     def pytest_collection_modifyitems(self, config, items):
         leave_out(config, items, lambda item: item.nodeid in self.before)

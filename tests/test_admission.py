@@ -196,7 +196,9 @@ def test_x64_changes_nothing(rng):
 
 
 def test_shard_map_gives_every_device_its_own_sketch(rng):
-    mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (4,), ("device",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4]
+    )
     rule = hkv.admission.frequency(2, width=64)
     tables = [hkv.create(256, 2, admission=rule) for _ in range(4)]
     joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *tables)

@@ -61,7 +61,9 @@ def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
 def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]
-    record = run("scaling.py", tmp_path / "scaling.json", *ONCE, *sizes)
+    call = ("scaling.py", tmp_path / "scaling.json", *ONCE, *sizes, "--resume", "--budget")
+    assert len(run(*call, "0")["left_out"]) == 5
+    record = run(*call, "100")
     assert [point["slots"] for point in record["slots"]] == [2**11, 2**12]
     assert [point["batch"] for point in record["batch"]] == [64, 128, 256]
     assert record["left_out"] == []
@@ -79,11 +81,13 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
 STAND_IN = """#!/usr/bin/env bash
 here=$(dirname "$0")
 [[ $1 == *.py ]] || exit 1
+calling=$1
 basename "$1" >>"$here/calls"
 status=0
 [[ $1 != *skew.py || -e $here/repaired ]] || status=3
 while [[ $1 != --out ]]; do shift; done
 echo "{}" >"$2"
+if [[ $calling == *scaling.py && ! -e $here/has_time ]]; then printf '"left_out": [\n' >"$2"; fi
 exit $status
 """
 TOOLS = ("bash", "sha256sum", "timeout")
@@ -91,21 +95,22 @@ TOOLS = ("bash", "sha256sum", "timeout")
 
 @pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}")
 def test_a_check_on_a_gpu_goes_on_where_it_stopped(tmp_path):
-    """With a program that stands in for Python: benchmarks that passed are not run again."""
+    """With a program that stands in for Python: benchmarks that are done are not run again."""
     for name, text in ("python", STAND_IN), ("nvcc", "#!/bin/sh\n"):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     surroundings = os.environ | {"PATH": path, "PYTHON": "python", "TMPDIR": str(tmp_path)}
 
-    def check() -> list[str]:
+    def check(verdict: str) -> list[str]:
         (tmp_path / "calls").write_text("")
         command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "out"), "benchmarks"]
         status = subprocess.run(
             command, env=surroundings, capture_output=True, check=False
         ).returncode
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert summary["parts"]["benchmarks"].startswith("failed" if status else "passed")
+        assert summary["parts"]["benchmarks"].startswith(verdict)
+        assert (status == 0) == (verdict == "passed")
         return (tmp_path / "calls").read_text().split()
 
     everything = [
@@ -116,11 +121,13 @@ def test_a_check_on_a_gpu_goes_on_where_it_stopped(tmp_path):
         "soak.py",
         "scaling.py",
     ]
-    assert check() == everything
-    assert check() == ["skew.py"]
+    assert check("failed") == everything
+    assert check("failed") == ["skew.py", "scaling.py"]
     (tmp_path / "repaired").touch()
-    assert check() == ["skew.py"]
-    assert check() == []
+    assert check("out of time") == ["skew.py", "scaling.py"]
+    (tmp_path / "has_time").touch()
+    assert check("passed") == ["scaling.py"]
+    assert check("passed") == []
 
 
 PROFILE = """

@@ -116,4 +116,4 @@ def test_the_kernels_compile_without_a_warning(device_driver):
 def test_the_device_agrees_with_the_host_bit_for_bit(gpu, device_driver):
     if not gpu:
         pytest.skip("no GPU: the driver is compiled, but cannot run")
-    assert_all_passed(run([device_driver]))
+    assert_all_passed(run([device_driver, "small"]))  # benchmarks/gpu_check.sh runs all of it

@@ -411,8 +411,9 @@ def test_placements_take_meshes_of_both_kinds_of_axes(kind, rng):
 
 def test_a_pmap_by_hand_is_one_table(rng):
     one = One(EIGHT, ROOMY)
-    table = jax.pmap(lambda _: EIGHT.table(), axis_name="device")(np.arange(8))
-    step = jax.pmap(partial(step_on_many, EIGHT), axis_name="device", donate_argnums=0)
+    pmap = partial(jax.pmap, axis_name="device", devices=jax.devices("cpu")[:8])
+    table = pmap(lambda _: EIGHT.table())(np.arange(8))
+    step = pmap(partial(step_on_many, EIGHT), donate_argnums=0)
     for _ in range(3):
         batch = zipf_batch(rng, (320,))
         split = jax.tree.map(lambda leaf: leaf.reshape(8, -1, *leaf.shape[1:]), on_device(batch))

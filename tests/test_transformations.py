@@ -183,7 +183,8 @@ def test_differentiating_a_table_says_what_to_differentiate():
 @pytest.mark.parametrize("keys_are_replicated", [True, False])
 def test_shard_map_gives_every_device_its_own_table(rng, axis_type, keys_are_replicated):
     """30: shard_map on Auto and Explicit meshes, keys split or replicated."""
-    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(axis_type,))
+    devices = jax.devices("cpu")[:DEVICES]
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(axis_type,), devices=devices)
     words = np.asarray(random_keys(rng, BATCH).words)
     tables = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *[make_table()] * DEVICES)
     tables = jax.device_put(tables, NamedSharding(mesh, P("d")))
@@ -205,7 +206,8 @@ def test_pmap_gives_every_device_its_own_table(rng):
     """30: pmap, whose leading axis costs copies on the CPU pipeline, as documented."""
     keys = random_keys(rng, DEVICES, BATCH)
     tables = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[make_table()] * DEVICES)
-    stepped, counts = jax.pmap(train_step, donate_argnums=0)(tables, keys)
+    devices = jax.devices("cpu")[:DEVICES]
+    stepped, counts = jax.pmap(train_step, donate_argnums=0, devices=devices)(tables, keys)
     assert counts.unique.shape == (DEVICES,)
     for device in range(DEVICES):
         expected, _ = jax.jit(train_step)(make_table(), keys[device])

@@ -196,7 +196,9 @@ class CudaExecutor {
   }
 
   void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) fail(std::string(what) + " failed: " + cudaGetErrorString(error));
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();  // or the next launch of this thread would be told of it
+    fail(std::string(what) + " failed: " + cudaGetErrorString(error));
   }
   void fail(const std::string& text) {
     if (!failed()) failure_ = text;
