@@ -313,12 +313,25 @@ def _effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
     else:
         terms = given if combiner == "mean" else given * given
         divisors = _pool_given(terms[:, None], bags._replace(weights=None), valid)[:, 0]
-    is_zero = divisors == 0
-    if combiner == "sqrtn":
-        divisors = jnp.sqrt(jnp.where(is_zero, 1.0, divisors))  # the derivative at 0 is not finite
-    divisors = _of_bags(jnp.where(is_zero, jnp.inf, divisors)[:, None], bags)[:, 0]
+    divisors = jnp.where(valid, _of_bags(divisors[:, None], bags)[:, 0], 1.0)
     numerators = valid.astype(jnp.float32) if given is None else given
-    return bags._replace(weights=numerators / jnp.where(valid, divisors, 1.0))
+    return bags._replace(weights=_quotients(numerators, divisors, combiner == "sqrtn"))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _quotients(weights: jax.Array, divisors: jax.Array, root: bool) -> Float32[Array, " n"]:
+    """Weights over divisors, or over their square roots; zero where the divisor is."""
+    return _ffi.call("divide_weights", weights, divisors, root=int(root))[0]
+
+
+@_quotients.defjvp
+def _quotients_jvp(root: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    weights, divisors = primals
+    quotients = _quotients(weights, divisors, root)
+    finite = jnp.where(divisors == 0, jnp.inf, divisors)  # there it is constant
+    slope = 1.0 / (jnp.sqrt(finite) if root else finite)
+    by_divisor = quotients / (2.0 * finite if root else finite)
+    return quotients, tangents[0] * slope - tangents[1] * by_divisor
 
 
 def _valid_ids(bags: Bags, valid: jax.Array) -> jax.Array:

@@ -39,6 +39,21 @@ def combine(
     return combined
 
 
+def quotients(splits: Array, valid: Array, weights: Array | None, combiner: str) -> Array:
+    """Each position's weight over its bag's divisor, float32; bits are those of section 8."""
+    given = np.where(valid, np.float32(1) if weights is None else weights, np.float32(0))
+    divided = np.zeros(len(valid), np.float32)
+    for begin, end in zip(splits[:-1], splits[1:], strict=True):
+        own = np.arange(begin, end)[valid[begin:end]]
+        if len(own) == 0:
+            continue
+        terms = given[own] if combiner == "mean" else given[own] * given[own]
+        divisor = np.float32(len(own)) if weights is None else tree_sum(terms[:, None])[0]
+        divisor = np.sqrt(divisor) if combiner == "sqrtn" else divisor
+        divided[own] = 0 if divisor == 0 else given[own] / divisor
+    return divided
+
+
 def unique(keys: Array, valid: Array, size: int) -> tuple[Array, Array, Array, int, int]:
     """Keys by first occurrence, inverse, counts, how many are kept, and how many are not."""
     numbers: dict[int, int] = {}

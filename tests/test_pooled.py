@@ -101,6 +101,25 @@ def test_a_pooled_find_sums_what_find_reads(rng, platform, dtype, is_weighted, f
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_weights_are_divided_with_one_rounding(rng, platform, combiner, is_weighted):
+    """Bits of the oracle, for bags of no and of many ids, subnormal quotients among them."""
+    rows, valid = random_rows(rng, COUNT, np.float32), rng.random(COUNT) < 0.9
+    weights = random_weights(rng, COUNT) if is_weighted else None
+    if is_weighted:
+        weights[:8] *= np.float32(1e-38)
+    quotients = oracle_pooled.quotients(SPLITS, valid, weights, combiner)
+    pooled = hkv.pool(rows, row_splits=SPLITS, weights=weights, valid=valid, combiner=combiner)
+    assert_same_bits(pooled, oracle_pooled.pool(rows, SPLITS, valid, quotients))
+    table = hkv.create(1024, DIM)
+    bags = hkv.Jagged(hkv.Keys.from_numpy(random_ids(rng, COUNT)), jnp.asarray(SPLITS), weights)
+    _, result = hkv.find_or_insert_pooled(table, bags, combiner=combiner)
+    inside = np.arange(COUNT) < SPLITS[-1]
+    expected = oracle_pooled.quotients(SPLITS, inside, weights, combiner)
+    assert_same_bits(result.bags.weights, expected)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("combiner", COMBINERS)
 def test_combiners_mean_what_tensorflow_means(rng, combiner, is_weighted):
     """To 1e-6 of float64; the divisor counts valid ids, absent ones among them."""

@@ -3,6 +3,7 @@
 
 #include "ops/clear.h"
 #include "ops/combine_rows.h"
+#include "ops/divide_weights.h"
 #include "ops/erase_slots.h"
 #include "ops/export_slots.h"
 #include "ops/find_rows.h"
@@ -29,7 +30,7 @@ struct OperationList {
 
 using AllOperations =
     OperationList<Unique, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, ExportSlots,
-                  GatherRows, PoolRows, FillRows, ScatterRows, InitRows, AddRows, CombineRows,
+                  GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows, InitRows, AddRows, CombineRows,
                   UpdateRows<SgdRule>, UpdateRows<MomentumRule>, UpdateRows<AdagradRule>,
                   UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
 

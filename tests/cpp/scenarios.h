@@ -325,6 +325,11 @@ class Scenario {
                           {"keys", "initial_keys"},
                           {"weights", "pool_weights"},
                           {"pooled", "pooled_bags"}});
+    std::vector<float> divisors(weights.rbegin(), weights.rend());
+    for (float& divisor : divisors) divisor = random_.chance(0.1) ? 0.0f : divisor * divisor;
+    machines_.set("pool_divisors", Buffer::of(divisors));
+    call<DivideWeights>({{"root", random_.chance(0.5) ? 1 : 0}},
+                        {{"weights", "pool_weights"}, {"divisors", "pool_divisors"}});
   }
 
   void erase() {
