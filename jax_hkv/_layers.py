@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -298,6 +299,30 @@ def updated(
     if len(results) == 1:
         return optimizer.update(table, results[0], gradients[0], **extra)
     return optimizer.update(table, results, gradients, **extra)
+
+
+def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
+    """Raises if a step trains none of the tables that have an optimizer, warns if only some.
+
+    The loss falls without them too, by the dense parameters alone.
+    """
+    trained = set(looked_up)
+    left = sorted(set(trainable) - trained)
+    remedy = (
+        "call the model with train=True, and have it pass that on to its layers (a table that is "
+        "not to be trained needs no optimizer)"
+    )
+    if left and not trained:
+        raise ValueError(
+            f"train_step: loss_fn must look up tables in training, but looked up none of {left}: "
+            f"{remedy}"
+        )
+    if left:
+        warnings.warn(
+            f"train_step: loss_fn looked up {sorted(trained)} in training, but not {left}, which "
+            f"stay as they are. If that is not meant, {remedy}",
+            stacklevel=2,
+        )
 
 
 def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:

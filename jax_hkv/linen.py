@@ -319,6 +319,16 @@ def _lookups(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
     return {path: list(kept) for path, kept in flat.items()}
 
 
+def _by_path(tables: Any) -> dict[Any, Any]:
+    return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
+
+
+def _trainable(tables: Any) -> list[str]:
+    """The paths of the tables that have an optimizer."""
+    flat = _by_path(tables)
+    return ["/".join(path) for path, table in flat.items() if table.optimizer is not None]
+
+
 def _gradients(lookups: dict[Any, list[Lookup]], row_gradients: Any) -> dict[Any, list[jax.Array]]:
     """The row gradients of each lookup, by the path of its table."""
     flat: dict[Any, Any] = flatten_dict(row_gradients)
@@ -359,9 +369,7 @@ def _updated_tables(
     extra: dict[str, Any],
 ) -> dict[Any, Table]:
     """All tables by path, those that were looked up after a step of their optimizer."""
-    tables: dict[Any, Any] = flatten_dict(
-        updated[TABLES], is_leaf=lambda _, leaf: isinstance(leaf, Table)
-    )
+    tables = _by_path(updated[TABLES])
     for path, kept in lookups.items():
         results = [lookup.result for lookup in kept]
         tables[path] = _layers.updated(
@@ -462,6 +470,12 @@ def train_step(
     Returns:
       A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
       aux, the metrics of each table, its counts, and whether the gradients were finite.
+
+    Raises:
+      ValueError: while tracing, if `loss_fn` looks up no table with an optimizer by a call with
+        ``train=True``: the dense parameters alone would be trained. If it leaves out some of them,
+        a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
+        silences it.
     """
     devices = _layers.Devices(() if placement is None else placement.axes)
 
@@ -494,6 +508,7 @@ def train_step(
             run, argnums=(0, 1), has_aux=True
         )(state.params, zeros, others)
         lookups = _lookups(updated)
+        _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
         dense, rows = devices.total(gradients[0]), _gradients(lookups, gradients[1])
         overflow = _layers.strict_overflow({"/".join(path): own for path, own in results.items()})

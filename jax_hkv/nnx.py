@@ -476,6 +476,12 @@ def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
     }
 
 
+def _trainable(model: nnx.Module) -> list[str]:
+    """The paths of the tables that have an optimizer."""
+    places = _places(model).items()
+    return [where for where, (_, owner) in places if owner.optimizer is not None]
+
+
 # What a skipped step leaves as it was, beside the rows: parameters, statistics, both optimizers.
 _SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState))
 
@@ -529,6 +535,12 @@ def train_step(
       A function of (state, *args) that changes the :class:`TrainState` and returns a
       :class:`jax_hkv.nnx.StepInfo`: loss, aux, the metrics of each table, its counts, and whether
       the gradients were finite.
+
+    Raises:
+      ValueError: while tracing, if `loss_fn` looks up no table with an optimizer by a call with
+        ``train=True``: the dense parameters alone would be trained. If it leaves out some of them,
+        a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
+        silences it.
     """
     devices = _layers.Devices(() if placement is None else placement.axes)
 
@@ -544,6 +556,7 @@ def train_step(
         (_, (loss, aux)), dense, rows = value_and_grad(scaled_loss, has_aux=True)(
             state.model, *args
         )
+        _layers.check_trained(_trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
         overflow = _layers.strict_overflow(results)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -368,3 +370,112 @@ def test_a_loss_with_more_beside_it_is_a_pair():
     step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum(), has_aux=True)
     with pytest.raises(TypeError, match=r"a pair of it and anything\), got float32\[\]"):
         step(state, IDS)
+
+
+TOWERS = ("user", "item")
+
+
+class LinenTowers(nn.Module):
+    """Two tables, and a third without an optimizer, which is never trained."""
+
+    @nn.compact
+    def __call__(self, ids, train=()):
+        rows = [
+            hkv.linen.Embed(256, DIM, optimizer=SGD, name=name)(ids, train=name in train)
+            for name in TOWERS
+        ]
+        frozen = hkv.linen.Embed(256, DIM, name="frozen")(ids)
+        return nn.Dense(1)(rows[0] * rows[1] + frozen)
+
+
+class NnxTowers(nnx.Module):
+    def __init__(self):
+        self.user = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+        self.item = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+        self.frozen = hkv.nnx.Embed(256, DIM)
+        self.dense = nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids, train=()):
+        rows = [getattr(self, name)(ids, train=name in train) for name in TOWERS]
+        return self.dense(rows[0] * rows[1] + self.frozen(ids))
+
+
+def step_of_towers(api, train):
+    """A training step that trains the towers named."""
+
+    def loss_fn(model, ids):
+        return (model(ids, train=train) ** 2).mean()
+
+    if api == "nnx":
+        state = hkv.nnx.TrainState(NnxTowers(), optax.sgd(0.1))
+        return lambda: hkv.nnx.train_step(loss_fn)(state, IDS)
+    state = hkv.linen.TrainState.create(LinenTowers(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    return lambda: hkv.linen.train_step(loss_fn)(state, IDS)[1]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_step_that_trains_no_table_is_refused(api):
+    """Its loss would fall all the same, by the dense parameters alone."""
+    with pytest.raises(ValueError, match=r"\['item/table', 'user/table'\].*call .*train=True"):
+        step_of_towers(api, ())()
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_step_that_trains_some_tables_names_the_others_once(api):
+    """Tasks may take turns, so this is no error."""
+    with pytest.warns(UserWarning, match=r"train_step: .*\['item/table'\].*train=True") as caught:
+        assert set(step_of_towers(api, ("user",))().tables) == {"user/table"}
+    assert len([each for each in caught if "item/table" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_step_that_trains_all_tables_with_an_optimizer_says_nothing(api):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(step_of_towers(api, TOWERS)().tables) == {"item/table", "user/table"}
+
+
+def test_a_model_whose_tables_have_no_optimizer_trains_its_dense_part():
+    class Frozen(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(1)(hkv.linen.Embed(256, DIM)(ids))
+
+    state = hkv.linen.TrainState.create(Frozen(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, ids: (apply(ids) ** 2).mean(), donate=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after, info = step(state, IDS)
+    assert not info.tables
+    kernels = [each.params["Dense_0"]["kernel"] for each in (state, after)]
+    assert not np.array_equal(*kernels)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_tables_that_have_trained_can_be_frozen(api):
+    frozen = optax.sgd(0.0)
+    if api == "linen":
+        model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=frozen)
+        state, _ = hkv.linen.train_step(lambda a, ids: a(ids, train=True).sum())(state, IDS)
+        state = state.map_tables(lambda table: dataclasses.replace(table, optimizer=None))
+        after, info = hkv.linen.train_step(lambda a, ids: a(ids).sum(), donate=False)(state, IDS)
+        before, now = state.tables["table"], after.tables["table"]
+    else:
+        state = hkv.nnx.TrainState(NnxModel(), frozen)
+        hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum())(state, IDS)
+        state.model.embed.optimizer, before = None, state.model.embed.table.get_value()
+        info = hkv.nnx.train_step(lambda m, ids: m(ids).sum(), donate=False)(state, IDS)
+        now = state.model.embed.table.get_value()
+    assert not info.tables and int(hkv.size(now)) == 3
+    np.testing.assert_array_equal(before.values, now.values)
+
+
+def test_a_collection_that_is_not_trained_is_refused_by_the_names_of_its_tables():
+    declared = collection("a", "b")
+    inputs = {"f_a": IDS, "f_b": IDS}
+    layer = hkv.linen.EmbedCollection(declared)
+    state = hkv.linen.TrainState.create(layer, jax.random.key(0), inputs, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, x: sum(rows.sum() for rows in apply(x).values()))
+    with pytest.raises(ValueError, match=r"\['a\+b'\]"):
+        step(state, inputs)

@@ -435,6 +435,15 @@ def test_a_layer_without_an_axis_name_in_a_step_of_many_devices_is_an_error():
         step(state, placement.put(next(batches())))
 
 
+@pytest.mark.parametrize("mode", ONCE)
+def test_a_step_of_many_devices_that_trains_no_table_is_an_error(mode):
+    placement = Placement(mesh_of(2), mode=mode)
+    state, batch = small_state(placement), placement.put(next(batches()))
+    step = hkv.linen.train_step(lambda apply, x: loss_of(apply(x), x), placement=placement)
+    with pytest.raises(ValueError, match=r"none of \['Embed_0/table'\]: call .*train=True"):
+        step(state, batch)
+
+
 def test_a_layer_outside_of_its_mesh_says_where_it_belongs():
     layer = hkv.linen.Embed(128, 4, axis_name=AXIS)
     with pytest.raises(NameError, match=r"inside jax\.shard_map or jax\.pmap"):
