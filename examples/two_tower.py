@@ -39,10 +39,10 @@ NO_NEGATIVE = -1e9  # a logit that adds nothing to a softmax, and is no infinity
 class Tower(nnx.Module):
     """From ids to unit vectors: an embedding, and an MLP that adds to it."""
 
-    def __init__(self, name: str, args: Namespace, rngs: nnx.Rngs) -> None:
+    def __init__(self, name: str, seed: int, args: Namespace, rngs: nnx.Rngs) -> None:
         optimizer = hkv.optim.adam(args.lr)
         self.embed = Embed(
-            args.capacity, args.dim, choices=2, seed=args.seed, optimizer=optimizer, name=name
+            args.capacity, args.dim, choices=2, seed=seed, optimizer=optimizer, name=name
         )
         self.hidden = nnx.Linear(args.dim, 2 * args.dim, rngs=rngs)
         self.output = nnx.Linear(2 * args.dim, args.dim, rngs=rngs)
@@ -57,7 +57,9 @@ class TwoTower(nnx.Module):
     """A tower for each side, so that the vectors of items can be computed before a user comes."""
 
     def __init__(self, args: Namespace, rngs: nnx.Rngs) -> None:
-        self.user, self.item = Tower("users", args, rngs), Tower("items", args, rngs)
+        # Two seeds: with one, the user and the item of one id would begin as the same vector.
+        self.user = Tower("users", args.seed, args, rngs)
+        self.item = Tower("items", args.seed + 1, args, rngs)
 
 
 def loss_of(model: TwoTower, users: Any, items: Any, log_frequency: Any, valid: Any) -> jax.Array:

@@ -43,7 +43,9 @@ class TableConfig:
       policy: which entries a full table evicts.
       choices: candidate buckets of an id, 1 or 2.
       init: first rows, from ``jax_hkv.initializers``.
-      seed: of the first rows.
+      seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, key) alone, so
+        tables that are not fused (see :class:`Collection`; fused ones have different keys) begin
+        with equal rows for equal ids unless their seeds differ.
       optimizer: whose rows the table carries; None for a table that is never trained.
       admission: which new ids get a row, from ``jax_hkv.admission``.
     """

@@ -122,7 +122,9 @@ class Embed(_Layer):
       policy: which entries a full table evicts.
       choices: candidate buckets of an id, 1 or 2.
       embedding_init: first rows, from ``jax_hkv.initializers``.
-      seed: of the first rows.
+      seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, id) alone:
+        ``nnx.Rngs`` play no part, and layers of one seed begin with equal rows for equal ids. Where
+        that matters (two towers whose ids overlap), give them different seeds.
       optimizer: whose rows the table carries, and which updates it; None: it is never trained.
       admission: which new ids get a row, from ``jax_hkv.admission``; None: all of them.
       unseen: what ids without a row get (in evaluation; in training those that were refused):

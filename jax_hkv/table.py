@@ -261,7 +261,9 @@ def create(
       choices: candidate buckets of a key. Two fill a table to 98 % before anything is evicted
         (one: about 65 %) and keep better entries, for a second probe.
       init: first values of rows, by default ``variance_scaling(1.0, "normal")`` as ``nn.Embed``.
-      seed: of the first values, 0 to 2**64 - 1.
+      seed: of the first values, 0 to 2**64 - 1. A row's first value is a function of (seed, key)
+        alone: tables of one seed begin with equal rows for equal keys. Where that matters, give
+        them different seeds.
       name: appears in error messages.
       admission: which absent keys ``find_or_insert`` inserts, from ``jax_hkv.admission``; None:
         all. The other writes insert what they are told to.
