@@ -81,7 +81,7 @@ def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) ->
     check_scores(call, policy, scores)
     if scores is None:
         return None
-    pairs = as_keys(call, "scores", _unsigned(call, scores))
+    pairs = as_keys(call, "scores", unsigned(call, scores))
     if pairs.shape != shape:
         raise ValueError(
             f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}"
@@ -89,7 +89,7 @@ def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) ->
     return pairs.reshape(-1)
 
 
-def _unsigned(call: str, scores: Any) -> Any:
+def unsigned(call: str, scores: Any) -> Any:
     """Signed scores, checked where their values are known, as unsigned ones."""
     dtype = getattr(scores, "dtype", None)
     if dtype is None or np.dtype(dtype).kind != "i":

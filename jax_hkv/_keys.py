@@ -93,11 +93,15 @@ class Keys:
 
 
 def as_keys(call: str, argument: str, ids: Any) -> Keys:
-    """What a caller gave as keys, as Keys; errors name the call and the argument."""
+    """What a caller gave as keys, as Keys; errors name the call and the argument.
+
+    NumPy's 64-bit integers are taken where JAX, with x64 off, would not cut them: an id is the same
+    key whether it comes as such, or through a ``jax.jit`` that has made 32 bits of it.
+    """
     if isinstance(ids, Keys):
         _check_words(call, argument, ids.words)
         return ids
-    if isinstance(ids, (jax.Array, np.ndarray)):
+    if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
         return _from_array(call, argument, ids)
     raise TypeError(
         f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {type(ids).__name__}. "
@@ -126,11 +130,12 @@ def _check_words(call: str, argument: str, words: Any) -> None:
 
 def _from_array(call: str, argument: str, ids: Any) -> Keys:
     wide = ids.dtype in (np.dtype(np.int64), np.dtype(np.uint64))
-    if wide and isinstance(ids, np.ndarray):
-        if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+    if wide and isinstance(ids, (np.ndarray, np.generic)):
+        if would_cut(ids):
             raise TypeError(
-                f"{call}: {argument} is a NumPy {ids.dtype} array, and with x64 off JAX would cut "
-                "it to 32 bits. Use jax_hkv.Keys.from_numpy(ids)."
+                f"{call}: {argument} is a NumPy {ids.dtype} array of numbers from {ids.min()} to "
+                f"{ids.max()}, which JAX, with x64 off, would cut to 32 bits wherever it takes "
+                "them. Use jax_hkv.Keys.from_numpy(ids)."
             )
         return Keys.from_numpy(ids)
     if ids.dtype == np.int32:

@@ -225,8 +225,9 @@ def of_batch(
         return pooled.of_batch(call, table, batch, train=train, fill=fill, scores=scores)
     pairs = None
     if train:
-        given = None if scores is None else as_keys(call, "scores", scores).reshape(-1)
-        pairs = _checks.as_scores(call, table.policy, given, batch.keys.shape)
+        if scores is not None:
+            scores = as_keys(call, "scores", _checks.unsigned(call, scores)).reshape(-1)
+        pairs = _checks.as_scores(call, table.policy, scores, batch.keys.shape)
     table, result = look_up(
         exchange,
         table,

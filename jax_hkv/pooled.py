@@ -198,7 +198,7 @@ def of_batch(
         clock, values, slots = _find(table, batch, initial=initial)
         return after_read(table, clock), BagRows(values, slots, None)
     if scores is not None:
-        scores = as_keys(call, "scores", scores).reshape(-1)
+        scores = as_keys(call, "scores", _checks.unsigned(call, scores)).reshape(-1)
     pairs = _checks.as_scores(call, table.policy, scores, batch.keys.shape)
     table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=False)
     return table, BagRows(result.values, result.slots, result)

@@ -74,6 +74,61 @@ def test_ids_that_jit_would_cut_are_refused_and_small_ones_are_not(api, request)
     assert int(hkv.size(table())) == before + 3
 
 
+def entrances(ids):
+    """Where ids are given outside a trace: what each of them makes of these, for evaluation."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    declared = collection("a")
+    bags = hkv.Jagged(ids, np.arange(len(ids) + 1, dtype=np.int32))
+    return {
+        "create": lambda: hkv.linen.TrainState.create(
+            model, jax.random.key(0), ids, tx=optax.sgd(0.1)
+        ).apply(ids),
+        "apply": lambda: state.apply(ids),
+        "init": lambda: model.init_with_output(jax.random.key(0), ids)[0],
+        "nnx": lambda: NnxModel()(ids),
+        "bag": lambda: hkv.nnx.EmbedBag(256, DIM)(bags),
+        "feature": lambda: hkv.nnx.EmbedCollection(declared)({"f_a": ids})["f_a"],
+        "constant of a jit": lambda: jax.jit(lambda: state.apply(ids))(),
+        "operation": lambda: hkv.find(hkv.create(256, DIM), ids, fill="initial")[1].values,
+    }
+
+
+@pytest.mark.parametrize("entrance", entrances(IDS))
+def test_numpy_integers_of_64_bits_are_taken_where_32_hold_them(entrance, request):
+    """They are NumPy's default, and mean the ids that they would mean as 32-bit ones."""
+    for ids in (
+        np.array([5, -7, 2**31 - 1, -(2**31)], np.int32),
+        np.array([5, 2**31, 2**32 - 1], np.uint32),
+    ):
+        wide = ids.astype(f"{ids.dtype.kind}8")
+        rows = np.asarray(entrances(ids)[entrance]())
+        np.testing.assert_array_equal(rows, entrances(wide)[entrance]())
+        np.testing.assert_array_equal(rows, entrances(hkv.Keys.from_numpy(wide))[entrance]())
+    if not request.config.getoption("--x64"):
+        for ids in (np.array([5, 2**31]), np.array([2**32], np.uint64)):
+            with pytest.raises(TypeError, match=r"NumPy u?int64.*Keys\.from_numpy"):
+                entrances(ids)[entrance]()
+
+
+@pytest.mark.parametrize("layer", [hkv.nnx.Embed, hkv.nnx.EmbedBag])
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_negative_scores_are_refused(layer, kind):
+    """As keys they would be the largest there are."""
+    with pytest.raises(ValueError, match="scores are unsigned, got -1"):
+        layer(256, DIM, policy=hkv.Policy.LFU)(
+            IDS[None], train=True, scores=np.array([[2, -1, 1]], kind)
+        )
+
+
+@pytest.mark.parametrize("number", [5, -7])
+def test_an_id_is_one_key_whichever_way_it_came(number):
+    table, _ = hkv.find_or_insert(hkv.create(256, DIM), hkv.Keys.from_numpy(number))
+    for given in (np.int64(number), np.int32(number), jnp.int32(number), np.array(number)):
+        for contains in (hkv.contains, jax.jit(hkv.contains)):
+            assert contains(table, given)[1], given
+
+
 @pytest.mark.parametrize("splits", [[0, 1, 9], [0, 3, 1], [1, 2, 3]])
 def test_row_splits_that_do_not_fit_are_refused_before_a_step(splits):
     bags = hkv.Jagged(IDS, np.array(splits, np.int32))
