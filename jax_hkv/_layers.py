@@ -301,6 +301,18 @@ def updated(
     return optimizer.update(table, results, gradients, **extra)
 
 
+def changed(fn: Callable[[Table], Any], table: Table) -> Table:
+    """A table of a state after a function; raises unless that is a table again."""
+    after = fn(table)
+    if not isinstance(after, Table):
+        raise TypeError(
+            f"TrainState.map_tables: fn must return a Table, got {type(after).__name__}: of what "
+            "returns (table, result) take the table, "
+            "map_tables(lambda table: jax_hkv.expire(table, 30)[0])"
+        )
+    return after
+
+
 def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
     """Raises if a step trains none of the tables that have an optimizer, warns if only some.
 

@@ -21,6 +21,7 @@ Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, different
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -439,8 +440,20 @@ class TrainState:
         return cls(step, params, opt_state, tables, variables, scale, model, tx)
 
     def map_tables(self, fn: Callable[[Table], Table]) -> TrainState:
-        """The state with its tables changed by a function, as :func:`jax_hkv.advance_epoch`."""
-        tables = jax.tree.map(fn, self.tables, is_leaf=lambda node: isinstance(node, Table))
+        """The state with its tables changed by a function.
+
+        Args:
+          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or
+            ``lambda table: jax_hkv.expire(table, 30)[0]``.
+
+        Raises:
+          TypeError: if `fn` returns anything else.
+        """
+        tables = jax.tree.map(
+            functools.partial(_layers.changed, fn),
+            self.tables,
+            is_leaf=lambda node: isinstance(node, Table),
+        )
         return dataclasses.replace(self, tables=tables)
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -508,9 +508,19 @@ class TrainState(nnx.Module):
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 
     def map_tables(self, fn: Callable[[Table], Table]) -> None:
-        """Changes every table by a function, such as :func:`jax_hkv.advance_epoch`."""
-        for variable, _ in _places(self.model).values():
-            variable.set_value(fn(variable.get_value()))
+        """Changes every table by a function.
+
+        Args:
+          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or
+            ``lambda table: jax_hkv.expire(table, 30)[0]``.
+
+        Raises:
+          TypeError: if `fn` returns anything else; no table has changed then.
+        """
+        variables = [variable for variable, _ in _places(self.model).values()]
+        tables = [_layers.changed(fn, variable.get_value()) for variable in variables]
+        for variable, table in zip(variables, tables, strict=True):
+            variable.set_value(table)
 
 
 def train_step(

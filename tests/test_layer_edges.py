@@ -389,6 +389,22 @@ def test_all_tables_of_a_state_can_be_changed():
     assert int(twin.model.embed.table.get_value().epoch[0]) == 1
 
 
+def test_a_function_of_tables_that_returns_a_pair_is_refused_before_anything_changes():
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    declared = collection("a", policy=hkv.Policy.EPOCH_LRU)
+    twin = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(declared), optax.sgd(0.1))
+    for own in (state, twin):
+        with pytest.raises(TypeError, match=r"map_tables: fn must return a Table, got .*\[0\]"):
+            own.map_tables(lambda table: hkv.expire(table, 30))
+        with pytest.raises(TypeError, match="map_tables: fn must return a Table, got NoneType"):
+            own.map_tables(print)
+    twin.map_tables(lambda table: hkv.expire(table, 30)[0])
+    assert isinstance(twin.model.tables["a"], hkv.Table)
+    state = state.map_tables(lambda table: hkv.expire(table, 30)[0])
+    hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
+
+
 def test_masks_and_weights_of_a_feature_can_be_lists():
     declared = collection("a")
     padded = hkv.Padded(IDS[None], valid=[[True, True, False]], weights=[[1.0, 2.0, 3.0]])
