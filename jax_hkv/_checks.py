@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv._compat import is_traced
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv.index import Policy
+from jax_hkv.initializers import Initializer, variance_scaling
 
 _COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
 
@@ -29,6 +30,19 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     if not low <= number <= high:
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
     return number
+
+
+def as_initializer(call: str, argument: str, init: Any) -> Initializer:
+    """First values of rows; None are those of ``nn.Embed``."""
+    if init is None:
+        return variance_scaling(1.0, "normal")
+    if not isinstance(init, Initializer):
+        raise TypeError(
+            f"{call}: {argument} must come from jax_hkv.initializers (a row is a function of seed "
+            f"and key alone, on every backend), got {type(init).__name__}: take "
+            "jax_hkv.initializers.normal(0.1), say"
+        )
+    return init
 
 
 def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:

@@ -50,11 +50,18 @@ class StepInfo(NamedTuple):
     strict_overflow: dict[str, Int32[Array, ""]]
 
 
-def with_host_checks(jitted: Any, info_of: Callable[[Any], StepInfo]) -> Any:
-    """A jitted training step that looks at its arguments behind the state, and at its report."""
+def with_host_checks(jitted: Any, kind: type, info_of: Callable[[Any], StepInfo]) -> Any:
+    """A jitted training step that looks at its arguments, and at its report.
+
+    Args:
+      jitted: of (state, *args).
+      kind: of the state.
+      info_of: the report in what `jitted` returns.
+    """
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any, *args: Any) -> Any:
+        _check_state(state, kind)
         _check_host(args)
         outputs = jitted(state, *args)
         for where, overflow in info_of(outputs).strict_overflow.items():
@@ -63,6 +70,15 @@ def with_host_checks(jitted: Any, info_of: Callable[[Any], StepInfo]) -> Any:
 
     checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]
     return checked
+
+
+def _check_state(state: Any, kind: type) -> None:
+    if not isinstance(state, kind):
+        expected, got = (f"{each.__module__}.{each.__name__}" for each in (kind, type(state)))
+        raise TypeError(
+            f"train_step: state must be a {expected}, got {got}: call step(state, *args), a step "
+            f"of {kind.__module__}.train_step with a state of the same module"
+        )
 
 
 def _check_host(args: Any) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_hkv import _sharded, initializers, pooled, whole_table
+from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv._sharded import ShardedResult
@@ -64,6 +65,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         check_optimizer(f"TableConfig {self.name!r}", self.optimizer)
+        as_initializer(f"TableConfig {self.name!r}", "init", self.init)
         if self.policy is Policy.CUSTOM:
             raise ValueError(
                 f"TableConfig {self.name!r}: policy CUSTOM needs scores, which features do not "

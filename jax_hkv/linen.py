@@ -32,12 +32,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer, check_optimizer
+from jax_hkv.optim import LossScale, Optimizer, check_optimizer, check_transformation
 from jax_hkv.table import Counts, Table, create
 
 TABLES = "tables"
@@ -96,7 +97,9 @@ class Embed(_Layer):
     """An embedding layer over a dynamic table: any 64-bit id, no vocabulary.
 
     Attributes:
-      capacity: entries that the table holds.
+      capacity: entries that the table holds. Ids are spread over buckets by a hash, so a table of
+        as many entries as ids evicts some already: of 10,000 ids in 10,000 entries 3 %, with
+        ``choices=2`` less than 0.1 %. Ask for half as many again, or take two choices.
       features: elements of an embedding.
       dtype: of the output; None: that of the rows.
       param_dtype: of the rows.
@@ -172,9 +175,9 @@ class Embed(_Layer):
             dtype=self.param_dtype,
             policy=self.policy,
             choices=self.choices,
-            init=self.embedding_init,
+            init=as_initializer(type(self).__name__, "embedding_init", self.embedding_init),
             seed=self.seed,
-            name=self.name or type(self).__name__,
+            name="/".join(self.path) or type(self).__name__,
             admission=self.admission,
         )
         return table if self.optimizer is None else self.optimizer.init(table)
@@ -422,10 +425,17 @@ class TrainState:
           model: that holds layers of this module.
           rng: of ``model.init``.
           *args: an example of the model's inputs.
-          tx: an ``optax.GradientTransformation`` for the dense parameters.
+          tx: an ``optax.GradientTransformation`` for the dense parameters. It is given gradients,
+            state and parameters: one that wants more (``reduce_on_plateau``, ``lbfgs``) is not for
+            :func:`train_step`. ``clip_by_global_norm`` in it sees dense gradients only; `max_norm`
+            of :func:`train_step` is the bound of dense ones and rows together.
           loss_scale: to train in half precision with.
           **kwargs: of ``model.init``.
+
+        Raises:
+          TypeError: if `tx` is no such transformation.
         """
+        check_transformation("TrainState", tx)
 
         def first() -> tuple[Any, ...]:
             variables = dict(model.init(rng, *args, **kwargs))
@@ -562,7 +572,7 @@ def train_step(
     else:
         jitted = placement.step(step, donate=donate)
 
-    return _layers.with_host_checks(jitted, lambda outputs: outputs[1])
+    return _layers.with_host_checks(jitted, TrainState, lambda outputs: outputs[1])
 
 
 def _next_of(old: Any, new: Any, finite: Any) -> Any:

@@ -28,12 +28,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer, check_optimizer
+from jax_hkv.optim import LossScale, Optimizer, check_optimizer, check_transformation
 from jax_hkv.table import Counts, Table, create
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -115,7 +116,9 @@ class Embed(_Layer):
     """An embedding layer over a dynamic table: any 64-bit id, no vocabulary.
 
     Args:
-      capacity: entries that the table holds.
+      capacity: entries that the table holds. Ids are spread over buckets by a hash, so a table of
+        as many entries as ids evicts some already: of 10,000 ids in 10,000 entries 3 %, with
+        ``choices=2`` less than 0.1 %. Ask for half as many again, or take two choices.
       features: elements of an embedding.
       dtype: of the output; None: that of the rows.
       param_dtype: of the rows.
@@ -162,7 +165,7 @@ class Embed(_Layer):
             dtype=param_dtype,
             policy=policy,
             choices=choices,
-            init=embedding_init,
+            init=as_initializer(type(self).__name__, "embedding_init", embedding_init),
             seed=seed,
             name=name,
             admission=admission,
@@ -497,11 +500,15 @@ class TrainState(nnx.Module):
 
     Args:
       model: that holds layers of this module.
-      tx: an ``optax.GradientTransformation`` for the dense parameters.
+      tx: an ``optax.GradientTransformation`` for the dense parameters. It is given gradients, state
+        and parameters: one that wants more (``reduce_on_plateau``, ``lbfgs``) is not for
+        :func:`train_step`. ``clip_by_global_norm`` in it sees dense gradients only; `max_norm` of
+        :func:`train_step` is the bound of dense ones and rows together.
       loss_scale: to train in half precision with.
     """
 
     def __init__(self, model: nnx.Module, tx: Any, loss_scale: LossScale | None = None):
+        check_transformation("TrainState", tx)
         self.model = model
         self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         scale = _layers.copied(loss_scale)
@@ -599,7 +606,7 @@ def train_step(
     else:
         jitted = _Placed(placement, step, donate, devices)
 
-    return _layers.with_host_checks(jitted, lambda info: info)
+    return _layers.with_host_checks(jitted, TrainState, lambda info: info)
 
 
 class _Placed:

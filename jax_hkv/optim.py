@@ -250,6 +250,19 @@ def check_optimizer(call: str, optimizer: Any) -> None:
     )
 
 
+def check_transformation(call: str, tx: Any) -> None:
+    """Raises unless `tx` can update dense parameters."""
+    methods = [getattr(tx, name, None) for name in ("init", "update")]
+    is_for_tables = isinstance(tx, (FusedOptimizer, SparseOptimizer))
+    if all(map(callable, methods)) and not is_for_tables:
+        return
+    raise TypeError(
+        f"{call}: tx must be an optax.GradientTransformation, for the dense parameters, got "
+        f"{type(tx).__name__}: give optax.adam(1e-3), say (an nnx.Optimizer is made of it for you; "
+        "those of jax_hkv.optim are for tables: a layer takes one as its optimizer)"
+    )
+
+
 def _kind(path: Any, two: Any, three: Any) -> str:
     if two.shape[:1] == (2,) and three.shape == (3, *two.shape[1:]):
         return _ROW

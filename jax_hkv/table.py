@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 from jax_hkv import index as _index
 from jax_hkv import initializers
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_initializer, as_integer
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
@@ -290,12 +290,7 @@ def create(
     if not any(dtype == row for row in _ROW_DTYPES):
         given = getattr(dtype, "__name__", dtype)
         raise TypeError(f"create: dtype must be float32, bfloat16 or float16, got {given}")
-    initializer = initializers.variance_scaling(1.0, "normal") if init is None else init
-    if not isinstance(initializer, initializers.Initializer):
-        raise TypeError(
-            "create: init must come from jax_hkv.initializers (a row is a function of seed and key "
-            f"alone, on every backend), got {type(initializer).__name__}"
-        )
+    initializer = as_initializer("create", "init", init)
     check_rule("create", admission)
     buckets = -(-capacity // LANES)
     return Table(

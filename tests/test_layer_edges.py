@@ -166,6 +166,13 @@ def test_tables_in_another_order_are_not_taken_for_each_other():
          "Collection: tables ['a', 'b']: create: capacity must be"),
         (lambda: hkv.nnx.Embed(128, DIM, optimizer=optax.adam(1e-3)), TypeError,
          "Embed: optimizer must come from jax_hkv.optim"),
+        (lambda: hkv.nnx.Embed(128, DIM, embedding_init=nn.initializers.normal(0.1)), TypeError,
+         "Embed: embedding_init must come from jax_hkv.initializers"),
+        (lambda: hkv.linen.EmbedBag(128, DIM, embedding_init=nn.initializers.normal(0.1)).init(
+            jax.random.key(0), IDS[None]), TypeError,
+         "EmbedBag: embedding_init must come from jax_hkv.initializers"),
+        (lambda: collection("a", init=nn.initializers.normal(0.1)), TypeError,
+         "TableConfig 'a': init must come from jax_hkv.initializers"),
         (lambda: hkv.linen.Embed(128, DIM, optimizer=optax.adam(1e-3)).init(
             jax.random.key(0), IDS), TypeError, "Embed: optimizer must come from jax_hkv.optim"),
         (lambda: collection("a").lookup(collection("a").create(), {"f_a": IDS}, fill="zeros"),
@@ -411,6 +418,59 @@ def test_masks_and_weights_of_a_feature_can_be_lists():
     _, found = declared.lookup(declared.create(), {"f_a": padded})
     rows = np.asarray(hkv.initial_rows(declared.create()["a"], IDS))
     np.testing.assert_allclose(found.rows["a"][0], rows[0] + 2 * rows[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx, got",
+    [
+        (nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param),
+         "Optimizer"),
+        (SGD, "FusedOptimizer"),
+        (hkv.optim.sparse(optax.sgd(0.1)), "SparseOptimizer"),
+        (optax.sgd, "function"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_is_none_for_dense_parameters_is_named(tx, got):
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    message = f"TrainState: tx must be an optax.GradientTransformation.*got {got}: give optax"
+    with pytest.raises(TypeError, match=message):
+        hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=tx)
+    with pytest.raises(TypeError, match=message):
+        hkv.nnx.TrainState(NnxModel(), tx)
+
+
+def test_what_is_no_state_of_a_step_is_named():
+    """States of the other module, a model, and arguments in another order."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    twin = hkv.nnx.TrainState(NnxModel(), optax.sgd(0.1))
+    wrong = {"linen": (twin, model, IDS), "nnx": (state, twin.model, IDS)}
+    for api, given in wrong.items():
+        step = getattr(hkv, api).train_step(lambda model, ids: model(ids, train=True).sum())
+        for each in given:
+            got = f"{type(each).__module__}.{type(each).__name__}"
+            with pytest.raises(TypeError, match=rf"state.*jax_hkv\.{api}\.TrainState.*got {got}: "):
+                step(each, IDS)
+
+
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return hkv.linen.Embed(256, DIM)(ids)
+
+
+class Towers(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return [Tower(name=name)(ids) for name in TOWERS]
+
+
+def test_tables_of_linen_layers_are_named_by_their_path():
+    tables = Towers().init(jax.random.key(0), IDS)["tables"]
+    names = [tables[tower]["Embed_0"]["table"].name for tower in TOWERS]
+    assert names == ["user/Embed_0", "item/Embed_0"]
+    alone = hkv.linen.EmbedBag(256, DIM).init(jax.random.key(0), IDS[None])["tables"]
+    assert alone["table"].name == "EmbedBag"
 
 
 LOSSES = {
