@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv import _ffi, _updates
 from jax_hkv._checks import as_integer
-from jax_hkv.table import InsertResult, Table, with_clock
+from jax_hkv.table import InsertResult, Table, check_table, with_clock
 
 # A number, or a function of the number of updates before this one (as optax's schedules).
 LearningRate = float | Callable[[Any], Any]
@@ -98,6 +98,7 @@ class FusedOptimizer:
         Raises:
           ValueError, TypeError: naming the argument.
         """
+        check_table("optim.update", table)
         rule = self.rule
         before = _updates.rows_of(table, rule)
         table, batch = _updates.batch_of(table, result, row_gradients, apply)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
     InsertResult,
     Table,
+    check_table,
     gather_optimizer,
     gather_values,
     scatter_optimizer,
@@ -153,11 +155,15 @@ class SparseOptimizer:
             micro-batches, say), which make one step together, as if they had been one batch.
           row_gradients: like ``result.values``; or as many of them as there are results.
           apply: a traced bool; where it is False nothing changes, not even the step count.
-          **extra: passed on to the transformation's update.
+          **extra: passed on to the transformation's update, if it takes them (what
+            ``optax.chain`` makes takes any). ``learning_rate`` is none of them.
 
         Raises:
           ValueError: if the table has no optimizer rows of this transformation.
+          TypeError: naming the argument.
         """
+        check_table("optim.update", table)
+        _check_extra(self.transformation, extra)
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
         table, params = gather_values(table, batch.slots)
@@ -261,6 +267,27 @@ def check_transformation(call: str, tx: Any) -> None:
         f"{type(tx).__name__}: give optax.adam(1e-3), say (an nnx.Optimizer is made of it for you; "
         "those of jax_hkv.optim are for tables: a layer takes one as its optimizer)"
     )
+
+
+def _check_extra(transformation: Transformation, extra: dict[str, Any]) -> None:
+    """Raises for arguments of an update that the transformation would not look at."""
+    if "learning_rate" in extra:
+        raise TypeError(
+            "optim.sparse: update takes no learning_rate, because the rate of an optax "
+            "transformation is part of it: give the transformation a schedule (a function of the "
+            "step count), take optax.inject_hyperparams, whose rate lies in "
+            "table.optimizer.shared, or a native optimizer (jax_hkv.optim.adam, say), whose "
+            "update takes one"
+        )
+    taken = inspect.signature(transformation.update).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        return
+    unknown = sorted(extra.keys() - taken.keys())
+    if unknown:
+        raise TypeError(
+            f"optim.sparse: update of this transformation takes {list(taken)}, got also {unknown}: "
+            "leave them out, or use an optax.GradientTransformationExtraArgs that takes them"
+        )
 
 
 def _kind(path: Any, two: Any, three: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +142,50 @@ def test_extra_arguments_reach_the_transformation():
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([1])))
     table = opt.update(table, result, jnp.ones((1, DIM)), factor=3.0)
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.scale(-0.1)], ids=["chain", "plain"])
+def test_a_rate_that_a_transformation_would_not_look_at_is_refused(tx):
+    """A chain of optax swallows every argument, so that the rate would be ignored."""
+    opt = hkv.optim.sparse(tx)
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+    with pytest.raises(TypeError, match=r"takes no learning_rate.*schedule.*native optimizer"):
+        opt.update(table, result, jnp.ones((3, DIM)), learning_rate=0.5)
+
+
+def test_arguments_go_only_to_transformations_that_take_them():
+    """A name that is mistaken is an error, and no silence."""
+    opt = hkv.optim.sparse(optax.scale(-0.1))
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+    with pytest.raises(
+        TypeError, match=r"takes \['updates', 'state', 'params'\], got also \['lr'\]"
+    ):
+        opt.update(table, result, jnp.ones((3, DIM)), lr=0.5)
+
+
+def test_a_rate_that_optax_injects_is_among_the_shared_leaves():
+    """What the error about learning_rate names works."""
+    opt = hkv.optim.sparse(optax.inject_hyperparams(optax.sgd)(learning_rate=0.25))
+    table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
+    assert 0.25 in [float(leaf[0]) for leaf in table.optimizer.shared]
+    shared = tuple(jnp.where(leaf == 0.25, 0.5, leaf) for leaf in table.optimizer.shared)
+    table = dataclasses.replace(
+        table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
+    )
+    table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+    table = opt.update(table, result, jnp.ones((1, DIM)))
+    np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), -0.5))
+
+
+@pytest.mark.parametrize("opt", [hkv.optim.sparse(optax.sgd(0.1)), hkv.optim.sgd(0.1)])
+def test_arguments_in_the_order_of_optax_are_named(opt):
+    """optax.update takes gradients first."""
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+    with pytest.raises(TypeError, match=r"optim.update: table must be a jax_hkv Table, got Array"):
+        opt.update(jnp.ones((3, DIM)), result, table)
 
 
 def test_a_transformation_that_mixes_rows_is_refused_with_the_leaf():
