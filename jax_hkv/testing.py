@@ -26,13 +26,18 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
 
     Args:
       fn: traceable; it is compiled with every Table among its arguments donated.
-      *args: its arguments, arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments: pytrees of arrays or ``jax.ShapeDtypeStruct``, or nnx modules, which
+        `fn` may change.
 
     Returns:
       The lines of the optimised HLO that copy an array of a table leaf's type and size.
     """
-    leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: isinstance(leaf, Table))
-    is_table = [isinstance(leaf, Table) for leaf in leaves]
+
+    def is_one(leaf: Any) -> bool:
+        return isinstance(leaf, Table)
+
+    leaves, tree = jax.tree.flatten(args, is_leaf=is_one)
+    is_table = [is_one(leaf) for leaf in leaves]
     tables = [leaf for leaf, table in zip(leaves, is_table, strict=True) if table]
     others = [leaf for leaf, table in zip(leaves, is_table, strict=True) if not table]
     if not tables:
@@ -41,7 +46,12 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
     def donating(tables: list[Table], others: list[Any]) -> Any:
         left, right = iter(tables), iter(others)
         joined = [next(left) if table else next(right) for table in is_table]
-        return fn(*jax.tree.unflatten(tree, joined))
+        given = jax.tree.unflatten(tree, joined)
+        returned = fn(*given)
+        # An argument that is changed in place (an nnx module) leaves the program too.
+        before = {id(leaf) for leaf in joined}
+        after = jax.tree.leaves(given, is_leaf=is_one)
+        return returned, [leaf for leaf in after if id(leaf) not in before]
 
     compiled = jax.jit(donating, donate_argnums=0).lower(tables, others).compile()
     return copies_in(compiled.as_text() or "", tables)
@@ -71,7 +81,7 @@ def assert_no_table_copies(fn: Callable[..., Any], *args: Any) -> None:
 
     Args:
       fn: traceable.
-      *args: its arguments; every Table among them is donated.
+      *args: its arguments; every Table among them, or in an nnx module among them, is donated.
 
     Raises:
       AssertionError: naming the copies.

@@ -188,6 +188,32 @@ def test_an_nnx_model_learns_and_evaluation_never_inserts(rng):
     assert int(hkv.size(model.embed.table.get_value())) == 200
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["train_step", "by hand"])
+def test_the_nnx_step_copies_no_table(rng, by_hand):
+    """A module that the step changes is what the step leaves behind."""
+
+    def loss_fn(model, ids, labels):
+        return loss_of(model(ids, train=True), labels)
+
+    def step(state, ids, labels):
+        loss, gradients, rows = hkv.nnx.value_and_grad(loss_fn)(state.model, ids, labels)
+        state.optimizer.update(state.model, gradients)
+        hkv.nnx.update_tables(state.model, rows)
+        return loss
+
+    state = hkv.nnx.TrainState(NnxModel(nnx.Rngs(0)), DENSE)
+    batch = next(batches(rng))
+    checked = step if by_hand else hkv.nnx.train_step(loss_fn)
+    hkv.testing.assert_no_table_copies(checked, state, *batch)
+
+    def stale(state, ids, labels):
+        before = state.model.embed.table.get_value()
+        return checked(state, ids, labels), hkv.find(before, ids)[1].values
+
+    with pytest.raises(AssertionError, match=r"copies of table-sized(.|\n)*f32\[1024,8\]"):
+        hkv.testing.assert_no_table_copies(stale, state, *batch)
+
+
 def test_nnx_tables_are_no_parameters_and_survive_split_and_merge():
     """Filters for nnx.Param never see a table."""
     model = NnxModel(nnx.Rngs(0))
