@@ -46,18 +46,22 @@ def run(name: str, blocks: list[str], namespace: dict[str, Any]) -> dict[str, An
     return namespace
 
 
-def test_the_code_in_the_readme_runs(capsys):
-    """As it stands there."""
+def test_the_code_in_the_readme_runs(capsys, tmp_path):
+    """As it stands there, given a path for its checkpoint; what is restored is what was saved."""
     blocks = blocks_of("README.md", FENCED)
-    assert len(blocks) == 1
-    run("README.md", blocks, {"__name__": "readme"})
+    assert len(blocks) == 2
+    after = run("README.md", blocks[:1], {"__name__": "readme", "path": tmp_path / "table"})
+    saved = after["table"]
+    restored = run("README.md", blocks[1:], after)["table"]
+    jax.tree.map(np.testing.assert_array_equal, restored, saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
     assert "Table('table', capacity=100,096, dim=16" in capsys.readouterr().out
 
 
 def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
     """Its blocks check what they claim."""
     blocks = blocks_of("docs/tutorial.md", FENCED)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert all("print(" in block and "assert" in block for block in blocks)
     run("docs/tutorial.md", blocks, {"__name__": "tutorial"})
     printed = capsys.readouterr().out
