@@ -110,10 +110,10 @@ def recorded(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     shape = (options.batch, 8)
     batches = [
         (
-            hkv.Keys.from_numpy(rng.zipf(1.2, shape).astype(np.uint64) % options.capacity),
+            jax.device_put(hkv.Keys.from_numpy(ids.astype(np.uint64) % options.capacity)),
             jnp.asarray(rng.integers(0, 2, options.batch), jnp.float32),
         )
-        for _ in range(4)
+        for ids in (rng.zipf(1.2, shape) for _ in range(4))
     ]
     model = Model(options.capacity, options.dim)
     state = hkv.linen.TrainState.create(

@@ -57,8 +57,8 @@ class Timed(NamedTuple):
 
 
 def keys_of(numbers: np.ndarray) -> hkv.Keys:
-    """Keys of consecutive numbers."""
-    return hkv.Keys.from_numpy(numbers.astype(np.uint64))
+    """Keys of consecutive numbers, on the device."""
+    return jax.device_put(hkv.Keys.from_numpy(numbers.astype(np.uint64)))
 
 
 def copy_of(table: hkv.Table) -> hkv.Table:

@@ -75,7 +75,7 @@ class Timed:
 
         def prepare() -> Any:
             numbers = self.rng.integers(0, self.rows, self.batch)
-            return numbers, hkv.Keys.from_numpy(key_of(numbers))
+            return numbers, jax.device_put(hkv.Keys.from_numpy(key_of(numbers)))
 
         def run(prepared: Any) -> Any:
             self.table, self.result = compiled(self.table, prepared[1], *more)
@@ -175,7 +175,7 @@ def peer_times(python: str | None, rng: np.random.Generator) -> dict[str, Any] |
         return None
     peer = measure.peer(python, "peer_tfra.py", PEER_KEYS, DIM)
 
-    keys = hkv.Keys.from_numpy(rng.permutation(PEER_KEYS))
+    keys = jax.device_put(hkv.Keys.from_numpy(rng.permutation(PEER_KEYS)))
     values = jnp.asarray(rng.standard_normal((PEER_KEYS, DIM), np.float32))
     insert = jax.jit(hkv.insert_or_assign, donate_argnums=0)
     # Without the table, which would be copied: it is not donated.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,12 @@ _LOW_WORD = 0xFFFFFFFF
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Keys:
     """Unsigned 64-bit numbers (keys, or scores in the same form) of any shape.
 
     Attributes:
-      words: ``uint32[..., 2]``, the (low, high) words.
+      words: ``uint32[..., 2]``, the (low, high) words, of JAX or, on the host, of NumPy.
 
     Example:
       >>> import numpy as np
@@ -32,11 +33,14 @@ class Keys:
       True
     """
 
-    words: UInt32[Array, "*shape 2"]
+    words: UInt32[Any, "*shape 2"]
 
     @classmethod
     def from_numpy(cls, ids: Any) -> Keys:
-        """From integers on the host.
+        """From integers on the host, where the words stay until an operation needs them.
+
+        No device is touched, so the workers of a data loader can call it. Keys that many calls use
+        are put on the device once, by ``jax.device_put(keys)``.
 
         Args:
           ids: integer array of any shape; signed numbers are sign-extended to 64 bits.
@@ -44,17 +48,35 @@ class Keys:
         Raises:
           TypeError: if the array does not hold integers.
         """
-        array = np.asarray(ids)
-        if array.dtype.kind not in "iu":
-            raise TypeError(
-                f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}. Hash or cast "
-                "them to int64 or uint64 first."
-            )
+        array = _integers(ids)
         wide = np.ascontiguousarray(
             array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
         )
         words = wide.astype("<u8", copy=False).view("<u4").reshape(*array.shape, 2)
-        return cls(jnp.asarray(words.astype(np.uint32, copy=False)))
+        words = words.astype(np.uint32, copy=False)
+        words.flags.writeable = False  # a value, on the host too
+        return cls(words)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
+        """One after the other along an axis of their shapes, as ``jnp.concatenate``.
+
+        Args:
+          parts: Keys, at least one, whose shapes agree but for the axis.
+          axis: from ``-ndim`` to ``ndim - 1``.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+        """
+        call = "Keys.concatenate"
+        words = [as_keys(call, f"parts[{number}]", part).words for number, part in enumerate(parts)]
+        if not words:
+            raise ValueError(f"{call}: parts must be Keys, at least one, got none")
+        ndim = words[0].ndim - 1
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis}")
+        on_host = all(isinstance(part, np.ndarray) for part in words)
+        return cls((np if on_host else jnp).concatenate(words, axis % ndim))
 
     def to_numpy(self) -> np.ndarray:
         """As ``uint64`` on the host."""
@@ -67,6 +89,16 @@ class Keys:
         return tuple(self.words.shape[:-1])
 
     @property
+    def ndim(self) -> int:
+        """Axes, without that of the words."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers."""
+        return math.prod(self.shape)
+
+    @property
     def low(self) -> UInt32[Array, "*shape"]:
         """The low words."""
         return self.words[..., 0]
@@ -76,12 +108,17 @@ class Keys:
         """The high words."""
         return self.words[..., 1]
 
-    def reshape(self, *shape: int) -> Keys:
-        """With another shape."""
-        return Keys(self.words.reshape(*shape, 2))
+    def reshape(self, *shape: int | Sequence[int]) -> Keys:
+        """With another shape, given as numbers or as a tuple."""
+        lengths = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        return Keys(self.words.reshape(*lengths, 2))
 
     def __getitem__(self, index: Any) -> Keys:
-        return Keys(jnp.stack([self.low[index], self.high[index]], axis=-1))
+        parts = index if isinstance(index, tuple) else (index,)
+        # NumPy's words cannot be asked for positions that are traced.
+        is_traced = any(isinstance(part, jax.Array) for part in parts)
+        words = jnp.asarray(self.words) if is_traced else self.words
+        return Keys(words[(*parts, slice(None))])
 
     def __len__(self) -> int:
         if not self.shape:
@@ -90,6 +127,41 @@ class Keys:
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[position] for position in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise TypeError(
+            "Keys are no array: take .to_numpy() (uint64 on the host) or .words (uint32[..., 2]), "
+            "and join Keys with Keys.concatenate(parts)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(self.words, (jax.Array, np.ndarray)):
+            raise TypeError(
+                "Keys are not compared by == (nor found by `in`): take jax_hkv.equal(a, b) for "
+                "each of them, or compare .to_numpy()"
+            )
+        # A tree of something else, such as shapes, is compared like any dataclass.
+        return isinstance(other, Keys) and self.words == other.words
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.words))
+
+
+def _integers(ids: Any) -> np.ndarray:
+    """What a caller gave as ids, as an array of integers."""
+    array = np.asarray(ids)
+    if array.dtype.kind in "iu":
+        return array
+    is_list = isinstance(ids, (list, tuple))
+    if is_list and not array.size:
+        return array.astype(np.int64)
+    remedy = "hash or cast them to int64 or uint64 first"
+    if is_list and all(isinstance(each, int) for each in np.asarray(ids, object).flat):
+        remedy = (
+            "that is what NumPy makes of this list, whose numbers no integer type of its choice "
+            "holds: give np.array(ids, np.uint64)"
+        )
+    raise TypeError(f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}: {remedy}")
 
 
 def as_keys(call: str, argument: str, ids: Any) -> Keys:

@@ -41,8 +41,8 @@ class Jagged:
     """
 
     ids: Any
-    row_splits: Int32[Array, " batch+1"]
-    weights: Float32[Array, " n"] | None = None
+    row_splits: Int32[Any, " batch+1"]
+    weights: Float32[Any, " n"] | None = None
 
     @classmethod
     def from_lists(
@@ -52,7 +52,7 @@ class Jagged:
         capacity: int | None = None,
         weights: Sequence[Sequence[float]] | None = None,
     ) -> Jagged:
-        """From a list of ids for each bag, on the host; ids keep their 64 bits.
+        """From a list of ids for each bag, on the host, without a device; ids keep their 64 bits.
 
         Args:
           lists: integers from -2**63 to 2**64 - 1, as lists or integer arrays.
@@ -76,8 +76,8 @@ class Jagged:
         splits = np.zeros(len(lengths) + 1, np.int32)
         splits[1:] = np.cumsum(lengths, dtype=np.int64)
         ids[:total] = np.concatenate([*words, np.zeros(0, np.uint64)])
-        factors = None if weights is None else jnp.asarray(_weights(weights, lengths, capacity))
-        return cls(Keys.from_numpy(ids), jnp.asarray(splits), factors)
+        factors = None if weights is None else _weights(weights, lengths, capacity)
+        return cls(Keys.from_numpy(ids), splits, factors)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,215 @@
+"""Keys: 64-bit numbers on the host and on devices, taken apart and put together."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_hkv as hkv
+
+IDS = np.arange(60, dtype=np.uint64).reshape(3, 4, 5) * np.uint64(0x9E3779B97F4A7C15)
+ON_HOST = hkv.Keys.from_numpy(IDS)
+WHERE = {"host": ON_HOST, "device": jax.tree.map(jnp.asarray, ON_HOST)}
+INDICES = {
+    "a number": 1,
+    "a negative number": -1,
+    "a slice": slice(0, 2),
+    "nothing": (),
+    "an ellipsis": ...,
+    "the last axis": (..., 0),
+    "between": (0, ..., slice(1, 3)),
+    "a new axis": None,
+    "a new axis inside": (slice(None), None, 2),
+    "numbers": np.array([2, 0, 2]),
+    "numbers of two axes": (np.array([2, 0]), slice(None), np.array([4, 1])),
+    "numbers of the last axis": (..., np.array([[0, 1], [2, 3]])),
+    "a mask of one axis": np.array([True, False, True]),
+    "a mask of all axes": np.asarray(IDS % np.uint64(3) == 0),
+    "numbers of jax": (slice(None), jnp.array([3, 1])),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_takes_what_it_takes_of_the_numbers(name, where):
+    """As of an array of their shape, which the axis of the words is no part of."""
+    index = INDICES[name]
+    expected = IDS[index]
+    got = WHERE[where][index]
+    assert got.shape == expected.shape
+    np.testing.assert_array_equal(got.to_numpy(), expected)
+
+
+def test_a_traced_index_takes_from_keys_on_the_host():
+    """Rows of keys that a scan's body closes over."""
+    rows = jax.lax.scan(lambda _, row: (None, ON_HOST[row]), None, jnp.arange(3))[1]
+    np.testing.assert_array_equal(rows.to_numpy(), IDS)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_slice_reads_no_more_than_itself(where):
+    """Of many keys on a device a slice is one of their words; on the host it is a view."""
+    keys = WHERE[where]
+    if where == "host":
+        assert np.shares_memory(keys[1:].words, keys.words)
+    else:
+        many = jax.ShapeDtypeStruct((10_000, 2), jnp.uint32)
+        text = str(jax.make_jaxpr(lambda words: hkv.Keys(words)[:7].words)(many))
+        assert "u32[10000]" not in text and "u32[7,2]" in text
+
+
+def test_an_index_of_too_many_axes_is_refused():
+    """The axis of the words cannot be reached."""
+    with pytest.raises(IndexError):
+        ON_HOST[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_keys_have_the_shape_of_their_numbers(where):
+    keys = WHERE[where]
+    assert (keys.shape, keys.ndim, keys.size, len(keys)) == ((3, 4, 5), 3, 60, 3)
+    for other in (keys.reshape(12, 5), keys.reshape((12, 5)), keys.reshape([-1, 5])):
+        np.testing.assert_array_equal(other.to_numpy(), IDS.reshape(12, 5))
+    assert keys.reshape(-1)[0].reshape(()).shape == keys.reshape(-1)[0].shape == ()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+def test_concatenated_keys_are_their_numbers_concatenated(where, axis):
+    keys = WHERE[where]
+    joined = hkv.Keys.concatenate([keys, keys[:], keys], axis)
+    np.testing.assert_array_equal(joined.to_numpy(), np.concatenate([IDS] * 3, axis))
+    assert isinstance(joined.words, np.ndarray) == (where == "host")
+
+
+def test_wrong_parts_of_a_concatenation_are_named():
+    with pytest.raises(ValueError, match=r"Keys\.concatenate: parts must be .*at least one"):
+        hkv.Keys.concatenate([])
+    with pytest.raises(ValueError, match=r"axis must be from -3 to 2, got 3"):
+        hkv.Keys.concatenate([ON_HOST], 3)
+    with pytest.raises(TypeError, match=r"parts\[1\] must be jax_hkv\.Keys.*got list"):
+        hkv.Keys.concatenate([ON_HOST, [1, 2]])
+
+
+MISTAKES = {
+    "np.asarray": lambda keys: np.asarray(keys),
+    "jnp.asarray": lambda keys: jnp.asarray(keys),
+    "np.concatenate": lambda keys: np.concatenate([keys, keys]),
+    "a sum": lambda keys: np.arange(3) + keys,
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_keys_are_taken_for_an_array_by_nobody(name):
+    """NumPy would make an array of objects of them."""
+    with pytest.raises(TypeError, match=r"to_numpy\(\).*Keys\.concatenate"):
+        MISTAKES[name](ON_HOST)
+
+
+def test_comparing_keys_by_the_sign_says_what_compares_them():
+    """A dataclass would ask an array whether it is true."""
+    a, b = ON_HOST, ON_HOST[:]
+    for compare in (lambda: a == b, lambda: a != b):
+        with pytest.raises(TypeError, match=r"jax_hkv\.equal\(a, b\)"):
+            compare()
+    assert bool(hkv.equal(a, b).all())
+
+
+def test_a_tree_of_keys_is_one_for_jax():
+    """What keys refuse of arrays, they do not refuse of pytrees."""
+    assert jax.tree.structure(ON_HOST) == jax.tree.structure(WHERE["device"])
+    shape, other = (jax.tree.map(jnp.shape, keys) for keys in (ON_HOST, ON_HOST[:2]))
+    assert shape == jax.tree.map(jnp.shape, WHERE["device"]) and shape != other
+    assert hash(shape) == hash(jax.tree.map(jnp.shape, WHERE["device"]))
+    doubled = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ON_HOST, ON_HOST)
+    assert doubled.shape == (6, 4, 5)
+    shapes = jax.eval_shape(lambda keys: keys, ON_HOST)
+    assert shapes.shape == ON_HOST.shape and shapes.words.dtype == np.uint32
+
+
+EMPTY = {"a list": [], "a tuple": (), "a list of lists": [[], []]}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_list_is_no_key(name):
+    """NumPy makes float64 of it."""
+    assert hkv.Keys.from_numpy(EMPTY[name]).shape == np.shape(EMPTY[name])
+
+
+WRONG = {
+    "a list without a type": (
+        [2**63, 1],
+        r"NumPy makes of this list.*np\.array\(ids, np\.uint64\)",
+    ),
+    "a list beyond 64 bits": ([[2**65], [1]], r"dtype object.*np\.array\(ids, np\.uint64\)"),
+    "a list of fractions": ([1.5], "float64: hash or cast"),
+    "an empty array of fractions": (np.zeros(0), "float64: hash or cast"),
+    "texts": (np.array(["a"]), "hash or cast"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_integer_is_refused_with_a_remedy(name):
+    ids, message = WRONG[name]
+    with pytest.raises(TypeError, match=r"Keys\.from_numpy: ids must hold integers.*" + message):
+        hkv.Keys.from_numpy(ids)
+
+
+def test_keys_are_made_of_a_copy():
+    """Whoever fills one buffer again and again has the keys of each time."""
+    buffer = np.arange(4, dtype=np.uint64)
+    keys = hkv.Keys.from_numpy(buffer)
+    buffer[:] = 9
+    assert keys.to_numpy().tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        keys.words[0] = 1
+
+
+def test_keys_are_made_without_a_device():
+    """The workers of a data loader must not start JAX's backends: there, none can start."""
+    code = """
+import numpy as np, jax_hkv as hkv
+keys = hkv.Keys.from_numpy(np.arange(6, dtype=np.int64))
+keys = hkv.Keys.concatenate([keys, keys[2:4]]).reshape((2, 4))
+bags = hkv.Jagged.from_lists([[1, 2], []], capacity=4, weights=[[1.0, 2.0], []])
+print(keys.to_numpy().tolist(), bags.row_splits.tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).anchor,
+        env=os.environ | {"JAX_PLATFORMS": "none"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\[\[0, 1, 2, 3\], \[4, 5, 2, 3\]\] \[0, 2, 2\]\n", done.stdout)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_keys_on_the_host_do_what_keys_on_a_device_do():
+    """Eager, jitted and donated, and with the same trace."""
+    traces = []
+
+    def step(table, keys):
+        traces.append(1)
+        table, result = hkv.find_or_insert(table, keys)
+        return table, hkv.find(table, keys)[1].values, result.counts
+
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    got = [
+        compiled(hkv.create(128, 4), hkv.Keys.from_numpy(IDS)),
+        step(hkv.create(128, 4), ON_HOST),
+    ]
+    got.append(compiled(hkv.create(128, 4), jax.tree.map(jnp.asarray, hkv.Keys.from_numpy(IDS))))
+    assert len(traces) == 2  # the eager one, and one for both forms
+    for other in got[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, got[0])
+    np.testing.assert_array_equal(ON_HOST.to_numpy(), IDS)
