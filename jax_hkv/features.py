@@ -64,20 +64,53 @@ class Jagged:
         """
         words = [_words(number, bag) for number, bag in enumerate(lists)]
         lengths = [len(bag) for bag in words]
-        total = sum(lengths)
-        capacity = total if capacity is None else capacity
-        capacity = _checks.as_integer("Jagged.from_lists", "capacity", capacity, 0, MAX_SLOTS)
-        if capacity < total:
+        factors = None if weights is None else _weights(weights, lengths)
+        ids = np.concatenate([*words, np.zeros(0, np.uint64)])
+        return _packed("Jagged.from_lists", ids, np.array(lengths, np.int64), capacity, factors)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        values: Any,
+        lengths: Any,
+        *,
+        capacity: int | None = None,
+        weights: Any = None,
+    ) -> Jagged:
+        """From the ids of all bags, one bag after the other, and how many each bag has.
+
+        This is the form of TorchRec's jagged tensors. It is made on the host, without a device, and
+        without a loop over the bags; ids keep their 64 bits.
+
+        Args:
+          values: flat, as many as the lengths say together: Keys, or integers as an array or list.
+          lengths: integers from 0 on, one for each bag.
+          capacity: positions, with the padding; by default as many as there are ids.
+          weights: numbers, one for each id; padding gets 0.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+
+        Example:
+          >>> Jagged.from_lengths([5, 6, 7], [2, 0, 1], capacity=4).row_splits.tolist()
+          [0, 2, 2, 3]
+        """
+        call = "Jagged.from_lengths"
+        keys = values if isinstance(values, Keys) else _flat(call, "values", values, "iu")
+        ids = (keys if isinstance(keys, Keys) else Keys.from_numpy(keys)).to_numpy()
+        counts = _flat(call, "lengths", lengths, "iu").astype(np.int64)
+        if (counts < 0).any() or counts.sum() != ids.size or ids.ndim != 1:
             raise ValueError(
-                f"Jagged.from_lists: capacity must be at least the number of ids, {total}, got "
-                f"{capacity}: raise it, or leave ids out"
+                f"{call}: lengths must be from 0 on and say how many of the values each bag has, "
+                f"so that their sum is the number of values, {list(ids.shape)}; got a sum of "
+                f"{counts.sum()} and a least length of {counts.min(initial=0)}"
             )
-        ids = np.zeros(capacity, np.uint64)
-        splits = np.zeros(len(lengths) + 1, np.int32)
-        splits[1:] = np.cumsum(lengths, dtype=np.int64)
-        ids[:total] = np.concatenate([*words, np.zeros(0, np.uint64)])
-        factors = None if weights is None else _weights(weights, lengths, capacity)
-        return cls(Keys.from_numpy(ids), splits, factors)
+        factors = None if weights is None else _flat(call, "weights", weights, "iuf")
+        if factors is not None and factors.shape != ids.shape:
+            raise ValueError(
+                f"{call}: weights must be one for each of the {ids.size} values, got {factors.size}"
+            )
+        return _packed(call, ids, counts, capacity, factors)
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +156,7 @@ def _words(number: int, bag: Any) -> np.ndarray:
     return words
 
 
-def _weights(weights: Any, lengths: list[int], capacity: int) -> np.ndarray:
+def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
     given = [len(bag) for bag in weights]
     if given != lengths:
         where = next(
@@ -135,9 +168,42 @@ def _weights(weights: Any, lengths: list[int], capacity: int) -> np.ndarray:
             f"they are not is {where}: give {lengths[where : where + 1]} weights there, got "
             f"{given[where : where + 1]}"
         )
-    flat = np.zeros(capacity, np.float32)
-    flat[: sum(lengths)] = np.concatenate([np.asarray(bag, np.float32) for bag in weights] or [[]])
-    return flat
+    return np.concatenate([np.asarray(bag, np.float32) for bag in weights] or [np.zeros(0)])
+
+
+def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
+    """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
+    array = np.asarray(given)
+    if array.ndim == 1 and (array.dtype.kind in kinds or not np.size(given)):
+        return array.astype(np.int64) if not array.size else array
+    what = "numbers" if "f" in kinds else "integers"
+    remedy = (
+        "flatten them"
+        if array.dtype.kind in kinds
+        else f"give an array whose dtype is one of {what}"
+    )
+    raise TypeError(
+        f"{call}: {argument} must be {what} along one axis, got {array.dtype}{list(array.shape)}: "
+        f"{remedy}"
+    )
+
+
+def _packed(
+    call: str, ids: np.ndarray, lengths: np.ndarray, capacity: int | None, weights: Any
+) -> Jagged:
+    """Bags of 64-bit words, padded to a capacity."""
+    total = len(ids)
+    capacity = total if capacity is None else capacity
+    capacity = _checks.as_integer(call, "capacity", capacity, 0, MAX_SLOTS)
+    if capacity < total:
+        raise ValueError(
+            f"{call}: capacity must be at least the number of ids, {total}, got {capacity}: raise "
+            "it, or leave ids out"
+        )
+    splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    padding = (0, capacity - total)
+    factors = None if weights is None else np.pad(weights.astype(np.float32), padding)
+    return Jagged(Keys.from_numpy(np.pad(ids, padding)), splits, factors)
 
 
 class Bagged(NamedTuple):

@@ -499,6 +499,35 @@ def jagged(splits=(0, 4), ids=IDS, weights=None):
     return hkv.Jagged(ids, np.array(splits, np.int32), weights)
 
 
+@pytest.mark.parametrize("form", ["Keys", "int64", "uint64", "list"])
+def test_jagged_from_lengths_is_jagged_from_lists(form):
+    """The same bags, their ids one after the other, with the lengths beside them."""
+    lists = [[-1, 2**40], [], [3], [4, 5, 6]]
+    weights = [[1.0, 2.0], [], [0.5], [4.0, 5.0, 6.0]]
+    flat = [each for bag in lists for each in bag]
+    values = {
+        "Keys": hkv.Keys.from_numpy(np.array(flat)),
+        "int64": np.array(flat),
+        "uint64": np.array(flat).view(np.uint64),
+        "list": flat,
+    }[form]
+    expected = hkv.Jagged.from_lists(lists, capacity=9, weights=weights)
+    got = hkv.Jagged.from_lengths(
+        values, np.array([2, 0, 1, 3], np.int32), capacity=9, weights=sum(weights, [])
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [np.uint32, np.int32, np.float32]
+
+
+def test_jagged_from_lengths_of_nothing_has_empty_bags():
+    """Batches without any id."""
+    bags = hkv.Jagged.from_lengths([], [0, 0], capacity=2, weights=[])
+    assert bags.row_splits.tolist() == [0, 0, 0] and bags.ids.shape == (2,)
+    assert hkv.Jagged.from_lengths(np.zeros(0, np.int64), []).row_splits.tolist() == [0]
+    assert not hkv.find_pooled(hkv.create(128, DIM), bags)[1].values.any()
+
+
 BAD_CALLS = {
     "float ids": (lambda t: hkv.find_pooled(t, ONES), TypeError, "find_pooled: ids.*float32.*hash"),
     "float jagged ids": (
@@ -598,6 +627,41 @@ BAD_CALLS = {
         lambda t: hkv.Jagged.from_lists([[1, 2], [3]], weights=[[1.0, 1.0], [1.0, 2.0]]),
         ValueError,
         r"weights must be one for each id.*is 1: give \[1\] weights there, got \[2\]",
+    ),
+    "lengths of another sum": (
+        lambda t: hkv.Jagged.from_lengths([1, 2, 3], [1, 1]),
+        ValueError,
+        r"from_lengths: lengths must .*number of values, \[3\]; got a sum of 2",
+    ),
+    "negative lengths": (
+        lambda t: hkv.Jagged.from_lengths([1], [2, -1]),
+        ValueError,
+        "from_lengths: lengths must be from 0 on.*least length of -1",
+    ),
+    "lengths of floats": (
+        lambda t: hkv.Jagged.from_lengths([1], [1.0]),
+        TypeError,
+        r"lengths must be integers along one axis, got float64\[1\]: give an array whose dtype",
+    ),
+    "values with axes": (
+        lambda t: hkv.Jagged.from_lengths([[1], [2]], [1, 1]),
+        TypeError,
+        r"from_lengths: values must be integers along one axis, got int64\[2, 1\]: flatten them",
+    ),
+    "values of floats": (
+        lambda t: hkv.Jagged.from_lengths([2**63, 1], [2]),
+        TypeError,
+        "from_lengths: values must be integers.*float64",
+    ),
+    "weights of other values": (
+        lambda t: hkv.Jagged.from_lengths([1, 2], [2], weights=[1.0]),
+        ValueError,
+        "from_lengths: weights must be one for each of the 2 values, got 1",
+    ),
+    "capacity for lengths": (
+        lambda t: hkv.Jagged.from_lengths([1, 2], [2], capacity=1),
+        ValueError,
+        "from_lengths: capacity must be at least the number of ids, 2, got 1",
     ),
     "unique of floats": (lambda t: hkv.unique(ONES), TypeError, "unique: keys.*float32"),
     "unique size": (lambda t: hkv.unique(IDS, size=-1), ValueError, "unique: size"),
