@@ -14,6 +14,7 @@ from jax_hkv._keys import Keys, as_keys
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
+_ROW_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
 
 
@@ -43,6 +44,21 @@ def as_initializer(call: str, argument: str, init: Any) -> Initializer:
             "jax_hkv.initializers.normal(0.1), say"
         )
     return init
+
+
+def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
+    """The type of rows that a caller named, as a type or by its name."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found not in _ROW_DTYPES:
+        given = dtype if found is None else found.name
+        raise TypeError(
+            f"{call}: {argument} must be float32, bfloat16 or float16, got {given}: take one of "
+            "them, as jnp.bfloat16 or by its name"
+        )
+    return found
 
 
 def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:

@@ -15,13 +15,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_hkv import _ffi, _updates
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_float_dtype, as_integer
 from jax_hkv.table import InsertResult, Table, check_table, with_clock
 
 # A number, or a function of the number of updates before this one (as optax's schedules).
 LearningRate = float | Callable[[Any], Any]
-
-_STATE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +155,13 @@ def _optimizer(
         raise TypeError(
             f"{call}: options are {sorted(known)}, got {sorted(options.keys() - known)}"
         )
-    dtype = options.get("state_dtype", jnp.float32)
-    if not any(dtype == allowed for allowed in _STATE_DTYPES):
-        raise TypeError(f"{call}: state_dtype must be float32, bfloat16 or float16, got {dtype}")
+    dtype = as_float_dtype(call, "state_dtype", options.get("state_dtype", jnp.float32))
     rule = _Rule(
         name=name,
         constants=tuple(constants.items()),
         starts=starts,
         is_rowwise=is_rowwise,
-        state_dtype=np.dtype(dtype),
+        state_dtype=dtype,
         count_per_row=bool(options.get("count_per_row", False)),
         stochastic_rounding=bool(options.get("stochastic_rounding", False)),
         seed=as_integer(call, "seed", options.get("seed", 0), 0, 2**64 - 1),

@@ -18,14 +18,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jax_hkv import _sharded, initializers, pooled, whole_table
-from jax_hkv._checks import as_initializer
+from jax_hkv._checks import as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Layout, Padded
 from jax_hkv.index import Policy, Status, all_of, take
 from jax_hkv.optim import check_optimizer
-from jax_hkv.table import Bags, Counts, InsertResult, Table, create
+from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create
 
 _WORD_BITS = 32
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
@@ -63,12 +63,19 @@ class TableConfig:
     admission: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        check_optimizer(f"TableConfig {self.name!r}", self.optimizer)
-        as_initializer(f"TableConfig {self.name!r}", "init", self.init)
+        call = f"TableConfig {self.name!r}"
+        if not isinstance(self.name, str):
+            raise TypeError(f"{call}: name must be a str, got {type(self.name).__name__}")
+        # Of all devices together; how many one can have is known where it is created.
+        as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
+        given = Settings(
+            self.dim, self.dtype, self.policy, self.choices, self.init, self.seed, self.admission
+        )
+        object.__setattr__(self, "dtype", given.checked(call).dtype)
+        check_optimizer(call, self.optimizer)
         if self.policy is Policy.CUSTOM:
             raise ValueError(
-                f"TableConfig {self.name!r}: policy CUSTOM needs scores, which features do not "
+                f"{call}: policy CUSTOM needs scores, which features do not "
                 "have: use a layer of its own (Embed, with scores=), or another policy"
             )
 
@@ -415,7 +422,7 @@ def _name_of(names: list[str]) -> str:
 
 def _agreement(config: TableConfig) -> Any:
     """What tables must agree in to be one physical table."""
-    same = dataclasses.replace(config, name="", capacity=0)
+    same = dataclasses.replace(config, name="", capacity=1)
     return tuple(getattr(same, field.name) for field in dataclasses.fields(same))
 
 

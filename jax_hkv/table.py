@@ -15,12 +15,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 from jax_hkv import index as _index
 from jax_hkv import initializers
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_initializer, as_integer
+from jax_hkv._checks import as_float_dtype, as_initializer, as_integer
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
-
-_ROW_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 Result = TypeVar("Result")
 
@@ -239,6 +237,36 @@ class EraseResult(NamedTuple):
     counts: Counts
 
 
+class Settings(NamedTuple):
+    """What the rows of a table are and who gets one; see :func:`create`."""
+
+    dim: int
+    dtype: Any
+    policy: Policy
+    choices: int
+    init: Any
+    seed: int
+    admission: Frequency | Probability | None
+
+    def checked(self, call: str) -> Settings:
+        """In the types that a table needs, with the default initializer; raises in their name."""
+        if self.policy not in list(Policy):
+            raise ValueError(
+                f"{call}: policy must be one of {', '.join(map(str, Policy.__members__))} of "
+                f"jax_hkv.Policy, got {self.policy!r}"
+            )
+        check_rule(call, self.admission)
+        return Settings(
+            dim=as_integer(call, "dim", self.dim, 1, MAX_SLOTS),
+            dtype=as_float_dtype(call, "dtype", self.dtype),
+            policy=Policy(self.policy),
+            choices=as_integer(call, "choices", self.choices, 1, 2),
+            init=as_initializer(call, "init", self.init),
+            seed=as_integer(call, "seed", self.seed, 0, 2**64 - 1),
+            admission=self.admission,
+        )
+
+
 def create(
     capacity: int,
     dim: int,
@@ -256,7 +284,7 @@ def create(
     Args:
       capacity: entries; rounded up to whole buckets of 128.
       dim: elements of a row.
-      dtype: of the rows: float32, bfloat16 or float16.
+      dtype: of the rows: float32, bfloat16 or float16, or its name.
       policy: how entries are scored, hence which is evicted from a full bucket.
       choices: candidate buckets of a key. Two fill a table to 98 % before anything is evicted
         (one: about 65 %) and keep better entries, for a second probe.
@@ -277,29 +305,17 @@ def create(
       1024
     """
     capacity = as_integer("create", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
-    dim = as_integer("create", "dim", dim, 1, MAX_SLOTS)
-    choices = as_integer("create", "choices", choices, 1, 2)
-    seed = as_integer("create", "seed", seed, 0, 2**64 - 1)
-    if policy not in list(Policy):
-        raise ValueError(
-            f"create: policy must be one of {', '.join(map(str, Policy.__members__))} of "
-            f"jax_hkv.Policy, got {policy!r}"
-        )
     if not isinstance(name, str):
         raise TypeError(f"create: name must be a str, got {type(name).__name__} {name!r}")
-    if not any(dtype == row for row in _ROW_DTYPES):
-        given = getattr(dtype, "__name__", dtype)
-        raise TypeError(f"create: dtype must be float32, bfloat16 or float16, got {given}")
-    initializer = as_initializer("create", "init", init)
-    check_rule("create", admission)
+    given = Settings(dim, dtype, policy, choices, init, seed, admission).checked("create")
     buckets = -(-capacity // LANES)
     return Table(
-        index=_index.create(buckets, Policy(policy), choices, name),
-        values=_rows.new(jnp.zeros((1, dim), dtype), buckets * LANES),
+        index=_index.create(buckets, given.policy, given.choices, name),
+        values=_rows.new(jnp.zeros((1, given.dim), given.dtype), buckets * LANES),
         optimizer=None,
         admission=None if admission is None else admission.start(),
-        initializer=initializer.for_dim(dim),
-        seed=seed,
+        initializer=given.init.for_dim(given.dim),
+        seed=given.seed,
     )
 
 

@@ -421,6 +421,8 @@ BAD_TABLES = {
     "huge capacity": ({"capacity": 2**31}, ValueError, "create: capacity must be from 1"),
     "dim": ({"dim": 0}, ValueError, "create: dim must be from 1.*got 0"),
     "dtype": ({"dtype": jnp.int32}, TypeError, "create: dtype.*got int32"),
+    "dtype by name": ({"dtype": "int8"}, TypeError, "create: dtype.*got int8: take one of"),
+    "no dtype": ({"dtype": "bf16"}, TypeError, "create: dtype must be float32.*got bf16"),
     "choices": ({"choices": 3}, ValueError, "create: choices must be from 1 to 2, got 3"),
     "seed": ({"seed": -1}, ValueError, "create: seed must be from 0"),
     "policy": ({"policy": "lru"}, ValueError, "create: policy must be one of LRU.*'lru'"),
@@ -436,6 +438,19 @@ def test_bad_tables_name_the_argument(name):
     arguments, kind, message = BAD_TABLES[name]
     with pytest.raises(kind, match=message):
         hkv.create(**{"capacity": 128, "dim": DIM} | arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_type_of_rows_can_be_named(dtype):
+    """As JAX and Flax take it: of tables, of layers and of optimizer rows."""
+    table = hkv.create(128, DIM, dtype=dtype)
+    assert table.dtype == np.dtype(dtype) == hkv.create(128, DIM, dtype=table.dtype).dtype
+    table = hkv.optim.adam(0.1, state_dtype=dtype).init(table)
+    assert [leaf.dtype for leaf in table.optimizer.rows[:2]] == [np.dtype(dtype)] * 2
+    layer = hkv.linen.Embed(128, DIM, param_dtype=dtype)
+    assert layer.init(jax.random.key(0), KEYS)["tables"]["table"].dtype == np.dtype(dtype)
+    assert hkv.nnx.Embed(128, DIM, param_dtype=dtype).table.get_value().dtype == np.dtype(dtype)
+    assert hkv.TableConfig("a", 128, DIM, dtype=dtype).dtype == np.dtype(dtype)
 
 
 def test_custom_scores_are_required_and_checked():
