@@ -47,7 +47,8 @@ class TableConfig:
       seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, key) alone, so
         tables that are not fused (see :class:`Collection`; fused ones have different keys) begin
         with equal rows for equal ids unless their seeds differ.
-      optimizer: whose rows the table carries; None for a table that is never trained.
+      optimizer: whose rows the table carries; None for a table that is never trained. Give tables
+        that shall be one physical table one object: see :class:`Collection`.
       admission: which new ids get a row, from ``jax_hkv.admission``.
     """
 
@@ -190,7 +191,10 @@ class Collection:
       features: with different names; each table has at least one.
       fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer
         and admission are one physical table, which costs one lookup. They share its capacity then:
-        what a busy table inserts evicts the least valuable entries of all of them. Ids are exact
+        what a busy table inserts evicts the least valuable entries of all of them. Optimizers agree
+        if they are equal, and functions only if they are the same object: schedules, and the
+        functions that make up an optax transformation, are new ones at every call. So make one
+        optimizer and give it to all tables; `groups` shows which are together. Ids are exact
         below 2**(64 - b), b the bits of the number of tables (5 for 26), and ids above (64-bit
         hashes, negative numbers) are folded to 64 - b bits: of 10**8 hashes a table any two meet
         with probability 0.9 %.

@@ -60,7 +60,8 @@ def find_pooled(
       weights: ``float32`` of the shape of `ids`. Differentiable.
       valid: ``bool`` of the shape of `ids`; masked ids are not in their bag.
       fill: what absent ids add: "initial" for the rows that they would start with, or 0 for
-        nothing; they count in the divisor either way.
+        nothing; they count in the divisor either way. The default is "initial" here, and 0.0 in
+        :func:`jax_hkv.find`.
 
     Returns:
       The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids.

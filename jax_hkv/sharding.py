@@ -181,7 +181,8 @@ def find(
       keys: of this device's batch, of any shape; all devices give equally many.
       axis_name: of the mesh axis, or an :class:`Exchange`.
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
-      fill: the row of absent keys: 0, or "initial" for the row that a key starts with.
+      fill: the row of absent keys: 0, or "initial" for the row that a key starts with. The default
+        is 0.0 here, and "initial" in :func:`find_pooled`.
 
     Returns:
       The table, and rows with `found` and `overflow`.
@@ -263,7 +264,8 @@ def find_pooled(
       combiner: "sum", "mean" or "sqrtn".
       weights: ``float32`` of the shape of `ids`. Differentiable.
       valid: ``bool`` of the shape of `ids`.
-      fill: what absent ids add: "initial" or 0.
+      fill: what absent ids add: "initial" or 0. The default is "initial" here, and 0.0 in
+        :func:`find`.
     """
     call = "sharding.find_pooled"
     exchange = _exchange(call, table, axis_name)

@@ -94,6 +94,26 @@ def test_tables_that_differ_in_one_setting_stay_apart(field, value):
     assert len(hkv.Collection(configs, features).groups) == 2
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hkv.optim.sparse(optax.adagrad(0.1)),
+        lambda: hkv.optim.adagrad(optax.exponential_decay(0.1, 3, 0.5)),
+    ],
+    ids=["optax", "schedule"],
+)
+def test_tables_with_one_optimizer_object_are_one_and_with_two_are_not(make):
+    """Functions are equal if they are the same, and optimizers hold some."""
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    one = make()
+    for optimizers, groups in (((one, one), 1), ((make(), make()), 2)):
+        configs = [
+            hkv.TableConfig(name, 128, DIM, optimizer=optimizer)
+            for name, optimizer in zip(("users", "items"), optimizers, strict=True)
+        ]
+        assert len(hkv.Collection(configs, features).groups) == groups
+
+
 def test_fusing_tables_changes_no_feature(rng):
     """The rows start differently (the key holds the table), so both start from the same ones."""
     ids = np.arange(50, dtype=np.int32)
