@@ -78,7 +78,7 @@ def train(args: Namespace, model: TwoTower, training: Interactions) -> Counter[s
     """Trains the model, and returns the sums of its tables' counts over all steps.
 
     Raises:
-        UserError: if the loss is no finite number any more.
+        UserError: if a batch takes too much memory, or the loss is no finite number any more.
     """
     state, step = TrainState(model, optax.adam(args.lr)), train_step(loss_of)
     batches = training.batches(args.batch, args.epochs, args.seed)
@@ -86,7 +86,10 @@ def train(args: Namespace, model: TwoTower, training: Interactions) -> Counter[s
     counts: Counter[str] = Counter()
     for batch in (bar := tqdm(batches, total=total, unit="step", dynamic_ncols=True)):
         keys = map(hkv.Keys.from_numpy, (batch.users, batch.items))
-        info = jax.device_get(step(state, *keys, batch.log_frequency, batch.valid))
+        try:
+            info = jax.device_get(step(state, *keys, batch.log_frequency, batch.valid))
+        except jax.errors.JaxRuntimeError as error:  # a batch's logits are its square
+            raise UserError(f"--batch {args.batch}: {str(error).splitlines()[0]}") from error
         if not math.isfinite(info.loss):
             raise UserError(f"the loss is {info.loss}: try a smaller --lr")
         for metrics in info.tables.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -69,7 +70,7 @@ def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
-            f"{array.dtype}{list(array.shape)}"
+            f"{array.dtype}{list(array.shape)}: give one of that shape, cast with .astype(bool)"
         )
     return array
 
@@ -122,8 +123,21 @@ def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) ->
 def unsigned(call: str, scores: Any) -> Any:
     """Signed scores, checked where their values are known, as unsigned ones."""
     dtype = getattr(scores, "dtype", None)
-    if dtype is None or np.dtype(dtype).kind != "i":
+    if dtype is None:
+        return scores
+    dtype = np.dtype(dtype)
+    if dtype.kind not in "iu":
+        raise TypeError(
+            f"{call}: scores must be integers of 32 bits, or a pair as Keys, got {dtype}: round or "
+            "scale them, and cast with .astype(jnp.uint32)"
+        )
+    if isinstance(scores, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(
+            f"{call}: scores are a NumPy {dtype} array, and with x64 off JAX would cut them to 32 "
+            "bits: cast with .astype(np.uint32), or give jax_hkv.Keys.from_numpy(scores)"
+        )
+    if dtype.kind == "u":
         return scores
     if not is_traced(scores) and (np.asarray(scores) < 0).any():
         raise ValueError(f"{call}: scores are unsigned, got {int(np.asarray(scores).min())}")
-    return scores.astype(np.dtype(f"uint{8 * np.dtype(dtype).itemsize}"))
+    return scores.astype(np.dtype(f"uint{8 * dtype.itemsize}"))

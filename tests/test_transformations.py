@@ -359,7 +359,7 @@ BAD_CALLS = {
     "mask dtype": (
         lambda t: hkv.erase(t, KEYS, valid=np.ones(4)),
         TypeError,
-        r"erase: valid must be bool\[4\].*got float32\[4\]",
+        r"erase: valid must be bool\[4\].*got float32\[4\].*astype\(bool\)",
     ),
     "rows shape": (
         lambda t: hkv.insert_or_assign(t, KEYS, ROWS[:, :5]),
@@ -464,6 +464,16 @@ def test_custom_scores_are_required_and_checked():
             call()
     with pytest.raises(ValueError, match="scores are unsigned, got -3"):
         hkv.find_or_insert(table, KEYS, scores=np.array([1, 2, -3, 4], np.int32))
+    for wrong in (np.ones(4, np.float32), np.ones(4, bool)):
+        with pytest.raises(TypeError, match=rf"scores must be integers.*{wrong.dtype}: round"):
+            hkv.find_or_insert(table, KEYS, scores=wrong)
+    for wide in (np.ones(4, np.int64), np.ones(4, np.uint64)):
+        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            assert int(hkv.find_or_insert(table, KEYS, scores=wide)[1].counts.inserted) == 4
+            continue
+        message = rf"scores are a NumPy {wide.dtype} array.*astype\(np\.uint32\).*Keys\.from_numpy"
+        with pytest.raises(TypeError, match=message):
+            hkv.find_or_insert(table, KEYS, scores=wide)
     with pytest.raises(ValueError, match=r"scores must have the keys' shape \[4\], got \[3\]"):
         hkv.find_or_insert(table, KEYS, scores=np.ones(3, np.uint32))
 
