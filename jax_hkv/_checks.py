@@ -5,13 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_hkv._compat import is_traced
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys, as_keys, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
@@ -131,13 +130,14 @@ def unsigned(call: str, scores: Any) -> Any:
             f"{call}: scores must be integers of 32 bits, or a pair as Keys, got {dtype}: round or "
             "scale them, and cast with .astype(jnp.uint32)"
         )
-    if isinstance(scores, np.ndarray) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(
-            f"{call}: scores are a NumPy {dtype} array, and with x64 off JAX would cut them to 32 "
-            "bits: cast with .astype(np.uint32), or give jax_hkv.Keys.from_numpy(scores)"
-        )
-    if dtype.kind == "u":
-        return scores
-    if not is_traced(scores) and (np.asarray(scores) < 0).any():
+    is_signed = dtype.kind == "i"
+    if is_signed and not is_traced(scores) and (np.asarray(scores) < 0).any():
         raise ValueError(f"{call}: scores are unsigned, got {int(np.asarray(scores).min())}")
+    if would_cut(scores):
+        raise TypeError(
+            f"{call}: scores are a NumPy {dtype} array, of which JAX, with x64 off, would cut "
+            f"{int(np.asarray(scores).max())} to 32 bits: give jax_hkv.Keys.from_numpy(scores)"
+        )
+    if not is_signed:
+        return scores
     return scores.astype(np.dtype(f"uint{8 * dtype.itemsize}"))
