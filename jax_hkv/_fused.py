@@ -12,14 +12,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv._checks import as_float_dtype, as_integer
 from jax_hkv.table import InsertResult, Table, check_table, with_clock
 
-# A number, or a function of the number of updates before this one (as optax's schedules).
+# A number, or a function of the number of updates before this one, int32 as optax's schedules have
+# it: they subtract from it, which an unsigned number does not survive.
 LearningRate = float | Callable[[Any], Any]
+
+_MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,7 @@ class FusedOptimizer:
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
         (count,) = before.shared
         given = self.learning_rate if learning_rate is None else learning_rate
-        rate = jnp.asarray(given(count[0]) if callable(given) else given, jnp.float32)
+        rate = _rate(given, count)
         ahead = count + (jnp.uint32(1) if apply is None else jnp.asarray(apply).astype(jnp.uint32))
         states = before.rows[: len(rule.starts)]
         steps = before.rows[-1] if rule.count_per_row else ahead
@@ -110,7 +113,7 @@ class FusedOptimizer:
         clock, values, *states, steps = _ffi.call(
             f"update_{rule.name}",
             *(table.index.clock, table.values, *states, steps),
-            *(batch.slots, groups.keys, rate.reshape(1)),
+            *(batch.slots, groups.keys, rate),
             *(groups.count, groups.inverse, groups.order, groups.offsets),
             *batch.terms.operands,
             table=table.name,
@@ -125,6 +128,13 @@ class FusedOptimizer:
             skipped=before.skipped + batch.stale,
         )
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
+
+
+def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
+    """The learning rate of a step that so many went before."""
+    if callable(given):
+        given = given(jnp.minimum(count[0], _MOST_COUNT).astype(jnp.int32))
+    return jnp.asarray(given, jnp.float32).reshape(1)
 
 
 def _optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -298,6 +299,57 @@ def test_learning_rates_and_schedules_are_operands():
     expected = schedule(0) + 0.5 + schedule(2) + 0.25
     np.testing.assert_allclose(moved[np.asarray(result.slots)[1]], expected, rtol=1e-6)
     assert len(traces) == 1
+
+
+SCHEDULES = {
+    "piecewise": optax.piecewise_constant_schedule(1.0, {3: 0.1}),
+    "linear": optax.linear_schedule(1.0, 0.0, 4, transition_begin=3),
+    "exponential": optax.exponential_decay(1.0, 2, 0.5, transition_begin=3),
+    "cosine": optax.warmup_cosine_decay_schedule(0.0, 1.0, 3, 8),
+    "joined": optax.join_schedules(
+        [optax.constant_schedule(0.5), optax.linear_schedule(1.0, 0.0, 3, transition_begin=2)], [2]
+    ),
+    "subtracting": lambda count: jnp.maximum(count - 3, 0) * 0.1,
+    "negating": lambda count: jnp.exp2(-count / 2),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_gives_native_updates_the_rates_that_optax_has(name, jit):
+    """Schedules subtract from the step count, which must not wrap."""
+    schedule = SCHEDULES[name]
+    key = np.array([1], np.int32)
+
+    def rates_of(opt):
+        @jit
+        def step(table):
+            table, result = hkv.find_or_insert(table, key)
+            return opt.update(table, result, -jnp.ones_like(result.values))
+
+        table = opt.init(hkv.create(128, 1, init=hkv.initializers.zeros()))
+        rows = [0.0]
+        for _ in range(8):
+            table = step(table)
+            rows.append(float(hkv.find(table, key)[1].values[0, 0]))
+        return np.diff(rows)
+
+    native = rates_of(hkv.optim.sgd(schedule))
+    np.testing.assert_allclose(native, [float(schedule(n)) for n in range(8)], atol=1e-6)
+    generic = rates_of(hkv.optim.sparse(optax.sgd(schedule)))
+    np.testing.assert_allclose(native, generic, atol=1e-6)
+
+
+def test_a_count_beyond_what_a_schedule_can_be_told_stays_at_the_most():
+    """The table's count is unsigned, a schedule's is not."""
+    seen = []
+    opt = hkv.optim.sgd(lambda count: seen.append(count) or 0.5)
+    table, result = table_and_lookup(opt)
+    count = (jnp.full((1,), 2**31 + 5, jnp.uint32),)
+    table = dataclasses.replace(table, optimizer=dataclasses.replace(table.optimizer, shared=count))
+    table = opt.update(table, result, jnp.ones((3, DIM)))
+    assert (seen[0].dtype, int(seen[0])) == (jnp.int32, 2**31 - 1)
+    assert int(table.optimizer.shared[0][0]) == 2**31 + 6
 
 
 @pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))])
