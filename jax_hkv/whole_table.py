@@ -142,7 +142,10 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
     if epoch is None:
         new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
     else:
-        new = jnp.broadcast_to(_epoch("advance_epoch", "epoch", epoch), old.shape)
+        # The old one clipped to it, which lies on the devices, and varies over them, as the old
+        # one does; what XLA sees to be constant (a product with 0) lies on all of them.
+        number = _epoch("advance_epoch", "epoch", epoch)
+        new = jnp.clip(old, number, number)
     return dataclasses.replace(table, index=dataclasses.replace(table.index, epoch=new))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from many_devices import ADAM
 from oracle_sharding import owner_of
@@ -215,3 +216,84 @@ def test_stale_rows_of_replicas_are_counted_once(rng):
     )
     _, info = step(state, placement.put(ids))
     assert int(info.tables["Embed_0/table"].skipped) == 128
+
+
+def placement_of_four(kind):
+    devices = jax.devices("cpu")[:4]
+    return Placement(
+        jax.make_mesh((4,), ("device",), axis_types=(AxisType[kind],), devices=devices)
+    )
+
+
+def epoch_table():
+    return ADAM.init(hkv.create(1024, 4, policy=hkv.Policy.EPOCH_LRU))
+
+
+# How an epoch is set between the steps of a table over several devices.
+ADVANCES = {
+    "next": lambda table: hkv.advance_epoch(table),
+    "number": lambda table: hkv.advance_epoch(table, 5),
+    "array": lambda table: hkv.advance_epoch(table, jnp.uint32(5)),
+    "jitted": jax.jit(lambda table: hkv.advance_epoch(table, 5)),
+    "traced": lambda table: jax.jit(hkv.advance_epoch)(table, 5),
+}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ADVANCES)
+def test_a_step_goes_on_in_another_epoch_without_being_traced_again(name, kind):
+    placement = placement_of_four(kind)
+    traces = []
+
+    def step(table, keys):
+        traces.append(1)
+        table, result = sharding.find_or_insert(table, keys, axis_name="device")
+        return sharding.update(ADAM, table, result, result.values), result.counts.hits
+
+    step = placement.step(step)
+    keys = placement.put(hkv.Keys.from_numpy(np.arange(64)))
+    table, _ = step(placement.create(epoch_table), keys)
+    before = table.epoch
+    table = ADVANCES[name](table)
+    assert (table.epoch.sharding, jax.typeof(table.epoch)) == (before.sharding, jax.typeof(before))
+    np.testing.assert_array_equal(table.epoch, [1 if name == "next" else 5] * 4)
+    table, hits = step(table, keys)
+    assert int(hits) == 64 and len(traces) == 1
+
+
+@pytest.mark.parametrize("epoch", [None, 5, "traced"])
+def test_a_scan_over_devices_may_set_the_epoch(epoch):
+    placement = Placement(mesh_of(4))
+    spec = P("device")
+
+    def run(table, numbers):
+        def turn(table, number):
+            return hkv.advance_epoch(table, number if epoch == "traced" else epoch), None
+
+        return jax.lax.scan(turn, table, numbers)[0]
+
+    run = jax.shard_map(run, mesh=placement.mesh, in_specs=(spec, P()), out_specs=spec)
+    table = jax.jit(run)(placement.create(epoch_table), jnp.array([3, 7], jnp.uint32))
+    np.testing.assert_array_equal(table.epoch, [{None: 2, 5: 5, "traced": 7}[epoch]] * 4)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_tables_of_a_state_go_on_in_another_epoch(kind):
+    placement = placement_of_four(kind)
+    policy = hkv.Policy.EPOCH_LFU
+    model = hkv.linen.Embed(1024, 4, policy=policy, optimizer=ADAM, axis_name="device")
+    ids = np.arange(64, dtype=np.int32)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            model, jax.random.key(0), jnp.asarray(ids[:16]), tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.mean(apply(ids, train=True)), placement=placement
+    )
+    ids = placement.put(ids)
+    state, _ = step(state, ids)
+    state, info = step(state.map_tables(lambda table: hkv.advance_epoch(table, 9)), ids)
+    (table,) = jax.tree.leaves(state.tables, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
+    np.testing.assert_array_equal(table.epoch, [9] * 4)
+    assert [int(own.hits) for own in info.tables.values()] == [64]
