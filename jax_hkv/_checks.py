@@ -74,6 +74,19 @@ def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool
     return array
 
 
+def as_flag(call: str, argument: str, flag: Any) -> Bool[Array, ""] | None:
+    """One bool, traced if need be; None stays None."""
+    if flag is None:
+        return None
+    array = flag if hasattr(flag, "dtype") else np.asarray(flag)
+    if array.dtype != np.bool_ or array.shape != ():
+        raise TypeError(
+            f"{call}: {argument} must be one bool, True, False or an array bool[], got "
+            f"{array.dtype}{list(array.shape)}: compare, or take jnp.all of several"
+        )
+    return jnp.asarray(array)
+
+
 def as_rows(
     call: str, argument: str, rows: Any, shape: tuple[int, ...], dtype: Any
 ) -> Float[Array, "*batch dim"]:

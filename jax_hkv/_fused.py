@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
-from jax_hkv._checks import as_float_dtype, as_integer
+from jax_hkv._checks import as_flag, as_float_dtype, as_integer
 from jax_hkv.table import InsertResult, Table, check_table, with_clock
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
@@ -83,7 +83,7 @@ class FusedOptimizer:
         row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
         *,
         learning_rate: float | Float[Array, ""] | None = None,
-        apply: Bool[Array, ""] | None = None,
+        apply: bool | Bool[Array, ""] | None = None,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
 
@@ -94,19 +94,20 @@ class FusedOptimizer:
           result: of that call; or the results of several lookups, which make one step together.
           row_gradients: like ``result.values``; or as many of them as there are results.
           learning_rate: of this step, instead of the optimizer's own; traced if need be.
-          apply: a traced bool; where it is False nothing changes, not even the step count.
+          apply: a bool, traced if need be; where it is False nothing changes, not even the count.
 
         Raises:
           ValueError, TypeError: naming the argument.
         """
         check_table("optim.update", table)
         rule = self.rule
+        apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule)
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
         (count,) = before.shared
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = _rate(given, count)
-        ahead = count + (jnp.uint32(1) if apply is None else jnp.asarray(apply).astype(jnp.uint32))
+        ahead = count + (jnp.uint32(1) if apply is None else apply.astype(jnp.uint32))
         states = before.rows[: len(rule.starts)]
         steps = before.rows[-1] if rule.count_per_row else ahead
         groups = batch.groups

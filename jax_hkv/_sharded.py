@@ -448,10 +448,11 @@ def update(
     result: ShardedResult | Sequence[ShardedResult],
     row_gradients: Any,
     *,
-    apply: Bool[Array, ""] | None = None,
+    apply: bool | Bool[Array, ""] | None = None,
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
+    apply = _checks.as_flag("sharding.update", "apply", apply)
     pairs = _listed(result, row_gradients)
     overflowed = _overflowed(pairs)
     first = _taken(apply, None if overflowed is None else ~overflowed)

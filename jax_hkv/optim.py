@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
+from jax_hkv._checks import as_flag
 from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
@@ -140,7 +141,7 @@ class SparseOptimizer:
         result: InsertResult | Sequence[InsertResult],
         row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
         *,
-        apply: Bool[Array, ""] | None = None,
+        apply: bool | Bool[Array, ""] | None = None,
         **extra: Any,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
@@ -154,7 +155,7 @@ class SparseOptimizer:
           result: of that call; or the results of several lookups (those of accumulated
             micro-batches, say), which make one step together, as if they had been one batch.
           row_gradients: like ``result.values``; or as many of them as there are results.
-          apply: a traced bool; where it is False nothing changes, not even the step count.
+          apply: a bool, traced if need be; where it is False nothing changes, not even the count.
           **extra: passed on to the transformation's update, if it takes them (what
             ``optax.chain`` makes takes any). ``learning_rate`` is none of them.
 
@@ -163,6 +164,7 @@ class SparseOptimizer:
           TypeError: naming the argument.
         """
         check_table("optim.update", table)
+        apply = as_flag("optim.update", "apply", apply)
         _check_extra(self.transformation, extra)
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, result, row_gradients, apply)

@@ -327,7 +327,7 @@ def update(
     result: ShardedResult | Sequence[ShardedResult],
     row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
     *,
-    apply: Bool[Array, ""] | None = None,
+    apply: bool | Bool[Array, ""] | None = None,
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step of an optimizer; inside shard_map or pmap.
@@ -341,7 +341,7 @@ def update(
       result: of :func:`find_or_insert` or :func:`find_or_insert_pooled`; or those of several
         lookups, which make one step together.
       row_gradients: like ``result.values``; or as many of them as there are results.
-      apply: a traced bool, the same on every device; where it is False nothing changes.
+      apply: a bool, traced if need be, the same on every device; where it is False nothing changes.
       **extra: for the optimizer.
 
     Raises:

@@ -352,7 +352,10 @@ def test_a_count_beyond_what_a_schedule_can_be_told_stays_at_the_most():
     assert int(table.optimizer.shared[0][0]) == 2**31 + 6
 
 
-@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))])
+BOTH_KINDS = [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))]
+
+
+@pytest.mark.parametrize("opt", BOTH_KINDS)
 def test_a_step_that_is_not_applied_leaves_every_bit(opt):
     """Loss scaling: gradients that are not finite."""
     table, result = table_and_lookup(opt)
@@ -369,6 +372,53 @@ def test_a_step_that_is_not_applied_leaves_every_bit(opt):
         np.testing.assert_array_equal(before, after)
     applied, finite = step(table, jnp.ones((3, DIM)))
     assert finite and (np.asarray(applied.values) != np.asarray(table.values)).any()
+
+
+@pytest.mark.parametrize("opt", BOTH_KINDS)
+@pytest.mark.parametrize(
+    ("apply", "got"),
+    [
+        ([True, False, True], r"bool\[3\]"),
+        (jnp.ones((1,), bool), r"bool\[1\]"),
+        (jnp.int32(2), r"int32\[\]"),
+        (1, r"int64\[\]"),
+        (0.5, r"float64\[\]"),
+        ("no", r"<U2\[\]"),
+    ],
+)
+def test_whether_a_step_is_applied_is_one_bool(opt, apply, got):
+    """Anything else would update some rows, or count a step by more than one."""
+    table, result = table_and_lookup(opt)
+    with pytest.raises(TypeError, match=f"optim.update: apply must be one bool.*got {got}"):
+        opt.update(table, result, jnp.ones((3, DIM)), apply=apply)
+
+
+@pytest.mark.parametrize("opt", BOTH_KINDS)
+def test_whether_a_step_is_applied_may_be_any_kind_of_bool(opt):
+    table, result = table_and_lookup(opt)
+    gradients = jnp.ones((3, DIM))
+    ends = {True: opt.update(table, result, gradients), False: table}
+    assert int(ends[True].optimizer.shared[0][0]) == 1
+    traced = jax.jit(lambda apply: opt.update(table, result, gradients, apply=apply))
+    for apply, end in ends.items():
+        forms = [apply, np.bool_(apply), np.array(apply), jnp.bool_(apply)]
+        steps = [opt.update(table, result, gradients, apply=form) for form in forms]
+        for step in [*steps, traced(apply)]:
+            for actual, expected in zip(jax.tree.leaves(step), jax.tree.leaves(end), strict=True):
+                np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("opt", BOTH_KINDS)
+def test_a_step_that_is_not_applied_counts_no_stale_rows(opt):
+    """It would have skipped them, but it was not made."""
+    table, result = table_and_lookup(opt)
+    table, _ = hkv.erase(table, result.keys)
+    gradients = jnp.ones((3, DIM))
+    skipped = {
+        apply: int(opt.update(table, result, gradients, apply=apply).optimizer.skipped[0])
+        for apply in (True, False)
+    }
+    assert skipped == {True: 2, False: 0}
 
 
 def test_micro_batches_applied_once_equal_one_batch(rng):

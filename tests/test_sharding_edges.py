@@ -297,3 +297,16 @@ def test_tables_of_a_state_go_on_in_another_epoch(kind):
     (table,) = jax.tree.leaves(state.tables, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
     np.testing.assert_array_equal(table.epoch, [9] * 4)
     assert [int(own.hits) for own in info.tables.values()] == [64]
+
+
+@pytest.mark.parametrize("apply", [0.5, jnp.int32(1)])
+def test_whether_a_step_over_devices_is_applied_is_one_bool(apply):
+    placement = Placement(mesh_of(2))
+
+    def step(table, keys):
+        table, result = sharding.find_or_insert(table, keys, axis_name="device")
+        return sharding.update(ADAM, table, result, result.values, apply=apply), 0
+
+    table = placement.create(epoch_table)
+    with pytest.raises(TypeError, match=r"sharding\.update: apply must be one bool"):
+        placement.step(step)(table, placement.put(hkv.Keys.from_numpy(np.arange(4))))
