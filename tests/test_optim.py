@@ -230,6 +230,24 @@ def test_a_key_that_left_and_came_back_elsewhere_is_stale(several):
     assert int(updated.optimizer.skipped[0]) == (2 if several else 1)
 
 
+@pytest.mark.parametrize("opt", [hkv.optim.sparse(optax.sgd(1.0)), hkv.optim.sgd(1.0)])
+def test_a_stale_result_takes_nothing_from_another_one_of_the_same_key(opt):
+    """Of two results of a key, one before it left and came back: the other's gradient counts."""
+    table = opt.init(hkv.create(128, 1, init=hkv.initializers.zeros()))
+    seven, nine = (hkv.Keys.from_numpy(np.array([key])) for key in (7, 9))
+    table, old = hkv.find_or_insert(table, seven)
+    table, _ = hkv.erase(table, seven)
+    table, taken = hkv.find_or_insert(table, nine)
+    table, new = hkv.find_or_insert(table, seven)
+    assert int(taken.slots[0]) == int(old.slots[0]) != int(new.slots[0])
+    pairs = [(old, jnp.full((1, 1), 4.0)), (new, jnp.ones((1, 1)))]
+    for results, gradients in (zip(*pairs, strict=True), zip(*pairs[::-1], strict=True)):
+        updated = opt.update(table, results, gradients)
+        assert hkv.find(updated, seven)[1].values.tolist() == [[-1.0]]
+        assert hkv.find(updated, nine)[1].values.tolist() == [[0.0]]
+        assert int(updated.optimizer.skipped[0]) == 1
+
+
 def test_wrong_results_and_gradients_are_named():
     """31: what update takes."""
     opt = hkv.optim.sparse(optax.sgd(0.1))
