@@ -54,6 +54,12 @@ __all__ = [
 
 _ROW, _SHARED = "row", "shared"
 
+_REMEDY = (
+    "Clip before it with optim.clip_by_global_norm, skip steps that are not finite with "
+    "update(..., apply=), use a transformation that treats each row by itself, or let it see each "
+    "row alone: optim.sparse(..., count_per_row=True)"
+)
+
 
 class Transformation(Protocol):
     """What is needed of an ``optax.GradientTransformation``."""
@@ -160,12 +166,15 @@ class SparseOptimizer:
             ``optax.chain`` makes takes any). ``learning_rate`` is none of them.
 
         Raises:
-          ValueError: if the table has no optimizer rows of this transformation.
+          ValueError: if the table has no optimizer rows of this transformation, or if with `extra`
+            a row's update depends on other rows.
           TypeError: naming the argument.
         """
         check_table("optim.update", table)
         apply = as_flag("optim.update", "apply", apply)
         _check_extra(self.transformation, extra)
+        if extra and not self.count_per_row:
+            _check_rows_are_apart(self.transformation, table.dim, *_kinds_of(extra))
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
         table, params = gather_values(table, batch.slots)
@@ -317,9 +326,61 @@ def _check_no_micro_steps(state: Any) -> None:
         )
 
 
+def _kinds_of(extra: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The arguments of an update without the values of their numbers, as something to look up."""
+    leaves, tree = jax.tree.flatten(extra)
+
+    def kind(leaf: Any) -> Any:
+        if not isinstance(leaf, bool | int | float | np.generic | np.ndarray | jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf))
+
+    return tree, tuple(map(kind, leaves))
+
+
+def _of_kinds(tree: Any, kinds: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments for a trial, whose numbers are one."""
+
+    def number(kind: Any) -> Any:
+        is_number = isinstance(kind, jax.ShapeDtypeStruct)
+        return jnp.ones(kind.shape, kind.dtype) if is_number else kind
+
+    return {} if tree is None else jax.tree.unflatten(tree, list(map(number, kinds)))
+
+
 @functools.lru_cache
-def _check_rows_are_apart(transformation: Transformation, dim: int) -> None:
+def _check_rows_are_apart(
+    transformation: Transformation, dim: int, tree: Any = None, kinds: tuple[Any, ...] = ()
+) -> None:
     """Raises if a row's update is seen to change with the other rows of a batch.
+
+    Args:
+      transformation: that a table is optimized by.
+      dim: of its rows.
+      tree: with `kinds`, what :func:`_kinds_of` says of an update's arguments. Without, an update
+        that needs some is left to its first step, which has them.
+      kinds: of the arguments' leaves.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            where = _where_rows_mix(transformation, dim, _of_kinds(tree, kinds))
+    except Exception as error:
+        if tree is None and isinstance(error, TypeError):
+            return
+        raise ValueError(
+            "optim.sparse: this transformation could not be tried on rows alone and together, to "
+            f"see whether it mixes them ({type(error).__name__}: {error}). {_REMEDY}"
+        ) from error
+    if where is not None:
+        raise ValueError(
+            f"optim.sparse: the update of a row changes with the other rows of its batch (seen for "
+            f"gradients {where}), so this transformation mixes rows: a norm over all of them, or "
+            f"noise by position. {_REMEDY}"
+        )
+
+
+def _where_rows_mix(transformation: Transformation, dim: int, extra: dict[str, Any]) -> str | None:
+    """For which gradients a row's update changes with the other rows, if for any.
 
     Two steps with three rows of very different gradients are compared with those of the same rows
     taken alone, at magnitudes on both sides of any threshold that a clipping could have.
@@ -328,29 +389,20 @@ def _check_rows_are_apart(transformation: Transformation, dim: int) -> None:
     rows = jnp.asarray(rng.normal(size=(3, dim)), jnp.float32)
     directions = rng.normal(size=(3, dim)) * np.array([[1.0], [16.0], [1 / 64]])
 
+    @jax.jit
     def steps(gradients: jax.Array, params: jax.Array) -> jax.Array:
         state = transformation.init(params)
-        first, state = transformation.update(gradients, state, params)
-        second, _ = transformation.update(-0.5 * gradients, state, params + first)
+        first, state = transformation.update(gradients, state, params, **extra)
+        second, _ = transformation.update(-0.5 * gradients, state, params + first, **extra)
         return jnp.stack([first, second])
 
-    together = jax.jit(steps)
     probes = {f"of magnitude {size:.0e}": directions * size for size in (1e-8, 1e-4, 1.0, 1e4, 1e8)}
     probes["of which one is no number"] = directions * np.array([[np.nan], [1.0], [1.0]])
     for what, probe in probes.items():
         gradients = jnp.asarray(probe, jnp.float32)
-        try:
-            batch = np.asarray(together(gradients, rows), np.float64)
-        except TypeError:
-            return  # the update needs arguments that only a step has
-        alone = [together(gradients[i : i + 1], rows[i : i + 1]) for i in range(3)]
+        batch = np.asarray(steps(gradients, rows), np.float64)
+        alone = [steps(gradients[i : i + 1], rows[i : i + 1]) for i in range(3)]
         single = np.concatenate([np.asarray(row, np.float64) for row in alone], axis=1)
-        if np.allclose(batch, single, rtol=1e-4, atol=0, equal_nan=True):
-            continue
-        raise ValueError(
-            f"optim.sparse: the update of a row changes with the other rows of its batch (seen for "
-            f"gradients {what}), so this transformation mixes rows: a norm over all of them, or "
-            "noise by position. Clip before it with optim.clip_by_global_norm, skip steps that are "
-            "not finite with update(..., apply=), or use a transformation that treats each row by "
-            "itself"
-        )
+        if not np.allclose(batch, single, rtol=1e-4, atol=0, equal_nan=True):
+            return what
+    return None

@@ -144,6 +144,70 @@ def test_extra_arguments_reach_the_transformation():
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
 
 
+# What shows only with the arguments of an update: a norm over all rows, and a line search.
+MIXING = {
+    "norm": (optax.polyak_sgd(), {"value": 3.0}),
+    "search": (
+        optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
+        {"value": 3.0, "grad": np.ones((3, 2), np.float32), "value_fn": jnp.sum},
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_transformation_that_mixes_rows_by_its_arguments_is_refused(name, jit):
+    """At the first step, which has them."""
+    transformation, extra = MIXING[name]
+    opt = hkv.optim.sparse(transformation)
+    table = opt.init(hkv.create(128, 2))
+    table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+
+    @jit
+    def step(table, value):
+        return opt.update(table, result, jnp.ones((3, 2)), **{**extra, "value": value})
+
+    with pytest.raises(ValueError, match=r"optim.sparse: .*mixes.*count_per_row=True"):
+        step(table, 3.0)
+
+
+def test_a_transformation_that_sees_each_row_alone_may_take_any_argument():
+    """The remedy that the refusal names: a row moves as it does without the others."""
+    opt = hkv.optim.sparse(optax.polyak_sgd(), count_per_row=True)
+    moved = []
+    for keys in ([1], [1, 2]):
+        table = opt.init(hkv.create(128, 2, init=hkv.initializers.zeros()))
+        table, result = hkv.find_or_insert(table, np.array(keys, np.int32))
+        gradients = jnp.array([[1.0, 2.0], [8.0, 8.0]])[: len(keys)]
+        table = jax.jit(opt.update)(table, result, gradients, value=jnp.float32(3.0))
+        moved.append(hkv.find(table, np.array([1], np.int32))[1].values.tolist())
+    np.testing.assert_allclose(moved, [[[-0.6, -1.2]]] * 2, rtol=1e-6)
+
+
+def test_arguments_that_mix_no_rows_are_taken_by_any_kind_of_step():
+    """The rate falls once the loss does not; the check of rows runs inside of the step's trace."""
+    transformation = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(0.5, patience=1))
+    opt = hkv.optim.sparse(transformation)
+    table = opt.init(hkv.create(128, 1, init=hkv.initializers.zeros()))
+
+    def step(table, value):
+        table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+        return opt.update(table, result, jnp.ones((1, 1)), value=value), None
+
+    losses = jnp.array([3.0, 3.0, 3.0, 3.0, 3.0])
+    mesh = jax.make_mesh((1,), ("device",))
+    spec = jax.sharding.PartitionSpec()
+    run = jax.shard_map(
+        lambda t, v: jax.lax.scan(step, t, v)[0], mesh=mesh, in_specs=(spec, spec), out_specs=spec
+    )
+    scanned = jax.jit(run)(table, losses)
+    for value in losses:
+        table, _ = step(table, value)
+    rows = [hkv.find(each, np.array([1], np.int32))[1].values for each in (table, scanned)]
+    np.testing.assert_array_equal(*rows)
+    assert -5 < float(rows[0][0, 0]) < -1
+
+
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.scale(-0.1)], ids=["chain", "plain"])
 def test_a_rate_that_a_transformation_would_not_look_at_is_refused(tx):
     """A chain of optax swallows every argument, so that the rate would be ignored."""
