@@ -71,6 +71,13 @@ def batch_of(
 ) -> tuple[Table, Batch]:
     """Checks the arguments of an update; several results are merged into one batch."""
     results, gradients = listed(result, row_gradients)
+    for each in results:
+        if each.values.shape[-1] != table.dim:
+            raise ValueError(
+                f"optim.update: result must be of a table with dim {table.dim} like the one to "
+                f"update, got one with dim {each.values.shape[-1]}: give the table that its lookup "
+                "returned"
+            )
     terms = terms_of(results, gradients)
     index, groups, slots, stale = _verified(table.index, results)
     if apply is not None:

@@ -275,6 +275,18 @@ def test_gradients_of_another_shape_are_refused():
 
 
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("opt", [hkv.optim.sparse(optax.sgd(0.1)), hkv.optim.sgd(0.1)])
+def test_a_result_of_a_table_with_another_dim_is_refused(opt, several):
+    """Its gradient would be spread over the columns where it has but one."""
+    keys = np.arange(3, dtype=np.int32)
+    table, own = hkv.find_or_insert(opt.init(hkv.create(128, 3)), keys)
+    _, other = hkv.find_or_insert(hkv.create(128, 1), keys)
+    pair = ([own, other], [own.values, other.values]) if several else (other, other.values)
+    with pytest.raises(ValueError, match=r"optim.update: result must be .* dim 3 .*got .* dim 1:"):
+        opt.update(table, *pair)
+
+
+@pytest.mark.parametrize("several", [False, True])
 def test_a_key_that_left_and_came_back_elsewhere_is_stale(several):
     """The result names a slot; the key is in another one by now."""
     opt = hkv.optim.sparse(optax.sgd(1.0))
