@@ -24,6 +24,8 @@ LearningRate = float | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 
+_REAL = (jnp.floating, jnp.integer, jnp.bool_)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
@@ -65,7 +67,7 @@ class FusedOptimizer:
         rule = self.rule
         if rule.stochastic_rounding and table.dtype != jnp.bfloat16:
             raise ValueError(
-                f"optim.{rule.name}: stochastic_rounding is for bfloat16 rows, got a table of "
+                f"optim.init: stochastic_rounding is for bfloat16 rows, got a table of "
                 f"{table.dtype.name}: create it with dtype=jnp.bfloat16, or leave the option out"
             )
         row = (1,) if rule.is_rowwise else (1, table.dim)
@@ -133,21 +135,45 @@ class FusedOptimizer:
 
 def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
     """The learning rate of a step that so many went before."""
+    source = "learning_rate"
     if callable(given):
+        source = "what the schedule learning_rate returns"
         given = given(jnp.minimum(count[0], _MOST_COUNT).astype(jnp.int32))
-    return jnp.asarray(given, jnp.float32).reshape(1)
+    rate = given if hasattr(given, "dtype") else np.asarray(given)
+    if not any(jnp.issubdtype(rate.dtype, kind) for kind in _REAL) or rate.size != 1:
+        raise TypeError(
+            f"optim.update: {source} must be one number, got {rate.dtype}{list(rate.shape)}: rates "
+            "of several tables or groups go to an update each"
+        )
+    return jnp.asarray(rate, jnp.float32).reshape(1)
+
+
+def _constant(call: str, argument: str, value: Any) -> float:
+    """A number from 0 on; one that is traced is none."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        number = float(value)
+    except TypeError:
+        raise TypeError(
+            f"{call}: {argument} must be a number from 0 on, got {type(value).__name__} {value!r}"
+        ) from None
+    if not 0 <= number < np.inf:
+        raise ValueError(f"{call}: {argument} must be a number from 0 on, got {value}")
+    return number
 
 
 def _optimizer(
+    call: str,
     name: str,
     learning_rate: Any,
-    constants: dict[str, float],
+    constants: dict[str, Any],
     starts: tuple[float, ...],
     options: dict[str, Any],
     *,
     is_rowwise: bool = False,
 ) -> FusedOptimizer:
-    call = f"optim.{name}"
+    """An optimizer; `call` is the function that errors name, `name` the native operation's."""
     if isinstance(learning_rate, numbers.Real):
         learning_rate = float(learning_rate)
     if not callable(learning_rate) and not isinstance(learning_rate, float):
@@ -157,10 +183,6 @@ def _optimizer(
         )
     if isinstance(learning_rate, float) and not np.isfinite(learning_rate):
         raise ValueError(f"{call}: learning_rate must be finite, got {learning_rate}")
-    constants = {n: v if isinstance(v, int) else float(v) for n, v in constants.items()}
-    for constant, value in constants.items():
-        if not 0 <= value < np.inf:
-            raise ValueError(f"{call}: {constant} must be a number from 0 on, got {value}")
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
         raise TypeError(
@@ -169,7 +191,10 @@ def _optimizer(
     dtype = as_float_dtype(call, "state_dtype", options.get("state_dtype", jnp.float32))
     rule = _Rule(
         name=name,
-        constants=tuple(constants.items()),
+        constants=tuple(
+            (own, value if own == "nesterov" else _constant(call, own, value))
+            for own, value in constants.items()
+        ),
         starts=starts,
         is_rowwise=is_rowwise,
         state_dtype=dtype,
@@ -195,9 +220,9 @@ def sgd(
       **options: see :func:`adam`.
     """
     if momentum is None:
-        return _optimizer("sgd", learning_rate, {}, (), options)
+        return _optimizer("optim.sgd", "sgd", learning_rate, {}, (), options)
     constants = {"momentum": momentum, "nesterov": int(nesterov)}
-    return _optimizer("momentum", learning_rate, constants, (0.0,), options)
+    return _optimizer("optim.sgd", "momentum", learning_rate, constants, (0.0,), options)
 
 
 def adagrad(
@@ -214,8 +239,9 @@ def adagrad(
       eps: inside the root.
       **options: see :func:`adam`.
     """
-    starts = (float(initial_accumulator_value),)
-    return _optimizer("adagrad", learning_rate, {"eps": eps}, starts, options)
+    call = "optim.adagrad"
+    start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
+    return _optimizer(call, "adagrad", learning_rate, {"eps": eps}, (start,), options)
 
 
 def rowwise_adagrad(
@@ -232,9 +258,12 @@ def rowwise_adagrad(
       eps: outside the root.
       **options: see :func:`adam`.
     """
-    starts = (float(initial_accumulator_value),)
+    call = "optim.rowwise_adagrad"
+    start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     constants = {"eps": eps}
-    return _optimizer("rowwise_adagrad", learning_rate, constants, starts, options, is_rowwise=True)
+    return _optimizer(
+        call, "rowwise_adagrad", learning_rate, constants, (start,), options, is_rowwise=True
+    )
 
 
 def adam(
@@ -270,7 +299,8 @@ def adam(
       >>> int(table.optimizer.shared[0][0])
       1
     """
-    return adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=0.0, **options)
+    constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": 0.0}
+    return _adam("optim.adam", learning_rate, constants, options)
 
 
 def adamw(
@@ -294,10 +324,16 @@ def adamw(
       **options: see :func:`adam`.
     """
     constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
+    return _adam("optim.adamw", learning_rate, constants, options)
+
+
+def _adam(
+    call: str, learning_rate: LearningRate, constants: dict[str, Any], options: dict[str, Any]
+) -> FusedOptimizer:
     for name in ("b1", "b2"):
-        if not constants[name] < 1:
-            raise ValueError(f"optim.adam: {name} must be below 1, got {constants[name]}")
-    return _optimizer("adam", learning_rate, constants, (0.0, 0.0), options)
+        if not _constant(call, name, constants[name]) < 1:
+            raise ValueError(f"{call}: {name} must be below 1, got {constants[name]}")
+    return _optimizer(call, "adam", learning_rate, constants, (0.0, 0.0), options)
 
 
 def ftrl(
@@ -318,5 +354,8 @@ def ftrl(
       initial_accumulator_value: of the squared gradients of new rows.
       **options: see :func:`adam`.
     """
-    starts = (float(initial_accumulator_value), 0.0)
-    return _optimizer("ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, starts, options)
+    call = "optim.ftrl"
+    start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
+    return _optimizer(
+        call, "ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, (start, 0.0), options
+    )

@@ -54,6 +54,9 @@ __all__ = [
 
 _ROW, _SHARED = "row", "shared"
 
+# By keyword, or out of the dictionary of all.
+_MISSES_ARGUMENTS = (TypeError, KeyError)
+
 _REMEDY = (
     "Clip before it with optim.clip_by_global_norm, skip steps that are not finite with "
     "update(..., apply=), use a transformation that treats each row by itself, or let it see each "
@@ -121,7 +124,8 @@ class SparseOptimizer:
 
         Raises:
           ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, if
-            a row's first state depends on the row, or if a row's update depends on other rows.
+            a row's first state depends on the row, if a row's update depends on other rows, or if
+            the transformation does not take rows.
         """
         structure = self._structure(table)
         with jax.ensure_compile_time_eval():
@@ -136,6 +140,7 @@ class SparseOptimizer:
                         "them, say), but rows come and go, and a new row's state must not depend "
                         "on the row"
                     )
+            self._check_update(table)
             if not self.count_per_row:
                 _check_rows_are_apart(self.transformation, table.dim)
         rows = _updates.optimizer_rows(fresh, shared, structure, table.capacity)
@@ -185,6 +190,7 @@ class SparseOptimizer:
         state = before.structure.join(state_rows, before.shared)
         updates, state = self._update(sums, state, params, **extra)
         new_rows, shared = before.structure.split(state)
+        _check_state_dtypes(before.rows, new_rows)
 
         sources = _rows.positions(batch.slots.shape[0])
         table = scatter_values(table, batch.slots, sources, (params + updates).astype(table.dtype))
@@ -212,6 +218,19 @@ class SparseOptimizer:
             return self.transformation.update(*args, **extra)
 
         return (jax.vmap(update) if self.count_per_row else update)(sums, state, params)
+
+    def _check_update(self, table: Table) -> None:
+        """Raises if the transformation's update of a row fails, but for arguments that it needs."""
+        row = jax.ShapeDtypeStruct((1, table.dim), self._dtype(table))
+        try:
+            jax.eval_shape(lambda row: self._update(row, self._init(row), row), row)
+        except _MISSES_ARGUMENTS:
+            return  # an update that has them raises again
+        except Exception as error:
+            raise ValueError(
+                "optim.sparse: the transformation's update of rows [1, dim] fails "
+                f"({type(error).__name__}: {error}): use one that takes any array of parameters"
+            ) from error
 
     def _structure(self, table: Table) -> _Structure:
         """Which leaves of the state follow the number of rows, seen at two different numbers."""
@@ -241,7 +260,8 @@ def sparse(
       count_per_row: whether scalars of the state (step counts) are kept for each row, so that a row
         counts its own updates; otherwise all rows share them.
       dtype: in which the transformation works, by default that of the rows. float32 keeps moments
-        and arithmetic in float32 for half rows.
+        and arithmetic in float32 for half rows. In float16 an eps of 1e-8 is 0, and a gradient of 0
+        makes Adam's row NaN: take float32 there.
 
     Example:
       >>> import optax
@@ -302,6 +322,12 @@ def _check_extra(transformation: Transformation, extra: dict[str, Any]) -> None:
 
 
 def _kind(path: Any, two: Any, three: Any) -> str:
+    if jnp.issubdtype(two.dtype, jax.dtypes.extended):
+        raise ValueError(
+            f"optim.sparse: the optimizer's state{jax.tree_util.keystr(path)} is {two.dtype}, for "
+            "random numbers, which rows would share or have by their position in a batch, so it "
+            "mixes rows. Use a transformation without noise"
+        )
     if two.shape[:1] == (2,) and three.shape == (3, *two.shape[1:]):
         return _ROW
     if two.shape == three.shape == ():
@@ -311,6 +337,17 @@ def _kind(path: Any, two: Any, three: Any) -> str:
         f"{list(two.shape)} for rows of shape [2, dim]: neither a leaf with one entry a row nor a "
         "scalar, so it mixes rows. Use a transformation that treats each row by itself"
     )
+
+
+def _check_state_dtypes(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> None:
+    for old, new in zip(before, after, strict=True):
+        if old.dtype != new.dtype:
+            raise ValueError(
+                f"optim.update: the table's optimizer rows are {old.dtype}, but this optimizer "
+                f"makes them {new.dtype}: call table = opt.init(table) with this optimizer, or "
+                "make it with the dtype of the one that the table was initialised with: "
+                "optim.sparse(..., dtype=)"
+            )
 
 
 def _check_no_micro_steps(state: Any) -> None:
@@ -365,7 +402,7 @@ def _check_rows_are_apart(
         with jax.ensure_compile_time_eval():
             where = _where_rows_mix(transformation, dim, _of_kinds(tree, kinds))
     except Exception as error:
-        if tree is None and isinstance(error, TypeError):
+        if tree is None and isinstance(error, _MISSES_ARGUMENTS):
             return
         raise ValueError(
             "optim.sparse: this transformation could not be tried on rows alone and together, to "

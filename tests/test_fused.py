@@ -563,6 +563,68 @@ def test_wrong_options_are_named():
         hkv.optim.clip_by_global_norm(1.0, {}, [result], [])
 
 
+CONSTANTS = {
+    "sgd": ["momentum"],
+    "adagrad": ["initial_accumulator_value", "eps"],
+    "rowwise_adagrad": ["initial_accumulator_value", "eps"],
+    "adam": ["b1", "b2", "eps", "eps_root"],
+    "adamw": ["b1", "b2", "eps", "eps_root", "weight_decay"],
+    "ftrl": ["l1", "l2", "beta", "initial_accumulator_value"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, each) for name, own in CONSTANTS.items() for each in own]
+)
+def test_a_constant_that_is_no_number_from_0_on_is_named(name, argument):
+    """By the function that was called, whatever the native operation is called."""
+    make = getattr(hkv.optim, name)
+    for wrong, error in [
+        ("0.9", TypeError),
+        ([0.9], TypeError),
+        (np.ones(2), TypeError),
+        (np.nan, ValueError),
+        (np.inf, ValueError),
+        (-1.0, ValueError),
+    ]:
+        with pytest.raises(error, match=rf"optim\.{name}: {argument} must be a number from 0 on"):
+            make(0.1, **{argument: wrong})
+    make(0.1, **{argument: jnp.float32(0.5)})
+    if name != "sgd":
+        with pytest.raises(TypeError, match=rf"optim\.{name}: {argument} .* got NoneType None"):
+            make(0.1, **{argument: None})
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_a_decay_of_one_is_named(name):
+    with pytest.raises(ValueError, match=rf"optim\.{name}: b1 must be below 1, got 1"):
+        getattr(hkv.optim, name)(0.1, b1=1)
+
+
+@pytest.mark.parametrize("is_schedule", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "got"),
+    [(jnp.ones(2), r"float32\[2\]"), ("fast", r"<U4\[\]"), (1j, r"complex128\[\]")],
+)
+def test_a_rate_that_is_no_number_is_named(rate, got, is_schedule):
+    opt = hkv.optim.adam((lambda count: rate) if is_schedule else 0.1)
+    table, result = table_and_lookup(opt)
+    extra = {} if is_schedule else {"learning_rate": rate}
+    source = "what the schedule learning_rate returns" if is_schedule else "learning_rate"
+    with pytest.raises(TypeError, match=f"optim.update: {source} must be one number, got {got}"):
+        opt.update(table, result, jnp.ones((3, DIM)), **extra)
+
+
+@pytest.mark.parametrize("rate", [2, np.float64(2), jnp.bfloat16(2), jnp.ones(1) * 2])
+def test_a_rate_may_be_any_kind_of_number(rate):
+    opt = hkv.optim.sgd(0.1)
+    table, result = table_and_lookup(opt)
+    steps = [
+        opt.update(table, result, jnp.ones((3, DIM)), learning_rate=each) for each in (rate, 2.0)
+    ]
+    np.testing.assert_array_equal(*(step.values for step in steps))
+
+
 def test_a_fused_step_copies_no_table(rng):
     """30: rows and optimizer rows are updated in place."""
     opt = hkv.optim.adam(0.1, count_per_row=True)

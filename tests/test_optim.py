@@ -258,6 +258,43 @@ def test_a_transformation_that_mixes_rows_is_refused_with_the_leaf():
         hkv.optim.sparse(optax.adafactor(0.1, min_dim_size_to_factor=1)).init(hkv.create(128, 4))
 
 
+@pytest.mark.parametrize("count_per_row", [False, True])
+@pytest.mark.parametrize(
+    ("tx", "reason"),
+    [
+        (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), "mixes rows"),
+        (optax.lookahead(optax.sgd(0.1), 5, 0.5), "update of rows .* fails .*AttributeError"),
+    ],
+    ids=["noise", "lookahead"],
+)
+def test_a_transformation_that_takes_no_rows_is_refused_at_once(tx, reason, count_per_row):
+    with pytest.raises(ValueError, match=f"optim.sparse: .*{reason}"):
+        hkv.optim.sparse(tx, count_per_row=count_per_row).init(hkv.create(128, DIM))
+
+
+@pytest.mark.parametrize("count_per_row", [False, True])
+def test_a_transformation_may_take_its_arguments_out_of_a_dictionary(count_per_row):
+    def update(updates, state, params=None, **extra):
+        return jax.tree.map(lambda g: extra["factor"] * g, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    opt = hkv.optim.sparse(tx, count_per_row=count_per_row)
+    table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
+    table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+    table = opt.update(table, result, jnp.ones((1, DIM)), factor=3.0)
+    np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
+
+
+def test_optimizer_rows_of_another_dtype_are_named():
+    """What has the same state but its dtype was initialised by another optimizer."""
+    half = hkv.optim.sparse(optax.adam(0.1))
+    full = hkv.optim.sparse(optax.adam(0.1), dtype=jnp.float32)
+    table = half.init(hkv.create(128, DIM, dtype=jnp.bfloat16))
+    table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+    with pytest.raises(ValueError, match=r"optimizer rows are bfloat16, .* float32: .*opt\.init"):
+        full.update(table, result, result.values)
+
+
 def test_a_transformation_that_starts_from_the_row_is_refused():
     """A new row's state must not depend on the row."""
     copying = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
