@@ -26,7 +26,8 @@ struct UpsertState {
   // Per distinct key.
   Slot* unique_slots;
   int32_t* unique_status;
-  int32_t* named;     // with two candidates: the bucket of the first round
+  LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
+  int32_t* named;         // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
   Words* evicted_keys;
   Score* evicted_scores;
@@ -47,6 +48,13 @@ struct UpsertState {
 
   HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
     return table.candidate(hash_of(unique_keys[u].value()), choice);
+  }
+
+  // Whoever probes a bucket notes what is empty, for whoever fills it: with one candidate nobody fills it
+  // between them. Not on a CPU, where that costs more than it saves (docs/performance.md).
+  template <Group G>
+  HKV_HOST_DEVICE bool keeps_empty_lanes() const {
+    return G::size() > 1 && table.choices == 1;
   }
 
   // Absent, and without a slot: refused, unless a later step lets the key in.
@@ -139,6 +147,7 @@ struct ProbeKey {
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
     const bool is_pending = exists && slot < 0 && state.admit;
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
+    if (state.keeps_empty_lanes<G>()) keep_empty_lanes(group, u, is_pending);
     if (u >= n) return kNoSlot;
     state.unique_slots[u] = slot;
     if (state.admit && state.table.choices == 1) choose(u, is_pending);
@@ -151,6 +160,15 @@ struct ProbeKey {
   }
 
  private:
+  // Now that the digests are near.
+  template <Group G>
+  HKV_HOST_DEVICE void keep_empty_lanes(const G& group, int64_t u, bool is_pending) const {
+    const int64_t bucket = is_pending ? state.candidate(u, 0) : 0;
+    const bool has_room = is_pending && state.table.occupancy[bucket] < kLanes;
+    const LaneMask lanes = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    if (is_pending) state.empty_lanes[u] = lanes;
+  }
+
   HKV_HOST_DEVICE void hit(int64_t u, Slot slot, uint64_t given) const {
     state.unique_status[u] = static_cast<int32_t>(Status::kFound);
     if (!state.write_scores) return;
@@ -292,10 +310,9 @@ struct FillBucket {
     const Groups& groups = state.groups;
     const bool is_head = groups.is_head(i);
     const int64_t bucket = is_head ? groups.target(i) : 0;
-    const bool has_room = is_head && state.table.occupancy[bucket] < kLanes;
-    LaneMask empty = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    LaneMask empty = empty_lanes(group, is_head, i, bucket);
+    const bool has_room = empty.any();
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
-    group.sync();  // before a member writes to its bucket what the others have just read
     int64_t place = i;
     for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
       const int lane = empty.lowest();
@@ -315,6 +332,17 @@ struct FillBucket {
 
  private:
   static constexpr int64_t kItemsAhead = 16;
+
+  template <Group G>
+  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, bool is_head, int64_t i, int64_t bucket) const {
+    if (state.keeps_empty_lanes<G>()) {
+      return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
+    }
+    const bool has_room = is_head && state.table.occupancy[bucket] < kLanes;
+    const LaneMask lanes = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    group.sync();  // before a member writes to its bucket what the others have just read
+    return lanes;
+  }
 
   HKV_HOST_DEVICE void prefetch_item(int64_t place) const {
     if (!state.groups.has_item(place)) return;
@@ -519,6 +547,7 @@ struct Upsert {
     workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
+    workspace.empty_lanes = arena.take<LaneMask>(choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_lanes = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_scores = arena.take<Score>(choices == 2 ? n : 0);
