@@ -229,7 +229,6 @@ STEPS = {
     "clear": lambda t, k: hkv.clear(t),
     "advance_epoch": lambda t, k: hkv.advance_epoch(t),
     "train_step": train_step,
-    "read then write": lambda t, k: hkv.insert_or_assign(hkv.find(t, k)[0], k, rows_like(k)),
     "scan": lambda t, k: jax.lax.scan(train_step, t, hkv.Keys(jnp.stack([k.words] * 2))),
     "fori_loop": lambda t, k: jax.lax.fori_loop(0, 3, lambda _, t: train_step(t, k)[0], t),
     "cond": lambda t, k: jax.lax.cond(k.low[0] > 3, lambda t: train_step(t, k)[0], lambda t: t, t),
@@ -246,6 +245,36 @@ def test_a_donated_table_is_never_copied(name, choices):
     """30: no copy of a table-sized array in the compiled step."""
     table = make_table(1024, choices=choices)
     hkv.testing.assert_no_table_copies(STEPS[name], table, hkv.Keys.from_numpy(np.arange(BATCH)))
+
+
+READS = {
+    "find": hkv.find,
+    "find initial": lambda t, k: hkv.find(t, k, fill="initial"),
+    "find touch": lambda t, k: hkv.find(t, k, touch=True),
+    "contains": hkv.contains,
+    "find_pooled": lambda t, k: hkv.find_pooled(t, k.reshape(-1, 4)),
+    "find_pooled weights": lambda t, k: hkv.find_pooled(
+        t, k.reshape(-1, 4), weights=jnp.ones((k.shape[0] // 4, 4))
+    ),
+    "find_or_insert": hkv.find_or_insert,
+    "find_or_insert_pooled": lambda t, k: hkv.find_or_insert_pooled(t, k.reshape(-1, 4)),
+    "return_evicted": lambda t, k: hkv.find_or_insert(t, k, return_evicted=True),
+    "insert_and_evict": lambda t, k: hkv.insert_and_evict(t, k, rows_like(k)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_whose_result_outlives_a_later_write_copies_nothing(name):
+    """30: the write waits for the read, since it takes the clock that the read returned."""
+
+    def step(table, keys, others):
+        table, read = READS[name](table, keys)
+        table, written = hkv.insert_or_assign(table, others, rows_like(others))
+        return table, read, written
+
+    keys = hkv.Keys.from_numpy(np.arange(BATCH))
+    others = hkv.Keys.from_numpy(np.arange(BATCH) + BATCH // 2)
+    hkv.testing.assert_no_table_copies(step, make_table(1024), keys, others)
 
 
 def test_the_copy_check_sees_a_copy():
