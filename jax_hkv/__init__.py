@@ -41,6 +41,7 @@ from jax_hkv.whole_table import (
     export_batch_if,
     halve_sightings,
     load_factor,
+    misplaced,
     size,
     size_if,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "less_equal",
     "load_factor",
     "metrics",
+    "misplaced",
     "optim",
     "pool",
     "sharding",

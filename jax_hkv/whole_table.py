@@ -194,6 +194,48 @@ def _size_if(table: Table, predicate: Predicate) -> jax.Array:
     return _over_chunks(table, body)[1]
 
 
+def misplaced(table: Table) -> Int32[Array, ""]:
+    """How many entries a lookup of their own key does not find: 0 in a sound table.
+
+    A checkpoint holds arrays only. Restored into a table that was made with other arguments, keys
+    may stand in buckets where nobody looks for them (a smaller `choices`), and this counts them. It
+    cannot see another policy, seed or initializer. Inside shard_map it counts for each device.
+
+    Args:
+      table: to read; rows are not.
+
+    Returns:
+      Entries that stand in none of their key's candidate buckets or under another key's digest, or
+      whose key stands in another slot too.
+
+    Example:
+      >>> import dataclasses
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(512, 2, choices=2), np.arange(480, dtype="i4"))
+      >>> int(misplaced(table))
+      0
+      >>> index = dataclasses.replace(table.index, choices=1)  # as restored into such a table
+      >>> int(misplaced(dataclasses.replace(table, index=index))) > 0
+      True
+    """
+    check_table("misplaced", table)
+    return _misplaced(table)
+
+
+@jitted()
+def _misplaced(table: Table) -> jax.Array:
+    def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
+        chunk = _chunk(table)
+        index, keys, _, occupied = _index.read(table.index, offset, chunk)
+        index, slots = _index.find(index, keys, occupied)
+        is_elsewhere = occupied & (slots != offset + _rows.positions(chunk))
+        table = dataclasses.replace(table, index=index)
+        return table, total + jnp.sum(is_elsewhere, dtype=jnp.int32)
+
+    return _over_chunks(table, body)[1]
+
+
 def export_batch(table: Table, offset: Any, count: int) -> Entries:
     """The entries of a range of slots, in slot order.
 
