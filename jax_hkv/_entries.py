@@ -17,7 +17,7 @@ from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement
 from jax_hkv.index import Policy
 from jax_hkv.operations import counts_of
-from jax_hkv.table import Counts, Table, check_table, scatter_optimizer, scatter_values
+from jax_hkv.table import Counts, Table, check_one_device, scatter_optimizer, scatter_values
 from jax_hkv.whole_table import export_batch
 
 _CHUNK = 65536  # slots read, and entries written, at a time
@@ -68,7 +68,7 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
     """
     parts = [tables] if isinstance(tables, Table) else list(tables)
     for part in parts:
-        check_table("sharding.export_entries", part)
+        check_one_device("sharding.export_entries", part)
     if not parts:
         raise ValueError(
             "sharding.export_entries: tables must be a table or parts of one, got none"
@@ -163,7 +163,7 @@ def import_entries(
 
 
 def _check_fits(table: Table, exported: Exported) -> None:
-    check_table("sharding.import_entries", table)
+    check_one_device("sharding.import_entries", table)
     rows, shared = (table.optimizer.rows, table.optimizer.shared) if table.optimizer else ((), ())
     wanted = [leaf.shape[1:] for leaf in (table.values, *rows)], _kinds((table.values, *rows))
     given = (

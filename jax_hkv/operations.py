@@ -31,7 +31,7 @@ from jax_hkv.table import (
     InsertResult,
     Table,
     WriteResult,
-    check_table,
+    check_one_device,
     entries_at,
     gather_values,
     jitted,
@@ -46,7 +46,7 @@ ROWS_NAME = "hkv_rows"
 
 def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[Keys, Keys, jax.Array]:
     """The keys as given, flat, and their mask."""
-    check_table(call, table)
+    check_one_device(call, table)
     given = as_keys(call, "keys", keys)
     flat = given.reshape(-1)
     return given, flat, _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
@@ -604,7 +604,7 @@ def _erase(table: Table, keys: Keys, valid: jax.Array) -> Any:
 
 def clear(table: Table) -> Table:
     """Removes every entry."""
-    check_table("clear", table)
+    check_one_device("clear", table)
     return _clear(table)
 
 

@@ -26,7 +26,7 @@ from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
 from jax_hkv.operations import ROWS_NAME, after_read, insert_result, insert_rows
-from jax_hkv.table import Bags, InsertResult, Table, check_table, jitted, with_clock
+from jax_hkv.table import Bags, InsertResult, Table, check_one_device, jitted, with_clock
 
 COMBINERS = ("sum", "mean", "sqrtn")
 _ROW_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -79,7 +79,7 @@ def find_pooled(
       >>> hkv.find_pooled(table, bags, combiner="mean")[1].values.tolist()
       [[2.0, 3.0], [0.0, 0.0]]
     """
-    check_table("find_pooled", table)
+    check_one_device("find_pooled", table)
     initial = is_initial("find_pooled", fill)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
     clock, values, slots = _find(table, batch, initial=initial)
@@ -134,7 +134,7 @@ def find_or_insert_pooled(
       ((2, 2), 2)
     """
     call = "find_or_insert_pooled"
-    check_table(call, table)
+    check_one_device(call, table)
     batch, layout = as_batch(call, combiner, ids, weights, valid)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
     table, result = _find_or_insert(table, batch, pairs, initial=True, evicted=return_evicted)

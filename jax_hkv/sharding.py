@@ -39,7 +39,7 @@ from jax_hkv._processes import synchronized
 from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
-from jax_hkv.table import Bags, Table, check_table
+from jax_hkv.table import Bags, Table, check_one_device
 
 __all__ = [
     "Collective",
@@ -154,7 +154,7 @@ def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
             f"jax_hkv.sharding.Exchange), got None: for a table of one device use jax_hkv."
             f"{call.removeprefix('sharding.')}"
         )
-    check_table(call, table)
+    check_one_device(call, table)
     return exchange
 
 
@@ -347,5 +347,5 @@ def update(
     Raises:
       TypeError, ValueError: naming the argument.
     """
-    check_table("sharding.update", table)
+    check_one_device("sharding.update", table)
     return _sharded.update(optimizer, table, result, row_gradients, apply=apply, **extra)

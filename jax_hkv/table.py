@@ -325,6 +325,22 @@ def check_table(call: str, table: Any) -> None:
         raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}")
 
 
+def check_one_device(call: str, table: Any) -> None:
+    """Raises unless `table` is the Table of one device, which is all that native calls can work on.
+
+    A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
+    """
+    check_table(call, table)
+    if table.clock.shape != (2,):
+        raise TypeError(
+            f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
+            f"uint32{list(table.clock.shape)} of a table over several devices (or of several "
+            "tables that were stacked): call it inside jax.shard_map, jax.pmap, Placement.step or "
+            "Placement.run; to make one table of them, use import_entries of "
+            "jax_hkv.sharding.export_entries(placement.shards(table))"
+        )
+
+
 def with_clock(table: Table, clock: jax.Array) -> Table:
     """The table after a native call that returned the clock."""
     return dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock))

@@ -16,7 +16,15 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._keys import Keys
 from jax_hkv.index import MAX_SLOTS, NO_SLOT, Policy
-from jax_hkv.table import Entries, Table, check_table, entries_at, gather_values, jitted
+from jax_hkv.table import (
+    Entries,
+    Table,
+    check_one_device,
+    check_table,
+    entries_at,
+    gather_values,
+    jitted,
+)
 
 # Slots read at a time by operations that go over the whole table: some megabytes of rows.
 _CHUNK_SLOTS = 16384
@@ -85,7 +93,7 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
       >>> int(erased), int(hkv.size(table))
       (1, 1)
     """
-    check_table("expire", table)
+    check_one_device("expire", table)
     if table.policy not in _EPOCH_POLICIES:
         raise ValueError(
             f"expire: the table's policy must be EPOCH_LRU or EPOCH_LFU, got {table.policy.name}, "
@@ -177,7 +185,7 @@ def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
 
 
 def _check_predicate(call: str, table: Any, predicate: Any) -> None:
-    check_table(call, table)
+    check_one_device(call, table)
     if not callable(predicate):
         raise TypeError(
             f"{call}: predicate must be a function of (keys, scores, rows), got "
@@ -219,7 +227,7 @@ def misplaced(table: Table) -> Int32[Array, ""]:
       >>> int(misplaced(dataclasses.replace(table, index=index))) > 0
       True
     """
-    check_table("misplaced", table)
+    check_one_device("misplaced", table)
     return _misplaced(table)
 
 
@@ -247,7 +255,7 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
     Returns:
       Entries, of which ``.count`` are meant; zero behind them.
     """
-    check_table("export_batch", table)
+    check_one_device("export_batch", table)
     return _checked_export("export_batch", table, None, offset, count)
 
 

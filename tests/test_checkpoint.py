@@ -12,6 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jax_hkv as hkv
+from jax_hkv import sharding
+
+ADAM = hkv.optim.adam(0.1)
 
 
 def random_keys(rng, count):
@@ -102,3 +105,106 @@ def test_asking_for_misplaced_entries_copies_no_table():
     hkv.testing.assert_no_table_copies(lambda table: (table, hkv.misplaced(table)), table)
     program = jax.jit(hkv.misplaced).lower(table).compile().as_text()
     assert not hkv.testing.copies_in(program, [table])
+
+
+def placed(mode, devices=4, **kwargs):
+    """A placement, its empty table, and a training step."""
+    mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
+    placement = sharding.Placement(mesh, mode=mode)
+
+    def step(table, keys):
+        table, found = sharding.find_or_insert(table, keys, axis_name="device")
+        return sharding.update(ADAM, table, found, jnp.sin(found.values)), found.counts
+
+    table = placement.create(lambda: ADAM.init(hkv.create(1024 // devices, 4, **kwargs)))
+    return placement, table, placement.step(step)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_orbax_restores_every_bit_of_a_table_over_devices(rng, tmp_path, mode):
+    """32: on the same devices, and the step after is the same too."""
+    options = {"policy": hkv.Policy.LFU, "choices": 2}
+    placement, table, step = placed(mode, **options)
+    table, _ = step(table, placement.put(random_keys(rng, 400)))
+    save(tmp_path / "step", table)
+    restored = restore(tmp_path / "step", placed(mode, **options)[1])
+
+    assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == [
+        leaf.sharding for leaf in jax.tree.leaves(table)
+    ]
+    assert_same_bits(restored, table)
+    count = placement.run(lambda table: hkv.misplaced(table)[None])
+    assert not np.asarray(count(restored)).any()
+    batch = placement.put(random_keys(rng, 400))
+    assert_same_bits(step(restored, batch), step(table, batch))
+
+
+def test_a_table_over_devices_with_fewer_choices_is_seen_to_be_misplaced(rng):
+    """Each device counts its own."""
+    placement, table, step = placed("shard_map", choices=2)
+    for _ in range(8):  # the choice between two buckets looks at what stood there before
+        table, _ = step(table, placement.put(random_keys(rng, 100)))
+    index = dataclasses.replace(table.index, choices=1)
+    counts = placement.run(lambda table: hkv.misplaced(table)[None])(
+        dataclasses.replace(table, index=index)
+    )
+    assert counts.shape == (4,) and (np.asarray(counts) > 0).all()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_exported_entries_are_saved_and_come_to_other_devices(rng, tmp_path, devices):
+    """32: a checkpoint that any number of devices can go on from, times beyond 32 bits included."""
+    keys = random_keys(rng, 400)
+    options = {"admission": hkv.admission.frequency(1, width=64), "policy": hkv.Policy.LFU}
+    placement, table, step = placed("shard_map", **options)
+    table, _ = step(table, placement.put(keys))
+    exported = sharding.export_entries(placement.shards(table))._replace(clock=2**40 + 3)
+    save(tmp_path / "entries", exported)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = sharding.Exported(**checkpointer.restore(tmp_path / "entries"))
+
+    assert_same_bits(restored, exported)
+    assert restored.clock == 2**40 + 3
+    other, target, step = placed("shard_map", devices, **options)
+    target, counts = sharding.import_entries(other, target, restored)
+    assert int(counts.inserted) == len(exported.keys) == 400
+    again = sharding.export_entries(other.shards(target))
+    order, expected = np.argsort(again.keys), np.argsort(exported.keys)
+    for got, wanted in zip(
+        (again.keys, again.scores, again.values, *again.optimizer),
+        (exported.keys, exported.scores, exported.values, *exported.optimizer),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got[order], wanted[expected])
+    assert_same_bits(again[4:7], exported[4:7])
+    _, counts = step(target, other.put(keys))
+    assert int(counts.hits) == 400
+
+
+ONE_DEVICE_CALLS = {
+    "find": lambda t, k: hkv.find(t, k),
+    "find_or_insert": lambda t, k: hkv.find_or_insert(t, k),
+    "find_pooled": lambda t, k: hkv.find_pooled(t, k[None]),
+    "find_or_insert_pooled": lambda t, k: hkv.find_or_insert_pooled(t, k[None]),
+    "clear": lambda t, k: hkv.clear(t),
+    "size_if": lambda t, k: hkv.size_if(t, lambda keys, scores, rows: rows[:, 0] > 0),
+    "expire": lambda t, k: hkv.expire(t, 1),
+    "misplaced": lambda t, k: hkv.misplaced(t),
+    "export_batch": lambda t, k: hkv.export_batch(t, 0, 4),
+    "sharding.export_entries": lambda t, k: sharding.export_entries(t),
+    "sharding.find": lambda t, k: sharding.find(t, k, axis_name="device"),
+}
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("call", ONE_DEVICE_CALLS)
+def test_a_table_over_devices_given_to_a_call_for_one_names_the_remedy(call, mode):
+    """31: what is restored of several devices is not the table of one."""
+    _, table, _ = placed(mode, policy=hkv.Policy.EPOCH_LRU)
+    keys = hkv.Keys.from_numpy(np.arange(4))
+    clocks = r"\[8\]" if mode == "shard_map" else r"\[4, 2\]"
+    message = rf"^{call}: table must be.*uint32\[2\], got.*{clocks}.*Placement\.step.*import"
+    with pytest.raises(TypeError, match=message):
+        ONE_DEVICE_CALLS[call](table, keys)
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(lambda table: ONE_DEVICE_CALLS[call](table, keys), table)

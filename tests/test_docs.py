@@ -101,13 +101,16 @@ def test_the_code_in_the_guide_runs():
     assert [group.name for group in after["collection"].groups] == ["users+items"]
 
 
-def test_the_code_about_many_devices_runs(capsys):
+def test_the_code_about_many_devices_runs(capsys, tmp_path):
     """Its pieces continue each other, on four devices and on two."""
     if len(jax.devices()) < 4:
         pytest.skip(f"it wants four devices, there is {len(jax.devices())} {jax.devices()[0]}")
     blocks = blocks_of("docs/sharding.md", FENCED)
     assert len(blocks) >= 5
-    after = run("docs/sharding.md", blocks, {"__name__": "sharding"})
+    given = {"__name__": "sharding", "path": tmp_path / "entries"}
+    after = run("docs/sharding.md", blocks, given)
     assert after["logits"].shape == (64,)
     assert int(after["counts"].inserted) == len(after["exported"].keys) == 512
+    assert int(jax_hkv.size(after["one"])) == 512
+    assert after["misplaced"].tolist() == [0] * 4
     assert "all-to-all" in capsys.readouterr().out
