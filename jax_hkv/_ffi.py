@@ -195,41 +195,111 @@ def _batch(
     primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
 ) -> Any:
     """Flattens a batch of reads into one read. The table itself is not mapped."""
-    not_mapped = None
-    by_position = [argument.shape.startswith("n") for argument in signature.operands]
-    if not signature.per_position:
+    has_bags = any(argument.shape == "b+1" for argument in signature.operands)
+    if has_bags or signature.per_position:
+        _check_not_mapped(signature, dims, rows_may_be=has_bags)
+        flatten = _batch_bags if has_bags else _batch_positions
+        return flatten(primitive, signature, operands, dims, **params)
+    if any(name != "clock" for name in _changed(signature)):
         raise NotImplementedError(
             f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
             "operation once with all keys (keys of any leading shape are accepted), or loop with "
             "jax.lax.scan."
         )
-    for argument, dim, positions in zip(signature.operands, dims, by_position, strict=True):
-        if dim is not not_mapped and not positions:
+    raise NotImplementedError(
+        f"jax.vmap of {signature.name}: it looks at a batch as a whole, and several batches are "
+        "not one. Call the operation once with all keys, or loop over the batches: with "
+        "jax.lax.map, or, where they change a table (changes to one table need an order), with "
+        "jax.lax.scan."
+    )
+
+
+def _changed(signature: Signature) -> list[str]:
+    return [argument.name for argument in signature.operands if argument.in_place]
+
+
+def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> None:
+    """Raises where the table is mapped. Rows that are given without a table may be."""
+    for argument, dim in zip(signature.operands, dims, strict=True):
+        is_given = argument.shape.startswith(("n", "b")) or (
+            rows_may_be and argument.name == "values"
+        )
+        if dim is not None and not is_given:
             raise NotImplementedError(
                 f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
                 "table cannot. Use in_axes=None and out_axes=None for the table."
             )
-    array, axis = next((x, d) for x, d in zip(operands, dims, strict=True) if d is not not_mapped)
-    size = array.shape[axis]
-    count = array.shape[1 if axis == 0 else 0]  # positions of one read
 
-    def flat(x: Any, dim: Any) -> jax.Array:
-        if dim is not_mapped:
-            x = jax.numpy.broadcast_to(x, (size, *x.shape))
-        else:
-            x = jax.numpy.moveaxis(x, dim, 0)
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
+def _batch_size(operands: Any, dims: Any) -> int:
+    return next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+
+
+def _stacked(x: Any, dim: Any, size: int) -> jax.Array:
+    """The batch axis first, made where there was none."""
+    if dim is None:
+        return jax.numpy.broadcast_to(x, (size, *x.shape))
+    return jax.numpy.moveaxis(x, dim, 0)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _batch_positions(
+    primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
+) -> Any:
+    """One call for the positions of all."""
+    by_position = [argument.shape.startswith("n") for argument in signature.operands]
+    size = _batch_size(operands, dims)
     arguments = [
-        flat(x, dim) if positions else x
+        _stacked(x, dim, size) if positions else x
         for x, dim, positions in zip(operands, dims, by_position, strict=True)
+    ]
+    count = arguments[by_position.index(True)].shape[1]
+    arguments = [
+        _flat(x) if positions else x for x, positions in zip(arguments, by_position, strict=True)
     ]
     results = primitive.bind(*arguments, **params)
     outputs = [
         x if result.in_place else x.reshape(size, count, *x.shape[1:])
         for x, result in zip(results, signature.results, strict=True)
     ]
-    return outputs, [not_mapped if result.in_place else 0 for result in signature.results]
+    return outputs, [None if result.in_place else 0 for result in signature.results]
+
+
+def _batch_bags(
+    primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
+) -> Any:
+    """One call for the bags of all, whose positions and rows stand one after the other.
+
+    A sum depends on its own bag alone, so that the bits are those of a loop.
+    """
+    size = _batch_size(operands, dims)
+    names = [argument.name for argument in signature.operands]
+    clock, values, *others = operands
+    assert names[:4] == ["clock", "values", "slots", "splits"]
+    slots, splits, *per_position = [
+        _stacked(x, dim, size) for x, dim in zip(others, dims[2:], strict=True)
+    ]
+    count, rows = slots.shape[1], 0
+    number = jax.lax.iota(np.int32, size)[:, None]
+    if dims[1] is not None:
+        values = _stacked(values, dims[1], size)
+        rows, values = values.shape[1], _flat(values)
+    if size * max(count, rows) >= 2**31:
+        raise ValueError(
+            f"jax.vmap of {signature.name}: a batch must have fewer than 2**31 positions and rows, "
+            f"got {size} of {count} positions and {rows} rows: loop with jax.lax.map over parts"
+        )
+    slots = jax.numpy.where(slots >= 0, slots + number * rows, slots)
+    # Behind the last bag of each comes one of its padding, which is dropped.
+    bags = splits.shape[1]
+    splits = _flat(jax.numpy.clip(splits, 0, count) + number * count)
+    splits = jax.numpy.pad(splits, (0, 1), constant_values=size * count)
+    arguments = [clock, values, _flat(slots), splits, *(_flat(x) for x in per_position)]
+    clock, pooled = primitive.bind(*arguments, **params)
+    return [clock, pooled.reshape(size, bags, *pooled.shape[1:])[:, :-1]], [None, 0]
 
 
 def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:

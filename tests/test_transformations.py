@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hkv as hkv
 from jax_hkv import _ffi
+from jax_hkv import index as _index
 
 DIM = 8
 BATCH = 40
@@ -155,8 +156,10 @@ def test_vmap_of_reads_is_one_read_of_all_keys(rng):
 def test_vmap_of_a_mutation_says_what_to_do_instead():
     """30."""
     keys = hkv.Keys.from_numpy(np.arange(12).reshape(3, 4))
-    with pytest.raises(NotImplementedError, match=r"one table has no order.*jax\.lax\.scan"):
+    with pytest.raises(NotImplementedError, match=r"one table need an order.*jax\.lax\.scan"):
         jax.vmap(lambda k: hkv.find_or_insert(make_table(), k)[1].values)(keys)
+    with pytest.raises(NotImplementedError, match=r"one table has no order.*jax\.lax\.scan"):
+        jax.vmap(lambda slots: _index.erase(make_table().index, slots))(jnp.zeros((3, 4), "i4"))
 
 
 def test_vmap_over_tables_says_that_the_table_cannot_be_mapped():
