@@ -148,6 +148,12 @@ class _Axes:
         return np.dtype(argument.dtype)
 
 
+def _float_words(signature: Signature) -> dict[str, tuple[Any, Any]]:
+    """The integer and the floating-point type of each attribute that is no integer."""
+    singles = dict.fromkeys(signature.float_attributes, (np.uint32, np.float32))
+    return singles | dict.fromkeys(signature.double_attributes, (np.uint64, np.float64))
+
+
 def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
     axes = _Axes(signature, operands, params)
     axes.check(signature, operands)
@@ -186,8 +192,8 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
         input_output_aliases=signature.aliases,
     )
     attributes: dict[str, Any] = {name: np.int64(value) for name, value in integers.items()}
-    attributes |= {name: np.float32(params[name]) for name in signature.float_attributes}
-    attributes |= {name: np.float64(params[name]) for name in signature.double_attributes}
+    for name, (bits, dtype) in _float_words(signature).items():
+        attributes[name] = bits(params[name]).view(dtype)
     return call(*operands, table=params["table"], **attributes)[: len(results)]
 
 
@@ -370,4 +376,7 @@ def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: An
     }
     if set(attributes) != expected:
         raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
+    # JAX compares parameters to reuse what it traced: 0.0 must not stand for -0.0.
+    for attribute, (bits, dtype) in _float_words(signature).items():
+        attributes[attribute] = int(dtype(attributes[attribute]).view(bits))
     return primitive.bind(*match_varying(operands), table=table, **attributes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from typing import Literal
 
 _CONSTANT, _UNIFORM, _NORMAL, _TRUNCATED_NORMAL = range(4)
@@ -18,9 +19,9 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 Distribution = Literal["truncated_normal", "normal", "uniform"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Initializer:
-    """A distribution for the elements of new rows.
+    """A distribution for the elements of new rows. Equal ones have parameters of equal bits.
 
     Attributes:
       kind: which distribution.
@@ -33,6 +34,17 @@ class Initializer:
     a: float = 0.0
     b: float = 0.0
     scale: float | None = None
+
+    def _bits(self) -> tuple[int, bytes, bytes | None]:
+        """A table's initializer is static: what JAX traced for 0.0 must not serve for -0.0."""
+        scale = None if self.scale is None else struct.pack("=d", self.scale)
+        return self.kind, struct.pack("=dd", self.a, self.b), scale
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Initializer) and self._bits() == other._bits()
+
+    def __hash__(self) -> int:
+        return hash(self._bits())
 
     def for_dim(self, dim: int) -> Initializer:
         """The same with its parameters settled for rows of `dim` elements."""

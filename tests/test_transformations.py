@@ -551,6 +551,27 @@ def test_a_nan_fill_compiles_once_and_keeps_its_bits():
         assert (rows[0].view(np.uint32) == np.float32(fill).view(np.uint32)).all()
 
 
+@pytest.mark.parametrize("order", [(0.0, -0.0), (-0.0, 0.0)])
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_zeros_of_either_sign_are_different_programs(order, is_jitted):
+    """5, 30: what is static is compared in bits, whichever zero was traced first."""
+    jax.clear_caches()
+    _ffi._eager.cache_clear()
+
+    def rows_of(zero):
+        table = hkv.create(128, DIM, init=hkv.initializers.constant(zero))
+        missing = hkv.find(table, KEYS, fill=zero)[1].values
+        return missing, hkv.find_or_insert(table, KEYS)[1].values
+
+    with jax.disable_jit(not is_jitted):
+        both = [rows_of(zero) for zero in order]
+    for zero, rows in zip(order, both, strict=True):
+        for each in rows:
+            assert (np.signbit(each) == np.signbit(zero)).all()
+    nan = hkv.initializers.constant(float("nan"))
+    assert nan == hkv.initializers.constant(float("nan")) != hkv.initializers.zeros()
+
+
 def test_vmap_of_a_read_over_nothing_is_nothing():
     """30: an axis of size 0."""
     table = hkv.create(128, DIM)
