@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -138,6 +139,62 @@ def test_remat_saves_the_named_rows_and_runs_the_mutation_once(rng):
     np.testing.assert_allclose(plain, saved, rtol=1e-6)
     assert_equal_tables(table, other)
     hkv.testing.assert_no_table_copies(functools.partial(gradient, remat=True), make_table())
+
+
+def test_remat_keeps_the_named_rows_of_a_plain_read(rng):
+    """30: the backward pass does not look the keys up once more."""
+    policy = jax.checkpoint_policies.save_only_these_names(hkv.ROWS_NAME)
+    table, keys = make_table(), random_keys(rng, BATCH)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(weight):
+        return jnp.sum(jnp.sin(hkv.find(table, keys, fill="initial")[1].values * weight))
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(jnp.float32(2.0)))
+    assert text.count("find_rows[") == 1
+
+
+def test_vmap_over_any_axis_of_the_keys_is_the_same_read(rng):
+    """30: axes are moved to the front."""
+    keys = random_keys(rng, 6, BATCH)
+    table, _ = hkv.find_or_insert(make_table(), keys[:3])
+    turned = hkv.Keys(jnp.swapaxes(keys.words, 0, 1))
+    _, mapped = jax.vmap(lambda k: hkv.find(table, k), in_axes=1, out_axes=(None, 0))(turned)
+    assert_equal_tables(mapped, hkv.find(table, keys)[1])
+
+
+def test_the_clock_carries_into_its_high_word():
+    """Time goes on after 2**32 calls."""
+    table = hkv.create(128, DIM)
+    index = dataclasses.replace(table.index, clock=jnp.array([2**32 - 1, 6], jnp.uint32))
+    table, _ = hkv.find_or_insert(dataclasses.replace(table, index=index), KEYS)
+    np.testing.assert_array_equal(table.clock, [0, 7])
+    slots = np.asarray(hkv.find(table, KEYS)[1].slots)
+    np.testing.assert_array_equal(np.asarray(table.scores).reshape(-1, 2)[slots], [[0, 7]] * 4)
+
+
+def test_integers_of_32_bits_are_extended_by_their_sign():
+    """int32 ids are those of int64, uint32 ids those of uint64."""
+    signed, unsigned = np.array([-1, -(2**31), 5], np.int32), np.array([2**32 - 1, 2**31], "u4")
+    for ids in (signed, unsigned):
+        table, _ = hkv.find_or_insert(hkv.create(128, DIM), ids)
+        assert hkv.find(table, hkv.Keys.from_numpy(ids))[1].found.all()
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM), signed)
+    assert hkv.find(table, hkv.Keys.from_numpy(unsigned))[1].found.tolist() == [False, False]
+
+
+def test_conditions_are_asked_of_every_slot_of_a_large_table():
+    """Chunks are 16,384 slots; an offset that no int32 holds is past the end."""
+    table = hkv.create(40_000, 1)
+    table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(20_000)))
+    stored = int(hkv.size(table))
+    assert (np.asarray(result.slots) > 2 * 16_384).any()
+    assert int(hkv.size_if(table, lambda keys, scores, rows: keys.low >= 0)) == stored
+    table, erased = hkv.erase_if(table, lambda keys, scores, rows: keys.low % 2 == 0)
+    assert int(erased) + int(hkv.size(table)) == stored
+    assert not hkv.contains(table, hkv.Keys.from_numpy(np.arange(0, 20_000, 2)))[1].any()
+    for offset in (2**31, 2**32, 2**63):
+        assert int(hkv.export_batch(table, offset, 4).count) == 0
 
 
 def test_vmap_of_reads_is_one_read_of_all_keys(rng):
