@@ -200,8 +200,7 @@ def find(
     given, flat, mask = _batch("find", table, keys, valid)
     if fill != "initial" and not isinstance(fill, numbers.Real):
         raise ValueError(f'find: fill must be a number or "initial", got {fill!r}')
-    # Static arguments are compared, and NaN is not equal to itself: its bits are.
-    number = None if isinstance(fill, str) else int(np.float32(fill).view(np.uint32))
+    number = None if isinstance(fill, str) else _bits_of("find", fill)
     if touch:
         _checks.check_scores("find with touch=True", table.policy, None)
         table, values, slots = _find_and_touch(table, flat, mask, fill=number)
@@ -210,6 +209,18 @@ def find(
         table = after_read(table, clock)
     slots = slots.reshape(given.shape)
     return table, FindResult(values.reshape(*given.shape, table.dim), slots >= 0, slots)
+
+
+def _bits_of(call: str, fill: Any) -> int:
+    """Static arguments are compared, and NaN is not equal to itself: its bits are."""
+    try:
+        return int(np.float32(fill).view(np.uint32))
+    except OverflowError:
+        raise ValueError(
+            f"{call}: fill must be a number that a float can hold, got "
+            f"{type(fill).__name__} beyond 1e308: clip it, "
+            'or give float("inf")'
+        ) from None
 
 
 def _as_number(fill: int | None) -> float:

@@ -41,7 +41,9 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
       table: to change.
       predicate: traceable; given Keys, scores (as Keys) and rows ``[c, dim]`` of a chunk of slots,
         it returns ``bool[c]``. Compare 64-bit numbers with :func:`less`, :func:`less_equal`,
-        :func:`equal`. If it does not use the rows, they are not read.
+        :func:`equal`. If it does not use the rows, they are not read. It is static: a program is
+        compiled for each function, and what one closes over or reads from globals stays as it was
+        when it was first called. Where such a number changes, make a new function.
 
     Returns:
       The table, and how many entries were removed.
@@ -179,7 +181,7 @@ def load_factor(table: Table) -> Float[Array, ""]:
 
 
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
-    """How many entries a predicate holds for (see :func:`erase_if`)."""
+    """How many entries a predicate holds for (see :func:`erase_if`, also on what is static)."""
     _check_predicate("size_if", table, predicate)
     return _size_if(table, predicate)
 

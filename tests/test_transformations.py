@@ -475,6 +475,11 @@ BAD_CALLS = {
     "no predicate": (lambda t: hkv.erase_if(t, None), TypeError, "erase_if: predicate.*NoneType"),
     "size of nothing": (lambda t: hkv.size(3), TypeError, "size: table must be.*got int"),
     "bad fill": (lambda t: hkv.find(t, KEYS, fill="zeros"), ValueError, 'fill.*"initial".*zeros'),
+    "a fill too large": (
+        lambda t: hkv.find(t, KEYS, fill=10**400),
+        ValueError,
+        r"find: fill must be a number that a float can hold, got int.*float\(\"inf\"\)",
+    ),
     "bad epoch": (lambda t: hkv.advance_epoch(t, -1), ValueError, "epoch must be from 0"),
     "bad count": (lambda t: hkv.export_batch(t, 0, -1), ValueError, "count must be from 0"),
     "bad offset": (lambda t: hkv.export_batch(t, -1, 4), ValueError, "offset must be from 0"),
