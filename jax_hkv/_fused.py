@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv._checks import as_flag, as_float_dtype, as_integer
-from jax_hkv.table import InsertResult, Table, check_table, with_clock
+from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
 # it: they subtract from it, which an unsigned number does not survive.
@@ -101,7 +101,7 @@ class FusedOptimizer:
         Raises:
           ValueError, TypeError: naming the argument.
         """
-        check_table("optim.update", table)
+        check_one_device("optim.update", table)
         rule = self.rule
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule)

@@ -226,32 +226,47 @@ def _from_array(call: str, argument: str, ids: Any) -> Keys:
     return Keys(jnp.stack([low, high], axis=-1))
 
 
-def _pair(number: Keys | int) -> tuple[Any, Any]:
-    if isinstance(number, Keys):
-        return number.low, number.high
-    if not 0 <= number < 2**64:
-        raise ValueError(f"expected an unsigned 64-bit integer, got {number}")
-    return np.uint32(number & _LOW_WORD), np.uint32(number >> _WORD_BITS)
+def _pair(call: str, argument: str, number: Any) -> tuple[Any, Any]:
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool):
+        if not 0 <= number < 2**64:
+            raise ValueError(
+                f"{call}: {argument} must be an unsigned 64-bit number, 0 to 2**64 - 1, "
+                f"got {number}: Keys.from_numpy sign-extends negative ones"
+            )
+        return np.uint32(int(number) & _LOW_WORD), np.uint32(int(number) >> _WORD_BITS)
+    keys = as_keys(call, argument, number)
+    return keys.low, keys.high
 
 
-def less(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
+def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
     """Whether a < b, as unsigned 64-bit numbers, elementwise.
+
+    Args:
+      a: Keys, an int from 0 to 2**64 - 1, or an integer array, which is taken as keys are.
+      b: the same.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import numpy as np
       >>> less(Keys.from_numpy(np.array([3, 2**40])), 2**33).tolist()
       [True, False]
     """
-    (low_a, high_a), (low_b, high_b) = _pair(a), _pair(b)
-    return jnp.asarray((high_a < high_b) | ((high_a == high_b) & (low_a < low_b)))
+    return _is_less(_pair("less", "a", a), _pair("less", "b", b))
 
 
-def less_equal(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
-    """Whether a <= b, as unsigned 64-bit numbers, elementwise."""
-    return ~less(b, a)
+def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
+    """Whether a <= b, elementwise; see :func:`less`."""
+    return ~_is_less(_pair("less_equal", "b", b), _pair("less_equal", "a", a))
 
 
-def equal(a: Keys | int, b: Keys | int) -> Bool[Array, "*shape"]:
-    """Whether a == b, elementwise."""
-    (low_a, high_a), (low_b, high_b) = _pair(a), _pair(b)
+def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
+    """Whether a == b, elementwise; see :func:`less`."""
+    (low_a, high_a), (low_b, high_b) = _pair("equal", "a", a), _pair("equal", "b", b)
     return jnp.asarray((low_a == low_b) & (high_a == high_b))
+
+
+def _is_less(a: tuple[Any, Any], b: tuple[Any, Any]) -> Bool[Array, "*shape"]:
+    (low_a, high_a), (low_b, high_b) = a, b
+    return jnp.asarray((high_a < high_b) | ((high_a == high_b) & (low_a < low_b)))

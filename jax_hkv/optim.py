@@ -28,7 +28,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
     InsertResult,
     Table,
-    check_table,
+    check_one_device,
     gather_optimizer,
     gather_values,
     scatter_optimizer,
@@ -175,7 +175,7 @@ class SparseOptimizer:
             a row's update depends on other rows.
           TypeError: naming the argument.
         """
-        check_table("optim.update", table)
+        check_one_device("optim.update", table)
         apply = as_flag("optim.update", "apply", apply)
         _check_extra(self.transformation, extra)
         if extra and not self.count_per_row:

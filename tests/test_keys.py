@@ -213,3 +213,17 @@ def test_keys_on_the_host_do_what_keys_on_a_device_do():
     for other in got[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, got[0])
     np.testing.assert_array_equal(ON_HOST.to_numpy(), IDS)
+
+
+def test_keys_are_compared_with_numbers_and_arrays():
+    """Arrays are taken as keys are, signed ones extended."""
+    keys = hkv.Keys.from_numpy(np.array([1, 2**40, -1], np.int64))
+    for two in (2, np.uint64(2), jnp.uint32(2), np.full(3, 2, np.uint64), hkv.Keys.from_numpy(2)):
+        assert hkv.less(keys, two).tolist() == [True, False, False]
+        assert hkv.less_equal(two, keys).tolist() == [False, True, True]
+    assert hkv.equal(keys, np.array([1, 2, -1], np.int32)).tolist() == [True, False, True]
+    assert hkv.equal(keys, 2**64 - 1).tolist() == [False, False, True]
+    with pytest.raises(ValueError, match=r"less: b must be an unsigned 64-bit.*got -1: Keys"):
+        hkv.less(keys, -1)
+    with pytest.raises(TypeError, match=r"equal: a must be jax_hkv\.Keys or an integer.*float"):
+        hkv.equal(0.5, keys)
