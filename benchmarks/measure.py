@@ -97,12 +97,13 @@ def begun(path: Path, is_resumed: bool, record: dict[str, Any]) -> dict[str, Any
     """The record to add to: what an earlier call wrote there, if that is gone on with."""
     if not is_resumed or not path.exists():
         return record
-    return json.loads(path.read_text()) | {"left_out": []}
+    return record | json.loads(path.read_text()) | {"left_out": []}
 
 
 def write(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Writes a record as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+    unfinished = path.with_suffix(".unfinished")  # whoever is stopped here leaves the one before
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    return unfinished.replace(path)

@@ -22,6 +22,7 @@ import functools
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,6 +276,11 @@ def measured(case: Case, calls: list[Any], options: Any) -> dict[str, Any]:
     return record
 
 
+def failed(case: Case, error: Exception) -> dict[str, Any]:
+    """The record of a case that could not be measured."""
+    return {**case._asdict(), "operations": {}, "error": str(error)[:500]}
+
+
 def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, Any]]:
     """What was measured of cases that differ in their load, and so share compiled programs."""
     calls = list(operations(cases[0].dim, options.batch))
@@ -286,7 +292,7 @@ def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, An
         try:
             found.append(measured(case, calls, options))
         except jax.errors.JaxRuntimeError as error:
-            found.append({**case._asdict(), "operations": {}, "error": str(error)[:500]})
+            found.append(failed(case, error))
     return found
 
 
@@ -321,12 +327,16 @@ def main() -> None:
         if options.gather is not None:
             rate = plain_gather(options.gather, dim, int(found["slots"]), options.batch)
             found["random gather"] = rate
+        measure.write(options.out.stem, record, options.out.parent)
     record["cases"] = [case for case in record["cases"] if "error" not in case]
     seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
     for group in groups:
         missing = [case for case in group if case not in seen]
         if missing and time.time() < deadline:
-            record["cases"] += measure.apart(until, deadline, missing, options)
+            try:
+                record["cases"] += measure.apart(until, deadline, missing, options)
+            except BrokenProcessPool as error:  # it died, and what it had measured with it
+                record["cases"] += [failed(case, error) for case in missing]
             measure.write(options.out.stem, record, options.out.parent)
     seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
     record["left_out"] = [case._asdict() for group in groups for case in group if case not in seen]

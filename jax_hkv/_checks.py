@@ -53,7 +53,7 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found not in _ROW_DTYPES:
-        given = dtype if found is None else found.name
+        given = found.name if found is not None and dtype is not None else dtype
         raise TypeError(
             f"{call}: {argument} must be float32, bfloat16 or float16, got {given}: take one of "
             "them, as jnp.bfloat16 or by its name"

@@ -142,10 +142,18 @@ def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
     rate = given if hasattr(given, "dtype") else np.asarray(given)
     if not any(jnp.issubdtype(rate.dtype, kind) for kind in _REAL) or rate.size != 1:
         raise TypeError(
-            f"optim.update: {source} must be one number, got {rate.dtype}{list(rate.shape)}: rates "
-            "of several tables or groups go to an update each"
+            f"optim.update: {source} must be one number, got {rate.dtype}{list(rate.shape)}: give "
+            "a float or an array of one; rates of several tables or groups go to an update each"
         )
     return jnp.asarray(rate, jnp.float32).reshape(1)
+
+
+def _as_float(number: Any) -> float:
+    """Infinity where no float is as large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return np.inf
 
 
 def _constant(call: str, argument: str, value: Any) -> float:
@@ -153,7 +161,7 @@ def _constant(call: str, argument: str, value: Any) -> float:
     try:
         if isinstance(value, str):
             raise TypeError
-        number = float(value)
+        number = _as_float(value)
     except TypeError:
         raise TypeError(
             f"{call}: {argument} must be a number from 0 on, got {type(value).__name__} {value!r}"
@@ -175,7 +183,7 @@ def _optimizer(
 ) -> FusedOptimizer:
     """An optimizer; `call` is the function that errors name, `name` the native operation's."""
     if isinstance(learning_rate, numbers.Real):
-        learning_rate = float(learning_rate)
+        learning_rate = _as_float(learning_rate)
     if not callable(learning_rate) and not isinstance(learning_rate, float):
         raise TypeError(
             f"{call}: learning_rate must be a number or a function of the step count, got "

@@ -53,9 +53,7 @@ class Keys:
             array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
         )
         words = wide.astype("<u8", copy=False).view("<u4").reshape(*array.shape, 2)
-        words = words.astype(np.uint32, copy=False)
-        words.flags.writeable = False  # a value, on the host too
-        return cls(words)
+        return cls(_read_only(words.astype(np.uint32, copy=False)))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
@@ -69,14 +67,27 @@ class Keys:
           TypeError, ValueError: naming the argument.
         """
         call = "Keys.concatenate"
+        if not isinstance(parts, Sequence):
+            raise TypeError(f"{call}: parts must be a list of Keys, got {type(parts).__name__}")
         words = [as_keys(call, f"parts[{number}]", part).words for number, part in enumerate(parts)]
         if not words:
             raise ValueError(f"{call}: parts must be Keys, at least one, got none")
-        ndim = words[0].ndim - 1
-        if not -ndim <= axis < ndim:
+        shapes = [list(part.shape[:-1]) for part in words]
+        ndim = len(shapes[0])
+        if ndim == 0 or any(len(shape) != ndim for shape in shapes):
+            raise ValueError(
+                f"{call}: parts must have equally many axes, one at least, got the shapes "
+                f"{shapes}: reshape them"
+            )
+        if not isinstance(axis, int) or not -ndim <= axis < ndim:
             raise ValueError(f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis}")
+        along = axis % ndim
+        if len({(*shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
+            raise ValueError(
+                f"{call}: parts must agree in all axes but {axis}, got the shapes {shapes}"
+            )
         on_host = all(isinstance(part, np.ndarray) for part in words)
-        return cls((np if on_host else jnp).concatenate(words, axis % ndim))
+        return cls(_read_only((np if on_host else jnp).concatenate(words, along)))
 
     def to_numpy(self) -> np.ndarray:
         """As ``uint64`` on the host."""
@@ -118,7 +129,7 @@ class Keys:
         # NumPy's words cannot be asked for positions that are traced.
         is_traced = any(isinstance(part, jax.Array) for part in parts)
         words = jnp.asarray(self.words) if is_traced else self.words
-        return Keys(words[(*parts, slice(None))])
+        return Keys(_read_only(words[(*parts, slice(None))]))
 
     def __len__(self) -> int:
         if not self.shape:
@@ -135,6 +146,8 @@ class Keys:
         )
 
     def __eq__(self, other: object) -> bool:
+        if other is None:
+            return False
         if isinstance(self.words, (jax.Array, np.ndarray)):
             raise TypeError(
                 "Keys are not compared by == (nor found by `in`): take jax_hkv.equal(a, b) for "
@@ -147,16 +160,31 @@ class Keys:
         return hash((type(self), self.words))
 
 
+def _read_only(words: Any) -> Any:
+    """A value, on the host too."""
+    if isinstance(words, np.ndarray):
+        words = words.view()
+        words.flags.writeable = False
+    return words
+
+
 def _integers(ids: Any) -> np.ndarray:
     """What a caller gave as ids, as an array of integers."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise ValueError(
+            f"Keys.from_numpy: ids must have one shape, got {error}: bags of unequal lengths are "
+            "jax_hkv.Jagged.from_lists(ids)"
+        ) from None
     if array.dtype.kind in "iu":
         return array
     is_list = isinstance(ids, (list, tuple))
     if is_list and not array.size:
         return array.astype(np.int64)
     remedy = "hash or cast them to int64 or uint64 first"
-    if is_list and all(isinstance(each, int) for each in np.asarray(ids, object).flat):
+    numbers = np.asarray(ids, object).flat if is_list else [None]
+    if all(type(number) is int and 0 <= number < 2**64 for number in numbers):
         remedy = (
             "that is what NumPy makes of this list, whose numbers no integer type of its choice "
             "holds: give np.array(ids, np.uint64)"

@@ -72,7 +72,9 @@ class TableConfig:
         given = Settings(
             self.dim, self.dtype, self.policy, self.choices, self.init, self.seed, self.admission
         )
-        object.__setattr__(self, "dtype", given.checked(call).dtype)
+        checked = given.checked(call)
+        object.__setattr__(self, "dtype", checked.dtype)
+        object.__setattr__(self, "policy", checked.policy)
         check_optimizer(call, self.optimizer)
         if self.policy is Policy.CUSTOM:
             raise ValueError(

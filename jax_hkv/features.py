@@ -98,8 +98,13 @@ class Jagged:
         call = "Jagged.from_lengths"
         keys = values if isinstance(values, Keys) else _flat(call, "values", values, "iu")
         ids = (keys if isinstance(keys, Keys) else Keys.from_numpy(keys)).to_numpy()
+        if ids.ndim != 1:
+            raise ValueError(
+                f"{call}: values must be flat, the ids of one bag after the other, got "
+                f"{list(ids.shape)}: reshape them"
+            )
         counts = _flat(call, "lengths", lengths, "iu").astype(np.int64)
-        if (counts < 0).any() or counts.sum() != ids.size or ids.ndim != 1:
+        if (counts < 0).any() or counts.sum() != ids.size:
             raise ValueError(
                 f"{call}: lengths must be from 0 on and say how many of the values each bag has, "
                 f"so that their sum is the number of values, {list(ids.shape)}; got a sum of "

@@ -312,8 +312,9 @@ def _effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
     if given is None:
         divisors = _valid_ids(bags, valid).astype(jnp.float32)
     else:
-        terms = given if combiner == "mean" else given * given
-        divisors = _pool_given(terms[:, None], bags._replace(weights=None), valid)[:, 0]
+        # Squares are taken natively as well: XLA's may drop subnormal ones.
+        factors = None if combiner == "mean" else given
+        divisors = _pool_given(given[:, None], bags._replace(weights=factors), valid)[:, 0]
     divisors = jnp.where(valid, _of_bags(divisors[:, None], bags)[:, 0], 1.0)
     numerators = valid.astype(jnp.float32) if given is None else given
     return bags._replace(weights=_quotients(numerators, divisors, combiner == "sqrtn"))

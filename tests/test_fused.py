@@ -552,6 +552,10 @@ def test_wrong_options_are_named():
         hkv.optim.adam("fast")
     with pytest.raises(ValueError, match="b2 must be below 1, got 1.5"):
         hkv.optim.adam(0.1, b2=1.5)
+    with pytest.raises(ValueError, match=r"eps must be a number from 0 on, got 1000"):
+        hkv.optim.adam(0.1, eps=10**400)
+    with pytest.raises(ValueError, match=r"learning_rate must be finite, got inf"):
+        hkv.optim.sgd(10**400)
     with pytest.raises(ValueError, match=r"eps must be a number from 0 on, got -1"):
         hkv.optim.adagrad(0.1, eps=-1.0)
     with pytest.raises(TypeError, match=r"state_dtype must be float32"):

@@ -149,7 +149,9 @@ WRONG = {
         [2**63, 1],
         r"NumPy makes of this list.*np\.array\(ids, np\.uint64\)",
     ),
-    "a list beyond 64 bits": ([[2**65], [1]], r"dtype object.*np\.array\(ids, np\.uint64\)"),
+    "a list beyond 64 bits": ([[2**65], [1]], "dtype object: hash or cast"),
+    "a list of both signs": ([2**63, -1], "hash or cast"),
+    "a list of bools": ([True, False], "dtype bool: hash or cast"),
     "a list of fractions": ([1.5], "float64: hash or cast"),
     "an empty array of fractions": (np.zeros(0), "float64: hash or cast"),
     "texts": (np.array(["a"]), "hash or cast"),
@@ -227,3 +229,20 @@ def test_keys_are_compared_with_numbers_and_arrays():
         hkv.less(keys, -1)
     with pytest.raises(TypeError, match=r"equal: a must be jax_hkv\.Keys or an integer.*float"):
         hkv.equal(0.5, keys)
+
+
+def test_lists_of_unequal_lengths_are_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"Keys\.from_numpy: ids must have one shape.*from_lists"):
+        hkv.Keys.from_numpy([[1, 2], [3]])
+
+
+def test_parts_that_cannot_be_joined_are_named():
+    flat, deep = hkv.Keys.from_numpy([1, 2]), hkv.Keys.from_numpy([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"equally many axes.*\[\[2\], \[1, 3\]\]"):
+        hkv.Keys.concatenate([flat, deep])
+    with pytest.raises(ValueError, match=r"parts must agree in all axes but 0.*\[2, 2\]"):
+        hkv.Keys.concatenate([deep, hkv.Keys.from_numpy([[1, 2], [3, 4]])])
+    with pytest.raises(TypeError, match="parts must be a list of Keys, got Keys"):
+        hkv.Keys.concatenate(flat)  # pyright: ignore[reportArgumentType]
+    assert not hkv.Keys.concatenate([flat, flat]).words.flags.writeable
+    assert not flat[np.array([1, 0])].words.flags.writeable

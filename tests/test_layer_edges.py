@@ -160,6 +160,8 @@ def test_tables_in_another_order_are_not_taken_for_each_other():
         (lambda: collection("a", "a"), ValueError, "table 'a' is declared twice"),
         (lambda: collection("a", policy=hkv.Policy.CUSTOM), ValueError,
          "TableConfig 'a': policy CUSTOM needs scores"),
+        (lambda: collection("a", policy=int(hkv.Policy.CUSTOM)), ValueError,
+         "TableConfig 'a': policy CUSTOM needs scores"),
         (lambda: collection("a", optimizer=optax.adam(1e-3)), TypeError,
          "TableConfig 'a': optimizer must come from jax_hkv.optim"),
         (lambda: collection("a", capacity=-10), ValueError,

@@ -103,11 +103,11 @@ def test_a_pooled_find_sums_what_find_reads(rng, platform, dtype, is_weighted, f
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 def test_weights_are_divided_with_one_rounding(rng, platform, combiner, is_weighted):
-    """Bits of the oracle, for bags of no and of many ids, subnormal quotients among them."""
+    """Bits of the oracle, with quotients and squares that are subnormal."""
     rows, valid = random_rows(rng, COUNT, np.float32), rng.random(COUNT) < 0.9
     weights = random_weights(rng, COUNT) if is_weighted else None
     if is_weighted:
-        weights[:8] *= np.float32(1e-38)
+        weights[:40] *= np.repeat(np.float32([1e-38, 1e-20]), 20)
     quotients = oracle_pooled.quotients(SPLITS, valid, weights, combiner)
     pooled = hkv.pool(rows, row_splits=SPLITS, weights=weights, valid=valid, combiner=combiner)
     assert_same_bits(pooled, oracle_pooled.pool(rows, SPLITS, valid, quotients))
