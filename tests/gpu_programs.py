@@ -136,6 +136,7 @@ def programs():
     yield "clear", hkv.clear, (make(),)
     yield "size", hkv.size, (make(),)
     yield "load_factor", hkv.load_factor, (make(),)
+    yield "misplaced", hkv.misplaced, (make(),)
     yield "size_if", lambda table: hkv.size_if(table, is_old), (make(),)
     yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
     expiring = make(policy=hkv.Policy.EPOCH_LRU)
