@@ -109,7 +109,7 @@ def test_asking_for_misplaced_entries_copies_no_table():
 
 def placed(mode, devices=4, **kwargs):
     """A placement, its empty table, and a training step."""
-    mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices("cpu")[:devices])
     placement = sharding.Placement(mesh, mode=mode)
 
     def step(table, keys):
