@@ -131,11 +131,7 @@ table() { # beside the ceiling of row operations
 benchmarks() {
   local peer=() failures=0 unfinished=0
   count() {
-    case $1 in
-      0) ;;
-      "$OUT_OF_TIME") ((++unfinished)) ;;
-      *) ((++failures)) ;;
-    esac
+    if (($1 == OUT_OF_TIME)); then ((++unfinished)); else ((++failures)); fi
   }
   if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     peer=(--peer-python "$python")

@@ -97,7 +97,7 @@ def begun(path: Path, is_resumed: bool, record: dict[str, Any]) -> dict[str, Any
     """The record to add to: what an earlier call wrote there, if that is gone on with."""
     if not is_resumed or not path.exists():
         return record
-    return record | json.loads(path.read_text()) | {"left_out": []}
+    return record | json.loads(path.read_text())
 
 
 def write(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:

@@ -57,8 +57,8 @@ def main() -> None:
     add("--out", type=Path, default=measure.RESULTS / "scaling.json")
     options = parser.parse_args()
     begin = time.perf_counter()
-    empty = {"dim": options.dim, "slots": [], "batch": [], "impossible": [], "left_out": []}
-    record = measure.begun(options.out, options.resume, empty) | measure.surroundings()
+    record = measure.begun(options.out, options.resume, {"slots": [], "batch": []})
+    record |= measure.surroundings() | {"dim": options.dim, "impossible": [], "left_out": []}
     slots, batch = options.fixed
     by_slots = [("slots", power, batch) for power in range(options.slots[0], options.slots[1] + 1)]
     by_batch = [("batch", slots, power) for power in range(options.batch[0], options.batch[1] + 1)]
@@ -69,8 +69,7 @@ def main() -> None:
         if sizes in [(found["slots"], found["batch"]) for found in record[sweep]]:
             continue
         if batch_power > slot_power - 1:  # keys of a batch are different ones out of the table
-            if [sweep, *sizes] not in record["impossible"]:
-                record["impossible"].append([sweep, *sizes])
+            record["impossible"].append([sweep, *sizes])
             continue
         if time.perf_counter() - begin > options.budget:
             record["left_out"].append([sweep, *sizes])

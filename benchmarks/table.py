@@ -281,6 +281,11 @@ def failed(case: Case, error: Exception) -> dict[str, Any]:
     return {**case._asdict(), "operations": {}, "error": str(error)[:500]}
 
 
+def seen_in(record: dict[str, Any]) -> set[Case]:
+    """The cases that a record has."""
+    return {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
+
+
 def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, Any]]:
     """What was measured of cases that differ in their load, and so share compiled programs."""
     calls = list(operations(cases[0].dim, options.batch))
@@ -329,7 +334,7 @@ def main() -> None:
             found["random gather"] = rate
         measure.write(options.out.stem, record, options.out.parent)
     record["cases"] = [case for case in record["cases"] if "error" not in case]
-    seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
+    seen = seen_in(record)
     for group in groups:
         missing = [case for case in group if case not in seen]
         if missing and time.time() < deadline:
@@ -338,7 +343,7 @@ def main() -> None:
             except BrokenProcessPool as error:  # it died, and what it had measured with it
                 record["cases"] += [failed(case, error) for case in missing]
             measure.write(options.out.stem, record, options.out.parent)
-    seen = {Case(case["dim"], case["load"], case["choices"]) for case in record["cases"]}
+    seen = seen_in(record)
     record["left_out"] = [case._asdict() for group in groups for case in group if case not in seen]
     print(f"{len(record['left_out'])} cases left out; {options.out}")
     measure.write(options.out.stem, record, options.out.parent)
