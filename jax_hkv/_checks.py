@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_hkv._compat import is_traced
+from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
-_ROW_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 _COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
 
 
@@ -52,7 +52,7 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found not in _ROW_DTYPES:
+    if found is None or found not in FLOATS:
         given = found.name if found is not None and dtype is not None else dtype
         raise TypeError(
             f"{call}: {argument} must be float32, bfloat16 or float16, got {given}: take one of "
@@ -124,7 +124,7 @@ def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) ->
     check_scores(call, policy, scores)
     if scores is None:
         return None
-    pairs = as_keys(call, "scores", unsigned(call, scores))
+    pairs = as_keys(call, "scores", _unsigned(call, scores))
     if pairs.shape != shape:
         raise ValueError(
             f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}"
@@ -132,7 +132,14 @@ def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) ->
     return pairs.reshape(-1)
 
 
-def unsigned(call: str, scores: Any) -> Any:
+def as_flat_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
+    """Scores of any shape as flat pairs, of keys that are flat already."""
+    if scores is not None:
+        scores = as_keys(call, "scores", _unsigned(call, scores)).reshape(-1)
+    return as_scores(call, policy, scores, shape)
+
+
+def _unsigned(call: str, scores: Any) -> Any:
     """Signed scores, checked where their values are known, as unsigned ones."""
     dtype = getattr(scores, "dtype", None)
     if dtype is None:

@@ -21,7 +21,7 @@ from jax_hkv import _build
 from jax_hkv._compat import ad, batching, match_varying, mlir, result_aval
 
 _TARGET_PREFIX = "jax_hkv."
-_FLOATS = (np.dtype(np.float32), np.dtype(jax.numpy.bfloat16), np.dtype(np.float16))
+FLOATS = (np.dtype(np.float32), np.dtype(jax.numpy.bfloat16), np.dtype(np.float16))
 
 
 def _load(name: str) -> ModuleType | None:
@@ -144,7 +144,7 @@ class _Axes:
         if argument.dtype == "row":
             return self.row_dtype
         if argument.dtype == "float":
-            return given.dtype if given.dtype in _FLOATS else "float32, bfloat16 or float16"
+            return given.dtype if given.dtype in FLOATS else "float32, bfloat16 or float16"
         return np.dtype(argument.dtype)
 
 

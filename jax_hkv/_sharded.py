@@ -36,7 +36,7 @@ from jax_hkv._exchange import (
     plan_of,
     spread,
 )
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Policy, Status
@@ -225,9 +225,7 @@ def of_batch(
         return pooled.of_batch(call, table, batch, train=train, fill=fill, scores=scores)
     pairs = None
     if train:
-        if scores is not None:
-            scores = as_keys(call, "scores", _checks.unsigned(call, scores)).reshape(-1)
-        pairs = _checks.as_scores(call, table.policy, scores, batch.keys.shape)
+        pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
     table, result = look_up(
         exchange,
         table,

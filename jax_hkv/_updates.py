@@ -14,11 +14,10 @@ from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_rows
+from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import InsertResult, OptimizerRows, Table
-
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 Result = TypeVar("Result")
 
@@ -186,7 +185,7 @@ def _flat(result: InsertResult, gradients: Any) -> jax.Array:
 
 def _as_rows(result: InsertResult, gradients: Any) -> jax.Array:
     array = jnp.asarray(gradients)
-    if array.dtype not in _FLOATS:
+    if array.dtype not in FLOATS:
         raise TypeError(
             f"optim.update: row_gradients must be float32, bfloat16 or float16, got {array.dtype}: "
             "cast with .astype(jnp.float32)"

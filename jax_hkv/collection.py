@@ -428,8 +428,9 @@ def _name_of(names: list[str]) -> str:
 
 def _agreement(config: TableConfig) -> Any:
     """What tables must agree in to be one physical table."""
-    same = dataclasses.replace(config, name="", capacity=1)
-    return tuple(getattr(same, field.name) for field in dataclasses.fields(same))
+    own = ("name", "capacity")
+    fields = [field.name for field in dataclasses.fields(config) if field.name not in own]
+    return tuple(getattr(config, name) for name in fields)
 
 
 def in_namespace(keys: Keys, number: int, bits: int) -> Keys:

@@ -21,7 +21,7 @@ from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
@@ -29,7 +29,6 @@ from jax_hkv.operations import ROWS_NAME, after_read, insert_result, insert_rows
 from jax_hkv.table import Bags, InsertResult, Table, check_one_device, jitted, with_clock
 
 COMBINERS = ("sum", "mean", "sqrtn")
-_ROW_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class PooledFindResult(NamedTuple):
@@ -198,9 +197,7 @@ def of_batch(
     if not train:
         clock, values, slots = _find(table, batch, initial=initial)
         return after_read(table, clock), BagRows(values, slots, None)
-    if scores is not None:
-        scores = as_keys(call, "scores", _checks.unsigned(call, scores)).reshape(-1)
-    pairs = _checks.as_scores(call, table.policy, scores, batch.keys.shape)
+    pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
     table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=False)
     return table, BagRows(result.values, result.slots, result)
 
@@ -258,7 +255,7 @@ def pool(
     check_combiner("pool", combiner)
     array = jnp.asarray(rows)
     rank = 2 if row_splits is not None else 3
-    if array.dtype not in _ROW_DTYPES or array.ndim < 2 or (rank == 2 and array.ndim != 2):
+    if array.dtype not in _ffi.FLOATS or array.ndim < 2 or (rank == 2 and array.ndim != 2):
         raise TypeError(
             "pool: rows must be float32, bfloat16 or float16 of shape [batch, hotness, dim], or "
             f"[n, dim] with row_splits, got {array.dtype}{list(array.shape)}: cast or reshape them"

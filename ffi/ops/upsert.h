@@ -57,6 +57,13 @@ struct UpsertState {
     return G::size() > 1 && table.choices == 1;
   }
 
+  // The empty lanes of every member's own bucket, if it wants them. A full one's digests are not read.
+  template <Group G>
+  HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, bool is_wanted, int64_t bucket) const {
+    const bool has_room = is_wanted && table.occupancy[bucket] < kLanes;
+    return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
+  }
+
   // Absent, and without a slot: refused, unless a later step lets the key in.
   HKV_HOST_DEVICE bool is_pending(int64_t u) const {
     return unique_status[u] == static_cast<int32_t>(Status::kRefused);
@@ -164,8 +171,7 @@ struct ProbeKey {
   template <Group G>
   HKV_HOST_DEVICE void keep_empty_lanes(const G& group, int64_t u, bool is_pending) const {
     const int64_t bucket = is_pending ? state.candidate(u, 0) : 0;
-    const bool has_room = is_pending && state.table.occupancy[bucket] < kLanes;
-    const LaneMask lanes = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    const LaneMask lanes = state.find_empty_lanes(group, is_pending, bucket);
     if (is_pending) state.empty_lanes[u] = lanes;
   }
 
@@ -338,8 +344,7 @@ struct FillBucket {
     if (state.keeps_empty_lanes<G>()) {
       return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
     }
-    const bool has_room = is_head && state.table.occupancy[bucket] < kLanes;
-    const LaneMask lanes = group.match_each(state.table.digests, Probe{has_room, bucket, kEmpty, 0});
+    const LaneMask lanes = state.find_empty_lanes(group, is_head, bucket);
     group.sync();  // before a member writes to its bucket what the others have just read
     return lanes;
   }
