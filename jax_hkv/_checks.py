@@ -15,8 +15,6 @@ from jax_hkv._keys import Keys, as_keys, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
-_COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
-
 
 def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int:
     """`value` as an int; raises unless it is an integer from `low` to `high`."""
@@ -112,7 +110,7 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
             f"{call}: scores are needed under Policy.CUSTOM, which makes none of its own: pass "
             "scores=, uint32 or a pair as Keys" + (", to assign" if "touch" in call else "")
         )
-    if scores is not None and policy not in (*_COUNTING, Policy.CUSTOM):
+    if scores is not None and not (policy.counts or policy is Policy.CUSTOM):
         raise ValueError(
             f"{call}: scores are not accepted under Policy.{policy.name}, which takes the logical "
             "time: leave them out, or create the table with Policy.CUSTOM"

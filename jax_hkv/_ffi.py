@@ -94,7 +94,7 @@ class Signature:
 
 
 class _Axes:
-    """Sizes of the named axes of one call ("n 2", "S ...", "n? 2", "n+1")."""
+    """Sizes of the named axes of one call ("n 2", "S ...", "n? 2", "n+1", "n+1?")."""
 
     def __init__(self, signature: Signature, operands: Sequence[Any], params: Mapping[str, Any]):
         self.sizes: dict[str, int] = {
@@ -113,7 +113,7 @@ class _Axes:
             self.row_dtype = operand.dtype
         for token, size in zip(tokens, operand.shape, strict=False):
             name, _, added = token.partition("+")
-            if name.isidentifier():
+            if name.isidentifier() and not token.endswith("?"):
                 self.sizes.setdefault(name, size - int(added or 0))
 
     def check(self, signature: Signature, operands: Sequence[Any]) -> None:

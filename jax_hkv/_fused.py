@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
+from jax_hkv import index as _index
 from jax_hkv._checks import as_flag, as_float_dtype, as_integer
 from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 
@@ -117,7 +118,7 @@ class FusedOptimizer:
             f"update_{rule.name}",
             *(table.index.clock, table.values, *states, steps),
             *(batch.slots, groups.keys, rate),
-            *(groups.count, groups.inverse, groups.order, groups.offsets),
+            *(groups.count, groups.inverse, *_index.occurrences(groups)),
             *batch.terms.operands,
             table=table.name,
             stochastic=int(rule.stochastic_rounding),

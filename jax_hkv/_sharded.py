@@ -39,11 +39,9 @@ from jax_hkv._exchange import (
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
-from jax_hkv.index import NO_SLOT, Groups, Policy, Status
+from jax_hkv.index import NO_SLOT, Groups, Status
 from jax_hkv.operations import ROWS_NAME, insert_result, insert_rows
 from jax_hkv.table import Bags, Counts, InsertResult, Table, gather_values
-
-_COUNTING = (Policy.LFU, Policy.EPOCH_LFU)
 
 State = TypeVar("State")
 
@@ -170,7 +168,7 @@ def look_up(
       measure: what else is counted of the distinct keys at their owners.
     """
     # Given counts of equal keys are summed where they arrive: 64-bit sums are the table's.
-    merges = exchange.deduplicate and not (scores is not None and table.policy in _COUNTING)
+    merges = exchange.deduplicate and not (scores is not None and table.policy.counts)
     positions = batch.keys.shape[0]
     plan = plan_of(exchange, positions, merges=merges)
     if exchange.replicas and not train:
@@ -262,7 +260,7 @@ def _may_repeat(plan: Plan, exchange: Exchange) -> bool:
 
 def _counts_occurrences(table: Table) -> bool:
     rule = None if table.admission is None else table.admission.rule
-    return table.policy in _COUNTING or isinstance(rule, Frequency)
+    return table.policy.counts or isinstance(rule, Frequency)
 
 
 # --- Rounds --------------------------------------------------------------------------------------
@@ -363,7 +361,7 @@ def _scores_of(table: Table, arrived: Items) -> Keys | None:
     """Scores as they were given, or the occurrences that a counting policy adds up."""
     if arrived.scores is not None:
         return Keys(arrived.scores)
-    if arrived.occurrences is None or table.policy not in _COUNTING:
+    if arrived.occurrences is None or not table.policy.counts:
         return None
     low = arrived.occurrences.astype(jnp.uint32)
     return Keys(jnp.stack([low, jnp.zeros_like(low)], axis=-1))

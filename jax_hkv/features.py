@@ -372,7 +372,7 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
     return Unique(
         keys=Keys(jnp.pad(groups.keys[:kept], ((0, missing), (0, 0)))),
         inverse=inverse.reshape(given.shape),
-        counts=jnp.pad(jnp.diff(groups.offsets)[:kept], (0, missing)),
+        counts=jnp.pad(_index.occurrences(groups).counts[:kept], (0, missing)),
         count=jnp.minimum(count, size),
         overflow=jnp.maximum(count - size, 0),
     )

@@ -32,6 +32,11 @@ class Policy(enum.IntEnum):
     EPOCH_LFU = 3
     CUSTOM = 4
 
+    @property
+    def counts(self) -> bool:
+        """Whether scores are sums of occurrences, or of the scores given with them."""
+        return self in (Policy.LFU, Policy.EPOCH_LFU)
+
 
 class Status(enum.IntEnum):
     """What became of a position of a batch."""
@@ -82,26 +87,33 @@ class Groups(NamedTuple):
     Attributes:
       keys: ``uint32[n, 2]``, distinct keys in order of first occurrence, zero behind `count`.
       inverse: ``int32[n]``, the number of each position's key, -1 where masked.
-      order: ``int32[n]``, the valid positions grouped by key.
-      offsets: ``int32[n + 1]``, where each group begins in `order`.
+      first: ``int32[n]``, the position of each distinct key's first occurrence, -1 behind `count`.
+      last: ``int32[n]``, of its last one.
       count: ``int32[1]``, distinct keys.
     """
 
     keys: UInt32[Array, "n 2"]
     inverse: Int32[Array, " n"]
-    order: Int32[Array, " n"]
-    offsets: Int32[Array, " n+1"]
+    first: Int32[Array, " n"]
+    last: Int32[Array, " n"]
     count: Int32[Array, 1]
 
-    @property
-    def first(self) -> Int32[Array, " n"]:
-        """The position of each distinct key's first occurrence; meaningless behind `count`."""
-        return take(self.order, self.offsets[:-1])
+
+class Occurrences(NamedTuple):
+    """The positions of a batch, grouped by key (docs/semantics.md, section 6).
+
+    Attributes:
+      order: ``int32[n]``, the valid positions, key by key.
+      offsets: ``int32[n + 1]``, where each key's begin in `order`.
+    """
+
+    order: Int32[Array, " n"]
+    offsets: Int32[Array, " n+1"]
 
     @property
-    def last(self) -> Int32[Array, " n"]:
-        """The position of each distinct key's last occurrence; meaningless behind `count`."""
-        return take(self.order, self.offsets[1:] - 1)
+    def counts(self) -> Int32[Array, " n"]:
+        """How often each distinct key occurs."""
+        return jnp.diff(self.offsets)
 
 
 class Upserted(NamedTuple):
@@ -159,6 +171,11 @@ def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
     return Groups(*_ffi.call("unique", keys.words, valid))
 
 
+def occurrences(groups: Groups) -> Occurrences:
+    """Where each distinct key occurs. A sort on a GPU: for those who need all occurrences."""
+    return Occurrences(*_ffi.call("list_occurrences", groups.inverse, groups.count))
+
+
 class Terms(NamedTuple):
     """What a batch's positions add to the sums of their keys.
 
@@ -184,7 +201,7 @@ def combine(groups: Groups, terms: Terms) -> Float32[Array, "n ..."]:
     """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
     (sums,) = _ffi.call(
         "combine_rows",
-        *(groups.count, groups.inverse, groups.order, groups.offsets),
+        *(groups.count, groups.inverse, *occurrences(groups)),
         *terms.operands,
     )
     return sums
@@ -277,6 +294,8 @@ def upsert(
       report_evicted: whether evicted entries are wanted.
     """
     positions = groups.keys.shape[0]
+    none = jnp.zeros((0,), jnp.int32)
+    is_counting = index.policy.counts and (admit or write_scores)
     results = _ffi.call(
         "upsert",
         index.clock,
@@ -285,9 +304,10 @@ def upsert(
         index.keys,
         index.scores,
         index.occupancy,
-        *(groups.keys, groups.count, groups.inverse, groups.order, groups.offsets),
+        *(groups.keys, groups.count, groups.inverse, groups.first, groups.last),
+        *(occurrences(groups) if is_counting else (none, none)),
         jnp.zeros((0, 2), jnp.uint32) if scores is None else scores.words,
-        jnp.zeros((0,), jnp.int32) if pinned is None else pinned,
+        none if pinned is None else pinned,
         table=index.name,
         policy=int(index.policy),
         choices=index.choices,

@@ -138,7 +138,7 @@ def _let_in(
         (index if is_ticked else _index.tick(index)).clock,
         distinct,
         asked & ~is_present,
-        jnp.diff(seen.offsets) if occurrences is None else occurrences,
+        _index.occurrences(seen).counts if occurrences is None else occurrences,
     )
     table = dataclasses.replace(table, index=index, admission=admission)
     enters = _index.by_position(seen, is_present | admitted, False)

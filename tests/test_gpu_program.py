@@ -142,7 +142,7 @@ def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
     for name in ("unique", "upsert", "verify_slots", "pool_rows", "update_adam"):
         assert calls.count(name) == 1, calls
     of_features = calls.count("divide_weights")  # of its own bags each, before they are joined
-    assert 0 < of_features <= 9 and len(calls) - of_features <= 8, calls
+    assert 0 < of_features <= 9 and len(calls) - of_features <= 9, calls
 
 
 def test_the_copies_of_a_table_that_is_not_donated_are_seen(compiled):

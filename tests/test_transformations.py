@@ -79,6 +79,31 @@ def test_a_read_is_one_native_call(read, expected):
     assert [name for name in re.findall(r"(\w+)\[", text) if name in names] == expected
 
 
+OCCURRENCES = {
+    "found or inserted": (lambda t, k: hkv.find_or_insert(t, k)[1].values, "LRU", {}, 0),
+    "assigned": (lambda t, k: hkv.insert_or_assign(t, k, jnp.ones((5, DIM)))[0], "LRU", {}, 0),
+    "counted": (lambda t, k: hkv.find_or_insert(t, k)[1].values, "LFU", {}, 1),
+    "touched": (lambda t, k: hkv.find(t, k, touch=True)[1].values, "EPOCH_LFU", {}, 1),
+    "trained": (train_step, "LRU", {}, 1),
+    "counted and trained": (train_step, "LFU", {}, 1),
+    "admitted, counted and trained": (
+        train_step,
+        "LFU",
+        {"admission": hkv.admission.frequency(2)},
+        2,  # of the keys seen, and of those let in
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OCCURRENCES)
+def test_occurrences_are_listed_for_those_alone_who_need_them_and_once(case):
+    """On a GPU the list is a sort of the batch."""
+    call, policy, settings, expected = OCCURRENCES[case]
+    table = make_table(policy=hkv.Policy[policy], **settings)
+    hlo = jax.jit(call).lower(table, hkv.Keys.from_numpy(np.arange(5))).compile().as_text()
+    assert hlo.count('custom_call_target="jax_hkv.list_occurrences"') == expected
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_scan_while_fori_and_cond_change_a_table_as_the_unrolled_steps_do(rng, choices):
     """30: control flow."""

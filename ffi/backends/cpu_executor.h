@@ -201,11 +201,11 @@ class CpuExecutor {
     workers_.run(partition.parts(), [&](int64_t part) {
       find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1));
     });
-    number_firsts(n, keys, valid, partition.total(), scratch, out);
+    number_firsts(n, keys, valid, scratch, out);
+    if (*out.count == partition.total()) return;
     workers_.run(partition.parts(), [&](int64_t part) {
-      list_occurrences(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
+      number_others(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
     });
-    std::fill(out.order + partition.total(), out.order + n, -1);
   }
 
  private:
@@ -221,7 +221,7 @@ class CpuExecutor {
 
   // By the lowest bits of the target, equal ones as they stand: a radix sort. Where the pairs are then.
   static uint64_t* sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, int bits) {
-    constexpr int kMostBits = 10;  // of a digit: counters in 4 KiB
+    constexpr int kMostBits = 12;  // of a digit: counters in 16 KiB
     uint64_t* from = scratch.pairs;
     uint64_t* to = scratch.others;
     const int digits = (bits + kMostBits - 1) / kMostBits;
@@ -252,25 +252,19 @@ class CpuExecutor {
     int32_t first;  // the item of the key's first occurrence
   };
 
-  // Of a position: if a key occurs first there, which and where its occurrences are listed.
-  struct Placement {
-    int32_t number;
-    int32_t offset;  // until keys have numbers, how many occurrences there are: 0 where no key is first
-  };
-
   struct UniqueScratch {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           items(arena.take<Item>(n)),
           cells(arena.take<int32_t>(kCells * n)),
-          cursors(arena.take<int32_t>(n)),
-          placements(arena.take<Placement>(n)) {}
+          latest(arena.take<int32_t>(n)),
+          lasts(arena.take<int32_t>(n)) {}
     static constexpr int64_t kCells = 4;  // cells of hash table for each item, before rounding down
     int32_t* table;
     Item* items;
     int32_t* cells;  // the hash tables of large parts: items of first occurrences, or -1
-    int32_t* cursors;  // of items that are first: occurrences, later where the next one goes
-    Placement* placements;
+    int32_t* latest;  // of items that are first: the last position of their key
+    int32_t* lasts;   // of positions where a key occurs first: the same; of others -1
   };
 
   static constexpr int64_t kFar = 24;  // indices ahead: a few hundred nanoseconds, one miss of memory
@@ -305,86 +299,61 @@ class CpuExecutor {
     int32_t* table = cells <= kLocalCells ? local : scratch.cells + UniqueScratch::kCells * begin;
     Item* items = scratch.items;
     std::fill(table, table + cells, -1);
-    std::fill(scratch.cursors + begin, scratch.cursors + end, 0);
     for (int64_t i = begin; i < end; ++i) {
       auto cell = static_cast<int64_t>(hash_of(items[i].key) & static_cast<uint64_t>(cells - 1));
       while (table[cell] >= 0 && items[table[cell]].key != items[i].key) cell = (cell + 1) & (cells - 1);
       if (table[cell] < 0) table[cell] = static_cast<int32_t>(i);
       items[i].first = table[cell];
-      ++scratch.cursors[table[cell]];
+      scratch.latest[table[cell]] = items[i].position;
     }
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kFar < end) prefetch<kToWrite>(scratch.placements + items[i + kFar].position);
-      scratch.placements[items[i].position].offset = scratch.cursors[i];
+      if (i + kFar < end) prefetch<kToWrite>(scratch.lasts + items[i + kFar].position);
+      scratch.lasts[items[i].position] = items[i].first == i ? scratch.latest[i] : -1;
     }
   }
 
-  static void list_occurrences(const UniqueScratch& scratch, int64_t begin, int64_t end,
-                               const UniqueKeys& out) {
-    const Item* items = scratch.items;
-    const auto placement_of = [&](int64_t i) -> const Placement& {
-      return scratch.placements[items[items[i].first].position];
-    };
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kFar < end) {
-        prefetch(&placement_of(i + kFar));
-        prefetch<kToWrite>(out.inverse + items[i + kFar].position);
-      }
-      if (i + kNear < end) prefetch<kToWrite>(out.order + placement_of(i + kNear).offset);
-      const auto [key, position, first] = items[i];
-      const auto [number, offset] = placement_of(i);
-      if (first == i) scratch.cursors[i] = offset;
-      out.inverse[position] = number;
-      out.order[scratch.cursors[first]++] = position;
-    }
-  }
-
-  // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows what
-  // came before each.
-  void number_firsts(int64_t n, const Words* keys, const bool* valid, int64_t valid_positions,
-                     const UniqueScratch& scratch, const UniqueKeys& out) const {
+  // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows how many came
+  // before each.
+  void number_firsts(int64_t n, const Words* keys, const bool* valid, const UniqueScratch& scratch,
+                     const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
-    int32_t* before = scratch.cells;  // (keys, occurrences) of each chunk; the hash tables are done with
+    int32_t* before = scratch.cells;  // of each chunk; the hash tables are done with
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
+    const auto is_first = [=](int64_t i) { return valid[i] && scratch.lasts[i] >= 0; };
     workers_.run(chunks, [&](int64_t chunk) {
-      int32_t distinct = 0;
-      int32_t occurrences = 0;
-      for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
-        int32_t& occurring = scratch.placements[i].offset;
-        if (!valid[i]) {
-          occurring = 0;
-          out.inverse[i] = -1;
-        }
-        distinct += occurring > 0 ? 1 : 0;
-        occurrences += occurring;
-      }
-      before[2 * chunk] = distinct;
-      before[2 * chunk + 1] = occurrences;
+      int32_t firsts = 0;
+      for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) firsts += is_first(i) ? 1 : 0;
+      before[chunk] = firsts;
     });
     int32_t distinct = 0;
-    int32_t occurrences = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      std::swap(distinct, before[2 * chunk]);
-      std::swap(occurrences, before[2 * chunk + 1]);
-      distinct += before[2 * chunk];
-      occurrences += before[2 * chunk + 1];
+      std::swap(distinct, before[chunk]);
+      distinct += before[chunk];
     }
     workers_.run(chunks, [&](int64_t chunk) {
-      int32_t number = before[2 * chunk];
-      int32_t offset = before[2 * chunk + 1];
+      int32_t number = before[chunk];
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
-        Placement& placement = scratch.placements[i];
-        const int32_t occurring = placement.offset;
-        if (occurring == 0) continue;
-        out.unique_keys[number] = keys[i];
-        out.offsets[number] = offset;
-        placement = {number++, offset};
-        offset += occurring;
+        if (i >= distinct) out.set_none(i);
+        out.inverse[i] = -1;
+        if (!is_first(i)) continue;
+        out.set(number, keys[i], i, scratch.lasts[i]);
+        out.inverse[i] = number++;
       }
     });
     *out.count = distinct;
-    std::fill(out.unique_keys + distinct, out.unique_keys + n, Words::of(0));
-    std::fill(out.offsets + distinct, out.offsets + n + 1, static_cast<int32_t>(valid_positions));
+  }
+
+  // The positions where a key has occurred before.
+  static void number_others(const UniqueScratch& scratch, int64_t begin, int64_t end, const UniqueKeys& out) {
+    const Item* items = scratch.items;
+    const auto number_of = [&](int64_t i) -> int32_t& { return out.inverse[items[i].position]; };
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kFar < end && items[i + kFar].first != i + kFar) {
+        prefetch(&number_of(items[i + kFar].first));
+        prefetch<kToWrite>(&number_of(i + kFar));
+      }
+      if (items[i].first != i) number_of(i) = number_of(items[i].first);
+    }
   }
 
   Workers<Pool> workers_;

@@ -10,30 +10,27 @@
 namespace hkv {
 
 // The steps of `unique`: a hash table of the batch, in which every key's cell comes to hold the key's first
-// position, whoever comes first; then the keys are numbered, and the positions grouped by those numbers.
-// `i` is a position, `u` the number of a distinct key.
+// and last position, in whatever order they come; then the keys are numbered. `i` is a position.
 namespace distinct {
+
+// Of one key, from when its first position came until the end; positions only get better.
+struct alignas(8) Cell {
+  uint32_t first;  // the complement of the first position so far; 0: empty
+  uint32_t last;   // the last position so far
+};
 
 struct Scratch {
   template <class Executor>
   static Scratch take(Arena& arena, int64_t n) {
     const int64_t cells = cells_for(n);
-    return {cells,
-            arena.take<uint32_t>(cells + 1),
-            arena.take<int32_t>(n),
-            arena.take<int32_t>(n),
-            Groups::take(arena, n, n),
-            arena.take<char>(std::max(Executor::group_bytes(n), Executor::scan_bytes(n)))};
+    return {cells, arena.take<Cell>(cells), arena.take<int32_t>(n), arena.take<int32_t>(n),
+            arena.take<char>(Executor::scan_bytes(n))};
   }
   int64_t cell_count;  // a power of two
-  uint32_t* cells;     // the complement of the first position so far; 0: empty. Behind them: see `masked`
-  int32_t* places;     // of i: the cell of its key, or -1
+  Cell* cells;
+  int32_t* places;         // of i: the cell of its key, or -1
   int32_t* firsts_before;  // of i: first occurrences before it, the numbers of the keys
-  Groups groups;           // of positions: by the number of the key
   char* others;
-
-  // How many positions have no key. It begins at zero as the cells do.
-  HKV_HOST_DEVICE int32_t* masked() const { return reinterpret_cast<int32_t*>(cells + cell_count); }
 
  private:
   // At least two for each key, so that probes are short, as far as an int32 can number them.
@@ -51,21 +48,29 @@ struct State : Scratch {
 
   // The first position of the key of i, or -1.
   HKV_HOST_DEVICE int64_t first_of(int64_t i) const {
-    return places[i] < 0 ? int64_t{-1} : int64_t{~cells[places[i]]};
+    return places[i] < 0 ? int64_t{-1} : int64_t{~cells[places[i]].first};
   }
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
-// the same cell. `begin` is the first of the positions that are claimed for.
+// the same cell. It is done for the `ahead` first and last positions, then for those between them.
 struct Claim {
   static constexpr int kGroup = 1;
-  int64_t begin;
+  bool is_ahead;
+  int64_t ahead;
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t index) const {
-    const int64_t i = begin + index;
-    if (!state.valid[i]) atomic_add(state.masked(), 1);
-    state.places[i] = state.valid[i] ? static_cast<int32_t>(cell_of(~static_cast<uint32_t>(i), i)) : -1;
+    const bool is_of_end = is_ahead && index >= ahead;
+    const int64_t i = is_of_end ? state.n - 2 * ahead + index : is_ahead ? index : ahead + index;
+    if (!state.valid[i]) {
+      state.places[i] = -1;
+      return;
+    }
+    const uint64_t cell = cell_of(~static_cast<uint32_t>(i), i);
+    state.places[i] = static_cast<int32_t>(cell);
+    uint32_t* last = &state.cells[cell].last;
+    if (atomic_read(last) < static_cast<uint32_t>(i)) atomic_max(last, static_cast<uint32_t>(i));
   }
 
  private:
@@ -73,7 +78,7 @@ struct Claim {
     const Key key = state.keys[i].value();
     const auto mask = static_cast<uint64_t>(state.cell_count - 1);
     for (uint64_t cell = hash_of(key) & mask;; cell = (cell + 1) & mask) {
-      uint32_t* occupant = state.cells + cell;
+      uint32_t* occupant = &state.cells[cell].first;
       uint32_t found = atomic_read(occupant);
       if (found == 0) found = atomic_compare_and_swap(occupant, 0, own);
       if (found == 0) return cell;
@@ -98,25 +103,11 @@ struct NumberKeys {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int64_t count = total_of(state.n, IsFirst{state}, state.firsts_before);
     if (i == 0) *state.out.count = static_cast<int32_t>(count);
-    if (i >= count) state.out.unique_keys[i] = Words::of(0);
+    if (i >= count) state.out.set_none(i);
     const int64_t first = state.first_of(i);
     const int32_t number = first < 0 ? -1 : state.firsts_before[first];
     state.out.inverse[i] = number;
-    state.groups.set(i, number < 0 ? state.groups.limit : number);
-    if (first == i) state.out.unique_keys[number] = state.keys[i];
-  }
-};
-
-// For n + 1 indices.
-struct MarkGroups {
-  static constexpr int kGroup = 1;
-  State state;
-
-  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    const int64_t total = state.n - *state.masked();
-    if (j >= *state.out.count) state.out.offsets[j] = static_cast<int32_t>(total);
-    if (state.groups.is_head(j)) state.out.offsets[state.groups.target(j)] = static_cast<int32_t>(j);
-    if (j < state.n) state.out.order[j] = j < total ? state.groups.item(j) : -1;
+    if (first == i) state.out.set(number, state.keys[i], i, state.cells[state.places[i]].last);
   }
 };
 
@@ -130,23 +121,18 @@ int64_t scratch_bytes(int64_t n) {
 template <class Executor>
 void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out,
          char* memory) {
-  if (n == 0) {
-    executor.zero(out.count, sizeof(int32_t));
-    return executor.zero(out.offsets, sizeof(int32_t));
-  }
+  if (n == 0) return executor.zero(out.count, sizeof(int32_t));
   Arena arena(memory);
-  State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
-  executor.zero(state.cells, (state.cell_count + 1) * static_cast<int64_t>(sizeof(uint32_t)));
-  // Thousands of workers must not ask for one cell at once. Frequent keys are among the first positions, and
-  // who finds an earlier position of its key there has nothing to write.
+  const State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
+  executor.zero(state.cells, state.cell_count * static_cast<int64_t>(sizeof(Cell)));
+  // Thousands of workers must not ask for one cell at once. Frequent keys are among the first and the last
+  // positions, and who finds an earlier and a later position of its key there has nothing to write.
   constexpr int64_t kMostAhead = 4096;
   const int64_t ahead = std::min(n / 32, kMostAhead);
-  executor.each(ahead, Claim{0, state});
-  executor.each(n - ahead, Claim{ahead, state});
+  executor.each(2 * ahead, Claim{true, ahead, state});
+  executor.each(n - 2 * ahead, Claim{false, ahead, state});
   executor.scan(n, IsFirst{state}, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
-  executor.group(state.groups, state.others);
-  executor.each(n + 1, MarkGroups{state});
 }
 
 }  // namespace distinct

@@ -1,4 +1,4 @@
-// The shapes of ops/operation.h ("n 2", "S ...", "n? 2", "n+1"), checked and unified.
+// The shapes of ops/operation.h ("n 2", "S ...", "n? 2", "n+1", "n+1?"), checked and unified.
 #pragma once
 
 #include <cstdint>
@@ -53,13 +53,14 @@ class Axes {
 
   bool match_axis(std::string token, int64_t size) {
     if (std::isdigit(static_cast<unsigned char>(token[0]))) return size == std::stoll(token);
+    if (token.ends_with("?")) {
+      if (size == 0) return true;
+      token.pop_back();
+    }
     int64_t added = 0;
     if (token.ends_with("+1")) {
       added = 1;
       token.resize(token.size() - 2);
-    } else if (token.ends_with("?")) {
-      if (size == 0) return true;
-      token.pop_back();
     }
     return sizes_.try_emplace(token, size - added).first->second + added == size;
   }

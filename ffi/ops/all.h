@@ -9,6 +9,7 @@
 #include "ops/find_rows.h"
 #include "ops/find_slots.h"
 #include "ops/gather_rows.h"
+#include "ops/list_occurrences.h"
 #include "ops/pool_rows.h"
 #include "ops/read_slots.h"
 #include "ops/route_keys.h"
@@ -29,9 +30,10 @@ struct OperationList {
 };
 
 using AllOperations =
-    OperationList<Unique, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear, ReadSlots, ExportSlots,
-                  GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows, InitRows, AddRows, CombineRows,
-                  UpdateRows<SgdRule>, UpdateRows<MomentumRule>, UpdateRows<AdagradRule>,
-                  UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
+    OperationList<Unique, ListOccurrences, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear,
+                  ReadSlots, ExportSlots, GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows,
+                  InitRows, AddRows, CombineRows, UpdateRows<SgdRule>, UpdateRows<MomentumRule>,
+                  UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>,
+                  UpdateRows<FtrlRule>, RouteKeys>;
 
 }  // namespace hkv

@@ -13,7 +13,8 @@
 // prefetch_far(index) and prefetch_near(index), which the CPU executor calls some indices ahead.
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
-// axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n. A name may also be an attribute.
+// axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n, "n+1?" that or 0. A name may also be an
+// attribute.
 #pragma once
 
 #include <bit>
@@ -157,6 +158,20 @@ struct Groups {
   HKV_HOST_DEVICE bool has_item(int64_t place) const { return place < count && target(place) != limit; }
   HKV_HOST_DEVICE bool is_head(int64_t place) const {
     return has_item(place) && (place == 0 || target(place - 1) != target(place));
+  }
+
+  // Once grouped: where those begin that have none.
+  HKV_HOST_DEVICE int64_t items_with_target() const {
+    int64_t begin = 0;
+    int64_t end = count;
+    for (int64_t place = end - 1; begin < end; place = (begin + end) / 2) {
+      if (target(place) == limit) {
+        end = place;
+      } else {
+        begin = place + 1;
+      }
+    }
+    return begin;
   }
 };
 

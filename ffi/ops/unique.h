@@ -1,17 +1,25 @@
-// The distinct keys of a batch, in order of first occurrence, and who they are (section 6).
+// The distinct keys of a batch, in order of first occurrence, and where they occur first and last (section 6).
 #pragma once
 
 #include "ops/operation.h"
 
 namespace hkv {
 
-// What `unique` finds; all arrays have n entries, offsets has n + 1, count one.
+// What `unique` finds; all arrays have n entries, count one.
 struct UniqueKeys {
   Words* unique_keys;
   int32_t* inverse;
-  int32_t* order;
-  int32_t* offsets;
+  int32_t* first;
+  int32_t* last;
   int32_t* count;
+
+  HKV_HOST_DEVICE void set(int64_t number, Words key, int64_t first_position, int64_t last_position) const {
+    unique_keys[number] = key;
+    first[number] = static_cast<int32_t>(first_position);
+    last[number] = static_cast<int32_t>(last_position);
+  }
+  // Behind the last key.
+  HKV_HOST_DEVICE void set_none(int64_t number) const { set(number, Words::of(0), -1, -1); }
 };
 
 struct Unique {
@@ -22,8 +30,8 @@ struct Unique {
   Array<bool> valid;
   Array<Words> unique_keys;
   Array<int32_t> inverse;
-  Array<int32_t> order;
-  Array<int32_t> offsets;
+  Array<int32_t> first;
+  Array<int32_t> last;
   Array<int32_t> count;
   char* scratch = nullptr;
 
@@ -33,8 +41,8 @@ struct Unique {
     binder.in("valid", valid, "n");
     binder.out("unique_keys", unique_keys, "n 2");
     binder.out("inverse", inverse, "n");
-    binder.out("order", order, "n");
-    binder.out("offsets", offsets, "n+1");
+    binder.out("first", first, "n");
+    binder.out("last", last, "n");
     binder.out("count", count, "1");
   }
 
@@ -46,8 +54,7 @@ struct Unique {
   template <class Executor>
   void run(Executor& executor) const {
     executor.unique(batch.rows, batch.data, valid.data,
-                    UniqueKeys{unique_keys.data, inverse.data, order.data, offsets.data, count.data},
-                    scratch);
+                    UniqueKeys{unique_keys.data, inverse.data, first.data, last.data, count.data}, scratch);
   }
 };
 

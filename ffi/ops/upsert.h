@@ -19,8 +19,10 @@ struct UpsertState {
   const Words* unique_keys;
   const int32_t* count;
   const int32_t* inverse;
-  const int32_t* order;
-  const int32_t* offsets;
+  const int32_t* first;
+  const int32_t* last;
+  const int32_t* order;    // for policies that count
+  const int32_t* offsets;  // likewise
   const Words* scores;  // by position, or null
 
   // Per distinct key.
@@ -107,9 +109,8 @@ struct UpsertState {
   HKV_HOST_DEVICE bool adds_up() const { return scoring().counts() && scores != nullptr; }
 
   HKV_HOST_DEVICE uint64_t last_or_count(int64_t u) const {
-    const int32_t end = offsets[u + 1];
-    if (policy == Policy::kCustom) return scores[order[end - 1]].value();
-    return scoring().counts() ? static_cast<uint64_t>(end - offsets[u]) : 0;
+    if (policy == Policy::kCustom) return scores[last[u]].value();
+    return scoring().counts() ? static_cast<uint64_t>(offsets[u + 1] - offsets[u]) : 0;
   }
 
   template <Group G>
@@ -453,7 +454,7 @@ struct ReportPosition {
     slots[i] = u < 0 ? kNoSlot : state.unique_slots[u];
     const auto merged = u < 0 ? Status::kMissing : static_cast<Status>(state.unique_status[u]);
     const bool is_new = merged == Status::kInserted || merged == Status::kEvicted;
-    const bool is_first = !is_new || state.order[state.offsets[u]] == i;
+    const bool is_first = !is_new || state.first[u] == i;
     status[i] = static_cast<int32_t>(is_first ? merged : Status::kFound);
   }
 };
@@ -503,7 +504,7 @@ struct Upsert {
   IndexArrays index;
   Array<uint32_t> epoch;
   Array<Words> unique_keys;
-  Array<int32_t> count, inverse, order, offsets;
+  Array<int32_t> count, inverse, first, last, order, offsets;
   Array<Words> scores;
   Array<Slot> pinned;
   Array<Slot> slots, unique_slots, evicted_slots;
@@ -529,8 +530,10 @@ struct Upsert {
     binder.in("unique_keys", unique_keys, "n 2");
     binder.in("count", count, "1");
     binder.in("inverse", inverse, "n");
-    binder.in("order", order, "n");
-    binder.in("offsets", offsets, "n+1");
+    binder.in("first", first, "n");
+    binder.in("last", last, "n");
+    binder.in("order", order, "n?");
+    binder.in("offsets", offsets, "n+1?");
     binder.in("batch_scores", scores, "n? 2");
     binder.in("pinned", pinned, "p");
     binder.out("slots", slots, "n");
@@ -593,6 +596,8 @@ struct Upsert {
     state.unique_keys = unique_keys.data;
     state.count = count.data;
     state.inverse = inverse.data;
+    state.first = first.data;
+    state.last = last.data;
     state.order = order.data;
     state.offsets = offsets.data;
     state.scores = scores.rows > 0 ? scores.data : nullptr;

@@ -39,6 +39,7 @@ class Scenario {
     machines_.set("scores", Buffer::of(form_.buckets, std::vector<Words>(static_cast<size_t>(slots))));
     machines_.set("occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(form_.buckets))));
     machines_.set("values", Buffer::of_rows(slots, form_.type, form_.width));
+    machines_.set("absent", Buffer::of(std::vector<int32_t>()));
   }
 
   void round(int64_t n) {
@@ -46,6 +47,7 @@ class Scenario {
     tick();
     make_batch(n);
     call<Unique>({}, {{"keys", "batch"}});
+    call<ListOccurrences>({});
     route(n);
     upsert(n);
     lookups(n);
@@ -111,10 +113,11 @@ class Scenario {
     return random_.chance(0.5) ? static_cast<Score>(random_.below(4)) : random_.word();
   }
 
+  bool is_counting() const { return form_.policy == Policy::kLfu || form_.policy == Policy::kEpochLfu; }
+
   void make_scores(int64_t n) {
-    const bool is_counting = form_.policy == Policy::kLfu || form_.policy == Policy::kEpochLfu;
     std::vector<Words> scores;
-    if (form_.policy == Policy::kCustom || (is_counting && random_.chance(0.5))) {
+    if (form_.policy == Policy::kCustom || (is_counting() && random_.chance(0.5))) {
       for (int64_t i = 0; i < n; ++i) scores.push_back(Words::of(random_score()));
     }
     machines_.set("batch_scores", Buffer::of(scores));
@@ -131,11 +134,14 @@ class Scenario {
     machines_.set("pinned", Buffer::of(pinned));
     const bool admits = random_.chance(0.8);
     const bool reports = admits && random_.chance(0.6);
+    const bool has_list = is_counting() || random_.chance(0.5);
+    const Names list = {{"order", has_list ? "order" : "absent"}, {"offsets", has_list ? "offsets" : "absent"}};
     call<Upsert>({{"policy", static_cast<double>(form_.policy)},
                   {"choices", static_cast<double>(form_.choices)},
                   {"admit", admits ? 1 : 0},
                   {"write_scores", admits || random_.chance(0.5) ? 1 : 0},
-                  {"e", static_cast<double>(reports ? n : 0)}});
+                  {"e", static_cast<double>(reports ? n : 0)}},
+                 list);
   }
 
   void lookups(int64_t n) {
@@ -214,7 +220,6 @@ class Scenario {
 
   void sums(int64_t n) {
     machines_.set("gradients", random_rows(n, form_.type));
-    machines_.set("absent", Buffer::of(std::vector<int32_t>()));
     call<CombineRows>({}, {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}});
     call<AddRows>({}, {{"slots", "unique_slots"}, {"deltas", "sums"}});
     weigh(n);

@@ -6,6 +6,7 @@
 
 #include "backends/cpu_executor.h"
 #include "checks.h"
+#include "ops/list_occurrences.h"
 #include "random.h"
 #include "thread_pool.h"
 
@@ -49,48 +50,75 @@ void groups(Checks& checks, int64_t n, int64_t limit, double hot) {
   checks.expect(is_same, std::to_string(n) + " items, " + std::to_string(limit) + " targets");
 }
 
+// The positions of every distinct key.
+bool are_listed(const std::vector<std::vector<int32_t>>& positions, const std::vector<int32_t>& inverse) {
+  ThreadPool pool(2);
+  Executor executor(pool);
+  auto count = static_cast<int32_t>(positions.size());
+  const auto n = static_cast<int64_t>(inverse.size());
+  std::vector<int32_t> numbers = inverse;
+  std::vector<int32_t> order(inverse.size(), 77), offsets(inverse.size() + 1, 77);
+  ListOccurrences operation;
+  operation.inverse = {numbers.data(), n};
+  operation.count = {&count, 1};
+  operation.order = {order.data(), n};
+  operation.offsets = {offsets.data(), n + 1};
+  Arena sizes;
+  operation.reserve<Executor>(sizes);
+  std::vector<char> memory = memory_of(static_cast<int64_t>(sizes.used()));
+  Arena arena(memory.data());
+  operation.reserve<Executor>(arena);
+  operation.run(executor);
+
+  std::vector<int32_t> expected, ends = {0};
+  for (const std::vector<int32_t>& own : positions) {
+    expected.insert(expected.end(), own.begin(), own.end());
+    ends.push_back(static_cast<int32_t>(expected.size()));
+  }
+  expected.resize(inverse.size(), -1);
+  ends.resize(inverse.size() + 1, ends.back());
+  return order == expected && offsets == ends;
+}
+
 void distinct(Checks& checks, int64_t n, int64_t universe, double hot) {
   Random random(static_cast<uint64_t>(n + universe));
   std::vector<Words> keys;
   std::vector<char> valid;
   std::vector<std::vector<int32_t>> positions;  // of the distinct keys
   std::map<Key, size_t> numbers;
-  int64_t valid_positions = 0;
   for (int64_t i = 0; i < n; ++i) {
     const Key key = random.chance(hot) ? 0 : mix(static_cast<Key>(random.below(universe) + 1));
     keys.push_back(Words::of(key));
     valid.push_back(random.chance(0.9) ? 1 : 0);
     if (!valid.back()) continue;
-    ++valid_positions;
     const auto [found, is_new] = numbers.emplace(key, positions.size());
     if (is_new) positions.emplace_back();
     positions[found->second].push_back(static_cast<int32_t>(i));
   }
   const auto size = static_cast<size_t>(n);
   std::vector<Words> unique_keys(size);
-  std::vector<int32_t> inverse(size), order(size), offsets(size + 1);
+  std::vector<int32_t> inverse(size), first(size), last(size);
   int32_t count = -1;
   ThreadPool pool(2);
   std::vector<char> scratch = memory_of(Executor::unique_bytes(n));
   Executor(pool).unique(n, keys.data(), reinterpret_cast<const bool*>(valid.data()),
-                        {unique_keys.data(), inverse.data(), order.data(), offsets.data(), &count},
+                        {unique_keys.data(), inverse.data(), first.data(), last.data(), &count},
                         scratch.data());
   bool is_same = count == static_cast<int64_t>(positions.size());
-  size_t place = 0;
   for (size_t number = 0; is_same && number < positions.size(); ++number) {
-    const Key key = keys[static_cast<size_t>(positions[number].front())].value();
-    is_same = unique_keys[number].value() == key && offsets[number] == static_cast<int32_t>(place);
-    for (const int32_t position : positions[number]) {
-      is_same = is_same && order[place++] == position &&
-                inverse[static_cast<size_t>(position)] == static_cast<int32_t>(number);
+    const std::vector<int32_t>& own = positions[number];
+    const Key key = keys[static_cast<size_t>(own.front())].value();
+    is_same = unique_keys[number].value() == key && first[number] == own.front() && last[number] == own.back();
+    for (const int32_t position : own) {
+      is_same = is_same && inverse[static_cast<size_t>(position)] == static_cast<int32_t>(number);
     }
   }
   for (size_t i = 0; i < size; ++i) {
     is_same = is_same && (valid[i] || inverse[i] == -1);
-    is_same = is_same && (i < place || order[i] == -1);
     is_same = is_same && (i < positions.size() || unique_keys[i].value() == 0);
-    is_same = is_same && (i < positions.size() || offsets[i + 1] == static_cast<int32_t>(valid_positions));
+    is_same = is_same && (i < positions.size() || (first[i] == -1 && last[i] == -1));
   }
+  is_same = is_same && are_listed(positions, inverse);
   checks.expect(is_same, std::to_string(n) + " keys of " + std::to_string(universe));
 }
 
