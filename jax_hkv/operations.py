@@ -71,18 +71,20 @@ def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
 
 def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
     """What became of the distinct keys of a batch."""
-
-    def of(status: Status) -> jax.Array:
-        return jnp.sum(unique_status == status, dtype=jnp.int32)
-
-    evicted = of(Status.EVICTED)
-    return Counts(
-        unique=groups.count[0],
-        hits=of(Status.FOUND),
-        inserted=of(Status.INSERTED) + evicted,
-        evicted=evicted,
-        refused=of(Status.REFUSED),
+    # All in one pass: as sums of their own they are one each.
+    tallies = [
+        (unique_status == Status.FOUND).astype(jnp.int32),
+        _is_new(unique_status).astype(jnp.int32),
+        (unique_status == Status.EVICTED).astype(jnp.int32),
+        (unique_status == Status.REFUSED).astype(jnp.int32),
+    ]
+    hits, inserted, evicted, refused = jax.lax.reduce(
+        tallies,
+        [jnp.int32(0)] * len(tallies),
+        lambda sums, terms: [a + b for a, b in zip(sums, terms, strict=True)],
+        (0,),
     )
+    return Counts(groups.count[0], hits, inserted, evicted, refused)
 
 
 def _is_new(unique_status: jax.Array) -> jax.Array:

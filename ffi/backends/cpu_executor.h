@@ -164,14 +164,13 @@ class CpuExecutor {
         [=](int64_t i, int64_t at) {
           scratch.pairs[at] = (uint64_t{targets[i]} << 32) | static_cast<uint64_t>(i);
         });
+    const auto put = [items = groups.items.other, sorted = groups.targets.other](int64_t place,
+                                                                                 uint64_t pair) {
+      items[place] = static_cast<int32_t>(pair & 0xffffffff);
+      sorted[place] = static_cast<uint32_t>(pair >> 32);
+    };
     workers_.run(partition.parts(), [&](int64_t part) {
-      const int64_t begin = partition.begin_of(part);
-      const int64_t end = partition.begin_of(part + 1);
-      const uint64_t* pairs = sort_part(scratch, begin, end, bits);
-      for (int64_t place = begin; place < end; ++place) {
-        groups.items.other[place] = static_cast<int32_t>(pairs[place] & 0xffffffff);
-        groups.targets.other[place] = static_cast<uint32_t>(pairs[place] >> 32);
-      }
+      sort_part(scratch, partition.begin_of(part), partition.begin_of(part + 1), bits, put);
     });
     groups.items.turn();
     groups.targets.turn();
@@ -199,7 +198,7 @@ class CpuExecutor {
           scratch.items[at].position = static_cast<int32_t>(i);
         });
     workers_.run(partition.parts(), [&](int64_t part) {
-      find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1));
+      find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1), out.inverse);
     });
     number_firsts(n, keys, valid, scratch, out);
     if (*out.count == partition.total()) return;
@@ -216,22 +215,25 @@ class CpuExecutor {
           others(arena.take<uint64_t>(n)) {}
     int32_t* table;
     uint64_t* pairs;  // (target, item)
-    uint64_t* others;  // room for them in another order
+    uint64_t* others;  // room for them in another order, where it takes several digits
   };
 
-  // By the lowest bits of the target, equal ones as they stand: a radix sort. Where the pairs are then.
-  static uint64_t* sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, int bits) {
+  // By the lowest bits of the target, equal ones as they stand: a radix sort. put(place, pair): that is where
+  // the pair belongs.
+  template <class Put>
+  static void sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, int bits, const Put& put) {
     constexpr int kMostBits = 12;  // of a digit: counters in 16 KiB
     uint64_t* from = scratch.pairs;
     uint64_t* to = scratch.others;
-    const int digits = (bits + kMostBits - 1) / kMostBits;
+    const int digits = std::max(1, (bits + kMostBits - 1) / kMostBits);
     for (int digit = 0; digit < digits; ++digit) {
       const int shift = digit * bits / digits;
       const uint32_t values = uint32_t{1} << ((digit + 1) * bits / digits - shift);
       const auto value_of = [=](uint64_t pair) {
         return static_cast<uint32_t>(pair >> (32 + shift)) & (values - 1);
       };
-      int32_t cursors[1 << kMostBits] = {};
+      int32_t cursors[1 << kMostBits];
+      std::fill(cursors, cursors + values, 0);
       for (int64_t place = begin; place < end; ++place) ++cursors[value_of(from[place])];
       auto place = static_cast<int32_t>(begin);
       for (uint32_t value = 0; value < values; ++value) {
@@ -239,32 +241,33 @@ class CpuExecutor {
         cursors[value] = place;
         place += count;
       }
-      for (int64_t i = begin; i < end; ++i) to[cursors[value_of(from[i])]++] = from[i];
-      std::swap(from, to);
+      if (digit + 1 == digits) {
+        for (int64_t i = begin; i < end; ++i) put(cursors[value_of(from[i])]++, from[i]);
+      } else {
+        for (int64_t i = begin; i < end; ++i) to[cursors[value_of(from[i])]++] = from[i];
+        std::swap(from, to);
+      }
     }
-    return from;
   }
 
   // What the parts of `unique` hold, in order of position.
   struct Item {
     Key key;
     int32_t position;
-    int32_t first;  // the item of the key's first occurrence
+    int32_t first;  // the item of the key's first occurrence; there the complement of the last position
+
+    bool is_first() const { return first < 0; }
   };
 
   struct UniqueScratch {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           items(arena.take<Item>(n)),
-          cells(arena.take<int32_t>(kCells * n)),
-          latest(arena.take<int32_t>(n)),
-          lasts(arena.take<int32_t>(n)) {}
+          cells(arena.take<int32_t>(kCells * n)) {}
     static constexpr int64_t kCells = 4;  // cells of hash table for each item, before rounding down
     int32_t* table;
     Item* items;
     int32_t* cells;  // the hash tables of large parts: items of first occurrences, or -1
-    int32_t* latest;  // of items that are first: the last position of their key
-    int32_t* lasts;   // of positions where a key occurs first: the same; of others -1
   };
 
   static constexpr int64_t kFar = 24;  // indices ahead: a few hundred nanoseconds, one miss of memory
@@ -289,8 +292,9 @@ class CpuExecutor {
     }
   }
 
-  // An open-addressing table over the items of one part, in order of position.
-  static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end) {
+  // An open-addressing table over the items of one part, in order of position. `lasts`: of positions where a
+  // key occurs first, its last one; of others -1.
+  static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end, int32_t* lasts) {
     if (begin == end) return;
     constexpr int64_t kLocalCells = UniqueScratch::kCells * 2 * Partition::kPartItems;
     int32_t local[kLocalCells];  // near, and written again and again
@@ -304,22 +308,22 @@ class CpuExecutor {
       while (table[cell] >= 0 && items[table[cell]].key != items[i].key) cell = (cell + 1) & (cells - 1);
       if (table[cell] < 0) table[cell] = static_cast<int32_t>(i);
       items[i].first = table[cell];
-      scratch.latest[table[cell]] = items[i].position;
+      items[table[cell]].first = ~items[i].position;
     }
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kFar < end) prefetch<kToWrite>(scratch.lasts + items[i + kFar].position);
-      scratch.lasts[items[i].position] = items[i].first == i ? scratch.latest[i] : -1;
+      if (i + kFar < end) prefetch<kToWrite>(lasts + items[i + kFar].position);
+      lasts[items[i].position] = items[i].is_first() ? ~items[i].first : -1;
     }
   }
 
   // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows how many came
-  // before each.
+  // before each. Until then `inverse` holds what find_firsts says of valid positions.
   void number_firsts(int64_t n, const Words* keys, const bool* valid, const UniqueScratch& scratch,
                      const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
     int32_t* before = scratch.cells;  // of each chunk; the hash tables are done with
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
-    const auto is_first = [=](int64_t i) { return valid[i] && scratch.lasts[i] >= 0; };
+    const auto is_first = [=](int64_t i) { return valid[i] && out.inverse[i] >= 0; };
     workers_.run(chunks, [&](int64_t chunk) {
       int32_t firsts = 0;
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) firsts += is_first(i) ? 1 : 0;
@@ -334,10 +338,9 @@ class CpuExecutor {
       int32_t number = before[chunk];
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
         if (i >= distinct) out.set_none(i);
-        out.inverse[i] = -1;
-        if (!is_first(i)) continue;
-        out.set(number, keys[i], i, scratch.lasts[i]);
-        out.inverse[i] = number++;
+        const bool is_numbered = is_first(i);
+        if (is_numbered) out.set(number, keys[i], i, out.inverse[i]);
+        out.inverse[i] = is_numbered ? number++ : -1;
       }
     });
     *out.count = distinct;
@@ -348,11 +351,11 @@ class CpuExecutor {
     const Item* items = scratch.items;
     const auto number_of = [&](int64_t i) -> int32_t& { return out.inverse[items[i].position]; };
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kFar < end && items[i + kFar].first != i + kFar) {
+      if (i + kFar < end && !items[i + kFar].is_first()) {
         prefetch(&number_of(items[i + kFar].first));
         prefetch<kToWrite>(&number_of(i + kFar));
       }
-      if (items[i].first != i) number_of(i) = number_of(items[i].first);
+      if (!items[i].is_first()) number_of(i) = number_of(items[i].first);
     }
   }
 
