@@ -23,7 +23,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Layout, Padded
-from jax_hkv.index import Policy, Status, all_of, take
+from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create
 
@@ -141,7 +141,7 @@ class Group:
         kinds = len(Status)
         size = len(self.tables) * kinds
         code = jnp.where(all_of(groups), number * kinds + status, size)
-        counted = jnp.zeros((size,), jnp.int32).at[code].add(1, mode="drop")
+        counted = tally(code, size)
         return {
             config.name: Counts(
                 unique=jnp.sum(own),

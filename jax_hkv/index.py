@@ -144,6 +144,21 @@ def sum_by_key(groups: Groups, numbers: Int32[Array, " n"]) -> Int32[Array, " n"
     return jnp.zeros_like(numbers).at[target].add(numbers, mode="drop")
 
 
+def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    """How often each number below `kinds` occurs; others are not counted."""
+
+    def scattered(numbers: jax.Array) -> jax.Array:
+        return jnp.zeros((kinds,), jnp.int32).at[numbers].add(1, mode="drop")
+
+    def compared(numbers: jax.Array) -> jax.Array:
+        return jnp.sum(numbers[:, None] == jnp.arange(kinds), axis=0, dtype=jnp.int32)
+
+    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
+    few = 1024
+    other = compared if kinds <= few else scattered
+    return jax.lax.platform_dependent(numbers, cpu=scattered, default=other)
+
+
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
     """An empty index."""
     return Index(

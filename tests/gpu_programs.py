@@ -343,6 +343,7 @@ def report(dump: str, name: str, function, arguments, on_one_device) -> dict:
         "copies": testing.copies_in(hlo, first_table(on_one_device)),
         "host": lines_with(HOST, hlo),
         "calls": re.findall(r'custom_call_target="jax_hkv\.(\w+)"', hlo),
+        "scatters": lines_with(r" scatter\(", hlo),
         "uncounted_loops": [
             line for line in lines_with(LOOP, hlo) if "known_trip_count" not in line
         ],

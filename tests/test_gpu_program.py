@@ -145,6 +145,13 @@ def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
     assert 0 < of_features <= 9 and len(calls) - of_features <= 9, calls
 
 
+def test_only_splits_and_sketches_are_scattered_by_xla(compiled):
+    """Its scatters are atomics, and those on one address wait for each other."""
+    scattering = {name for name, found in compiled.items() if found.get("scatters")}
+    pooled = {f"find_or_insert_pooled_{choices}" for choices in (1, 2)}
+    assert scattering == pooled | {f"admitting_insert_{choices}" for choices in (1, 2)}
+
+
 def test_the_copies_of_a_table_that_is_not_donated_are_seen(compiled):
     assert compiled["undonated_step"]["copies"]
 
