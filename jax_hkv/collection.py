@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, initializers, pooled, whole_table
 from jax_hkv._checks import as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys, less
 from jax_hkv._sharded import ShardedResult
-from jax_hkv.features import Bagged, Jagged, Layout, Padded
+from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create
@@ -465,36 +465,60 @@ class _IsOfTable:
 
 def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...], bool]:
     """All features of a group as one batch of bags, a bag for each row; whether any has weights."""
-    batches, parts = [], []
-    positions = rows = 0
-    is_weighted = False
+    batches, layouts, parts = [], [], []
+    rows = 0
     for feature in group.features:
         own, layout = _bags_of(feature, inputs[feature.name])
-        is_weighted |= layout.is_weighted
-        keys = in_namespace(own.keys, group.number(feature.table), group.bits)
-        splits = own.bags.splits[:-1] + jnp.int32(positions)
-        sources = own.bags.sources + jnp.int32(rows)
-        batches.append(Bagged(keys, own.valid, Bags(sources, splits, own.bags.weights)))
+        batches.append(own)
+        layouts.append(layout)
         parts.append(Part(feature.name, rows, layout.batch))
-        positions += own.keys.shape[0]
         rows += own.bags.splits.shape[0] - 1
+    combiners = [feature.combiner or "sum" for feature in group.features]
+    bags, valid = _joined(_with_factors(batches, combiners))
+    words = [
+        in_namespace(own.keys, group.number(feature.table), group.bits).words
+        for feature, own in zip(group.features, batches, strict=True)
+    ]
+    is_weighted = any(layout.is_weighted for layout in layouts)
+    return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted
+
+
+def _joined(batches: Sequence[Bagged]) -> tuple[Bags, Bool[Array, " n"]]:
+    """Bags one after the other, and which of their positions are valid."""
+    sources, splits = [], []
+    positions = rows = 0
+    for batch in batches:
+        sources.append(batch.bags.sources + jnp.int32(rows))
+        splits.append(batch.bags.splits[:-1] + jnp.int32(positions))
+        positions += batch.valid.shape[0]
+        rows += batch.bags.splits.shape[0] - 1
+    splits.append(jnp.array([positions], jnp.int32))
     weights = None
     if any(batch.bags.weights is not None for batch in batches):
         weights = jnp.concatenate([batch.bags.factors for batch in batches])
-    bags = Bags(
-        sources=jnp.concatenate([batch.bags.sources for batch in batches]),
-        splits=jnp.concatenate(
-            [*(b.bags.splits for b in batches), jnp.array([positions], jnp.int32)]
-        ),
-        weights=weights,
-    )
-    words = jnp.concatenate([batch.keys.words for batch in batches])
-    valid = jnp.concatenate([batch.valid for batch in batches])
-    return Bagged(Keys(words), valid, bags), tuple(parts), is_weighted
+    bags = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
+    return bags, jnp.concatenate([batch.valid for batch in batches])
+
+
+def _with_factors(batches: Sequence[Bagged], combiners: Sequence[str]) -> list[Bagged]:
+    """Batches with the weights of their combiners: features of a kind are weighed together."""
+    kinds = [(c, b.bags.weights is not None) for c, b in zip(combiners, batches, strict=True)]
+    weighed = list(batches)
+    for kind in dict.fromkeys(kinds):
+        members = [number for number, own in enumerate(kinds) if own == kind]
+        bags, valid = _joined([batches[number] for number in members])
+        weights = pooled.effective(bags, valid, combiner=kind[0]).weights
+        if weights is None:
+            continue
+        ends = np.cumsum([batches[number].valid.shape[0] for number in members])[:-1]
+        for number, own in zip(members, jnp.split(weights, ends), strict=True):
+            bags = batches[number].bags._replace(weights=own)
+            weighed[number] = batches[number]._replace(bags=bags)
+    return weighed
 
 
 def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:
-    """The bags of one feature, with the weights that its combiner gives."""
+    """The bags of one feature, with the weights as they were given."""
     call = f"feature {feature.name!r}"
     weights, valid = None, None
     if isinstance(ids, Padded):
@@ -511,7 +535,7 @@ def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:
             ids = ids.reshape(*ids.shape, 1)
             weights = None if weights is None else weights[..., None]
             valid = None if valid is None else valid[..., None]
-    return pooled.as_batch(call, feature.combiner, ids, weights, valid)
+    return as_bagged(call, ids, weights, valid)
 
 
 def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
@@ -523,4 +547,4 @@ def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layo
         )
     keys = as_keys(call, "ids", ids)
     own = [None if array is None else array[..., None] for array in (weights, valid)]
-    return pooled.as_batch(call, "sum", keys.reshape(*keys.shape, 1), *own)
+    return as_bagged(call, keys.reshape(*keys.shape, 1), *own)

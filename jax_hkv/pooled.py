@@ -276,7 +276,7 @@ def pool(
 
 @jitted("combiner")
 def _pool(rows: jax.Array, valid: jax.Array, bags: Bags, combiner: str) -> jax.Array:
-    return _pool_given(rows, _effective(bags, valid, combiner=combiner), valid)
+    return _pool_given(rows, effective(bags, valid, combiner=combiner), valid)
 
 
 def check_combiner(call: str, combiner: Any) -> None:
@@ -297,11 +297,11 @@ def as_batch(
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
     batch, layout = features.as_bagged(call, ids, weights, valid)
-    return batch._replace(bags=_effective(batch.bags, batch.valid, combiner=combiner)), layout
+    return batch._replace(bags=effective(batch.bags, batch.valid, combiner=combiner)), layout
 
 
 @jitted("combiner")
-def _effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
+def effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
     """Bags whose weighted sum is what the combiner says: weights over the bag's divisor."""
     given = None if bags.weights is None else jnp.where(valid, bags.weights, 0.0)
     if combiner == "sum":
@@ -392,7 +392,8 @@ def _of_bags(per_bag: Float32[Array, "b dim"], bags: Bags) -> Float32[Array, "n 
 def _spread(per_bag: jax.Array, bags: Bags) -> jax.Array:
     if per_bag.shape[0] == 0:
         return jnp.zeros((*bags.sources.shape, *per_bag.shape[1:]), per_bag.dtype)
-    return per_bag.at[bags.sources].get(mode="fill", fill_value=0)
+    # A cotangent may be an array of NumPy.
+    return jnp.asarray(per_bag).at[bags.sources].get(mode="fill", fill_value=0)
 
 
 def _spread_forward(per_bag: Any, bags: Bags) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -140,6 +141,61 @@ def test_fusing_tables_changes_no_feature(rng):
     for one, other in zip(outputs[True], outputs[False], strict=True):
         for name, rows in one.items():
             np.testing.assert_array_equal(rows, other[name])
+
+
+def test_features_weighed_together_get_the_bits_of_each_by_itself(rng):
+    """For every combiner, padded and Jagged, weighted or not; and the gradients of weights."""
+    kinds = [(c, w, j) for c in ("sum", "mean", "sqrtn") for w in (0, 1) for j in (0, 1)]
+    names = [f"feature {number}" for number in range(len(kinds))]
+    collection = hkv.Collection(
+        [hkv.TableConfig("all", 512, DIM, init=hkv.initializers.uniform(-1.0, 1.0))],
+        [hkv.Feature(n, "all", kind[0]) for n, kind in zip(names, kinds, strict=True)],
+    )
+    ids = rng.permutation(50).astype(np.int32)
+    (table,) = collection.create().values()
+    table, _ = hkv.find_or_insert(table, ids[:30])
+
+    def given(is_jagged, weights):
+        if is_jagged:
+            lists = [rng.choice(ids, rng.integers(0, 40)) for _ in range(BATCH)]
+            flat = hkv.Jagged.from_lists(lists, capacity=250)
+            own = np.asarray(rng.normal(size=250), np.float32)
+            return dataclasses.replace(flat, weights=jnp.asarray(own)) if weights else flat
+        shape = (BATCH, int(rng.integers(1, 40)))
+        own = jnp.asarray(rng.normal(size=shape), jnp.float32) if weights else None
+        return hkv.Padded(rng.choice(ids, shape), valid=rng.random(shape) < 0.7, weights=own)
+
+    inputs = {n: given(j, w) for n, (_, w, j) in zip(names, kinds, strict=True)}
+    of_weights = {n: inputs[n].weights for n in names if inputs[n].weights is not None}
+    weighed = rng.normal(size=(BATCH, DIM)).astype(np.float32)
+
+    def put(weights):
+        return {
+            name: dataclasses.replace(own, weights=weights[name]) if name in weights else own
+            for name, own in inputs.items()
+        }
+
+    def together(weights):
+        _, found = collection.lookup({"all": table}, put(weights))
+        return collection.spread(found.rows, found.parts)
+
+    def alone(weights):
+        rows = {}
+        for (combiner, _, is_jagged), (name, own) in zip(kinds, put(weights).items(), strict=True):
+            padded = {} if is_jagged else {"weights": own.weights, "valid": own.valid}
+            bags = own if is_jagged else own.ids
+            rows[name] = hkv.find_pooled(table, bags, combiner=combiner, **padded)[1].values
+        return rows
+
+    results = [jax.vjp(lookup, of_weights) for lookup in (together, alone)]
+    gradients = [pull(dict.fromkeys(names, weighed))[0] for _, pull in results]
+    (rows, _), (expected, _) = results
+    for name in names:
+        np.testing.assert_array_equal(rows[name], expected[name], name, strict=True)
+    # What XLA compiles for a product's derivative may be fused differently.
+    for name, own in gradients[1].items():
+        assert np.any(own)
+        np.testing.assert_allclose(gradients[0][name], own, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def test_each_feature_gets_the_rows_of_its_own_table(rng):

@@ -11,6 +11,7 @@
 #endif
 
 #include "backends/workers.h"
+#include "ops/list_occurrences.h"
 #include "ops/unique.h"
 
 namespace hkv {
@@ -89,6 +90,8 @@ class Partition {
 template <class Pool>
 class CpuExecutor {
  public:
+  static constexpr bool kHasTiles = false;
+
   explicit CpuExecutor(Pool& pool) : workers_(pool) {}
 
   std::string failure() const { return {}; }
@@ -177,6 +180,29 @@ class CpuExecutor {
     groups.count = partition.total();
   }
 
+  static int64_t list_bytes(int64_t n) {
+    Arena arena;
+    ListScratch(arena, n);
+    return static_cast<int64_t>(arena.used());
+  }
+  void list(int64_t n, const Occurrences& batch, char* memory) const {
+    Arena arena(memory);
+    const ListScratch scratch(arena, n);
+    Partition partition(n);
+    // A part has a range of keys.
+    const int64_t keys = (n + partition.parts() - 1) / partition.parts();
+    const int32_t* inverse = batch.inverse;
+    partition.run(
+        workers_, scratch.table, [=](int64_t i) { return inverse[i] < 0 ? int64_t{-1} : inverse[i] / keys; },
+        [=](int64_t i, int64_t at) { scratch.items[at] = {inverse[i], static_cast<int32_t>(i)}; });
+    workers_.run(partition.parts(), [&](int64_t part) {
+      const int64_t end = std::min(n, (part + 1) * keys);
+      list_part(scratch, partition, part, part * keys, end, batch);
+    });
+    batch.offsets[n] = static_cast<int32_t>(partition.total());
+    std::fill(batch.order + partition.total(), batch.order + n, -1);
+  }
+
   static int64_t unique_bytes(int64_t n) {
     Arena arena;
     UniqueScratch(arena, n);
@@ -198,7 +224,7 @@ class CpuExecutor {
           scratch.items[at].position = static_cast<int32_t>(i);
         });
     workers_.run(partition.parts(), [&](int64_t part) {
-      find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1), out.inverse);
+      find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
     });
     number_firsts(n, keys, valid, scratch, out);
     if (*out.count == partition.total()) return;
@@ -250,6 +276,40 @@ class CpuExecutor {
     }
   }
 
+  // What the parts of `list` hold, in order of position.
+  struct Occurrence {
+    int32_t number;
+    int32_t position;
+  };
+
+  struct ListScratch {
+    ListScratch(Arena& arena, int64_t n)
+        : table(arena.take<int32_t>(Partition(n).table_size())), items(arena.take<Occurrence>(n)) {}
+    int32_t* table;
+    Occurrence* items;
+  };
+
+  // The keys from `first` to `end` - 1. Their offsets count at first, and are cursors then.
+  static void list_part(const ListScratch& scratch, const Partition& partition, int64_t part, int64_t first,
+                        int64_t end, const Occurrences& batch) {
+    if (first >= end) return;
+    const auto begin = static_cast<int32_t>(partition.begin_of(part));
+    const Occurrence* items = scratch.items + begin;
+    const int64_t count = partition.begin_of(part + 1) - begin;
+    std::fill(batch.offsets + first, batch.offsets + end, 0);
+    for (int64_t i = 0; i < count; ++i) ++batch.offsets[items[i].number];
+    int32_t place = begin;
+    for (int64_t key = first; key < end; ++key) {
+      const int32_t occurring = batch.offsets[key];
+      batch.offsets[key] = place;
+      place += occurring;
+    }
+    for (int64_t i = 0; i < count; ++i) batch.order[batch.offsets[items[i].number]++] = items[i].position;
+    // Each stands where the next key's begin.
+    std::copy_backward(batch.offsets + first, batch.offsets + end - 1, batch.offsets + end);
+    batch.offsets[first] = begin;
+  }
+
   // What the parts of `unique` hold, in order of position.
   struct Item {
     Key key;
@@ -263,11 +323,10 @@ class CpuExecutor {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           items(arena.take<Item>(n)),
-          cells(arena.take<int32_t>(kCells * n)) {}
-    static constexpr int64_t kCells = 4;  // cells of hash table for each item, before rounding down
+          firsts(arena.take<int32_t>(Partition(n).chunks())) {}
     int32_t* table;
     Item* items;
-    int32_t* cells;  // the hash tables of large parts: items of first occurrences, or -1
+    int32_t* firsts;  // of each chunk: first occurrences before it
   };
 
   static constexpr int64_t kFar = 24;  // indices ahead: a few hundred nanoseconds, one miss of memory
@@ -292,20 +351,28 @@ class CpuExecutor {
     }
   }
 
-  // An open-addressing table over the items of one part, in order of position. `lasts`: of positions where a
-  // key occurs first, its last one; of others -1.
-  static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end, int32_t* lasts) {
+  // An open-addressing table over the items of one part, in order of position. Of positions where a key
+  // occurs first, `inverse` holds its last one until keys have numbers; of others -1.
+  static void find_firsts(const UniqueScratch& scratch, int64_t begin, int64_t end, const UniqueKeys& out) {
     if (begin == end) return;
-    constexpr int64_t kLocalCells = UniqueScratch::kCells * 2 * Partition::kPartItems;
+    constexpr int64_t kCells = 4;  // of an item, or two at least
+    constexpr int64_t kLocalCells = kCells * 2 * Partition::kPartItems;
     int32_t local[kLocalCells];  // near, and written again and again
-    const auto cells =
-        static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(UniqueScratch::kCells * (end - begin))));
-    int32_t* table = cells <= kLocalCells ? local : scratch.cells + UniqueScratch::kCells * begin;
+    // A large part's is where the distinct keys are written afterwards.
+    static_assert(sizeof(Words) == 2 * sizeof(int32_t));
+    auto* elsewhere = reinterpret_cast<int32_t*>(out.unique_keys + begin);
+    const bool is_local = 2 * (end - begin) <= kLocalCells;
+    const int64_t cells = is_local ? std::min(kLocalCells, kCells * (end - begin)) : 2 * (end - begin);
+    int32_t* table = is_local ? local : elsewhere;
+    int32_t* lasts = out.inverse;
     Item* items = scratch.items;
     std::fill(table, table + cells, -1);
     for (int64_t i = begin; i < end; ++i) {
-      auto cell = static_cast<int64_t>(hash_of(items[i].key) & static_cast<uint64_t>(cells - 1));
-      while (table[cell] >= 0 && items[table[cell]].key != items[i].key) cell = (cell + 1) & (cells - 1);
+      const uint64_t hash = hash_of(items[i].key) & 0xffffffff;
+      auto cell = static_cast<int64_t>(hash * static_cast<uint64_t>(cells) >> 32);
+      while (table[cell] >= 0 && items[table[cell]].key != items[i].key) {
+        if (++cell == cells) cell = 0;
+      }
       if (table[cell] < 0) table[cell] = static_cast<int32_t>(i);
       items[i].first = table[cell];
       items[table[cell]].first = ~items[i].position;
@@ -321,7 +388,7 @@ class CpuExecutor {
   void number_firsts(int64_t n, const Words* keys, const bool* valid, const UniqueScratch& scratch,
                      const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
-    int32_t* before = scratch.cells;  // of each chunk; the hash tables are done with
+    int32_t* before = scratch.firsts;
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
     const auto is_first = [=](int64_t i) { return valid[i] && out.inverse[i] >= 0; };
     workers_.run(chunks, [&](int64_t chunk) {

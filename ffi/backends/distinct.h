@@ -1,10 +1,11 @@
-// Distinct keys for machines of very many workers: for any executor whose workers group a batch, scan it and
-// run a step together. No worker meets more than one occurrence of a key.
+// Distinct keys, and where they occur, for machines of very many workers: for any executor whose workers
+// group a batch, scan it and run a step together. No worker meets more than one occurrence of a key.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 
+#include "ops/list_occurrences.h"
 #include "ops/unique.h"
 
 namespace hkv {
@@ -136,5 +137,58 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
 }
 
 }  // namespace distinct
+
+// The steps of `list_occurrences`: a sort of the positions by the numbers of their keys.
+namespace occurrences {
+
+struct NameKeys {
+  static constexpr int kGroup = 1;
+  Groups groups;
+  const int32_t* inverse;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    groups.set(i, inverse[i] < 0 ? groups.limit : inverse[i]);
+  }
+};
+
+// For n + 1 indices.
+struct MarkGroups {
+  static constexpr int kGroup = 1;
+  Groups groups;
+  Occurrences batch;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
+    if (j >= *batch.count) batch.offsets[j] = static_cast<int32_t>(groups.items_with_target());
+    if (groups.is_head(j)) batch.offsets[groups.target(j)] = static_cast<int32_t>(j);
+    if (j < groups.n) batch.order[j] = groups.has_item(j) ? groups.item(j) : -1;
+  }
+};
+
+template <class Executor>
+Groups take(Arena& arena, int64_t n, char*& others) {
+  const Groups groups = Groups::take(arena, n, n);
+  others = arena.take<char>(Executor::group_bytes(n));
+  return groups;
+}
+
+template <class Executor>
+int64_t scratch_bytes(int64_t n) {
+  Arena arena;
+  char* others = nullptr;
+  take<Executor>(arena, n, others);
+  return static_cast<int64_t>(arena.used());
+}
+
+template <class Executor>
+void run(Executor& executor, int64_t n, const Occurrences& batch, char* memory) {
+  Arena arena(memory);
+  char* others = nullptr;
+  Groups groups = take<Executor>(arena, n, others);
+  executor.each(n, NameKeys{groups, batch.inverse});
+  executor.group(groups, others);
+  executor.each(n + 1, MarkGroups{groups, batch});
+}
+
+}  // namespace occurrences
 
 }  // namespace hkv

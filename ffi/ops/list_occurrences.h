@@ -5,12 +5,19 @@
 
 namespace hkv {
 
+// The arrays of `list_occurrences`: for n positions, offsets has n + 1 entries, count one.
+struct Occurrences {
+  const int32_t* inverse;
+  const int32_t* count;
+  int32_t* order;
+  int32_t* offsets;
+};
+
 struct ListOccurrences {
   static constexpr const char* kName = "list_occurrences";
   static constexpr bool kPerPosition = false;
 
   Array<int32_t> inverse, count, order, offsets;
-  Groups groups;  // of positions: by the number of the key
   char* scratch = nullptr;
 
   template <class Binder>
@@ -21,44 +28,15 @@ struct ListOccurrences {
     binder.out("offsets", offsets, "n+1");
   }
 
-  struct NameKeys {
-    static constexpr int kGroup = 1;
-    Groups groups;
-    const int32_t* inverse;
-
-    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-      groups.set(i, inverse[i] < 0 ? groups.limit : inverse[i]);
-    }
-  };
-
-  // For n + 1 indices.
-  struct MarkGroups {
-    static constexpr int kGroup = 1;
-    Groups groups;
-    const int32_t* count;
-    int32_t* order;
-    int32_t* offsets;
-
-    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-      if (j >= *count) offsets[j] = static_cast<int32_t>(groups.items_with_target());
-      if (groups.is_head(j)) offsets[groups.target(j)] = static_cast<int32_t>(j);
-      if (j < groups.n) order[j] = groups.has_item(j) ? groups.item(j) : -1;
-    }
-  };
-
   template <class Executor>
   void reserve(Arena& arena) {
-    groups = Groups::take(arena, inverse.rows, inverse.rows);
-    scratch = arena.take<char>(Executor::group_bytes(inverse.rows));
+    scratch = arena.take<char>(Executor::list_bytes(inverse.rows));
   }
 
   template <class Executor>
   void run(Executor& executor) const {
     if (inverse.rows == 0) return executor.zero(offsets.data, sizeof(int32_t));
-    executor.each(inverse.rows, NameKeys{groups, inverse.data});
-    Groups grouped = groups;
-    executor.group(grouped, scratch);
-    executor.each(inverse.rows + 1, MarkGroups{grouped, count.data, order.data, offsets.data});
+    executor.list(inverse.rows, Occurrences{inverse.data, count.data, order.data, offsets.data}, scratch);
   }
 };
 

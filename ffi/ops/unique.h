@@ -1,4 +1,5 @@
-// The distinct keys of a batch, in order of first occurrence, and where they occur first and last (section 6).
+// The distinct keys of a batch, in order of first occurrence, and where they occur first and last (section
+// 6).
 #pragma once
 
 #include "ops/operation.h"

@@ -550,12 +550,14 @@ struct Upsert {
     if (admit == 0) return;
     const int64_t n = unique_keys.rows;
     const int64_t buckets = index.digests.rows;
-    workspace.new_scores = arena.take<Score>(n);
+    // What no step asks for is not taken: on a CPU large workspaces are new pages in every call.
+    const Scoring scoring{static_cast<Policy>(policy), 0, 0};
+    workspace.new_scores = arena.take<Score>(scoring.takes_given() ? n : 0);
     workspace.groups = Groups::take(arena, n, buckets);
     workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
-    workspace.empty_lanes = arena.take<LaneMask>(choices == 1 ? n : 0);
+    workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_lanes = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victim_scores = arena.take<Score>(choices == 2 ? n : 0);

@@ -128,6 +128,8 @@ class Team {
 template <class Executor>
 class OrdersOnHost {
  public:
+  static constexpr bool kHasTiles = true;
+
   std::string failure() const { return {}; }
   void zero(void* data, int64_t bytes) const {
     std::fill_n(static_cast<char*>(data), static_cast<size_t>(bytes), char{0});
@@ -158,6 +160,11 @@ class OrdersOnHost {
   static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<Executor>(n); }
   void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) const {
     distinct::run(self(), n, keys, valid, out, scratch);
+  }
+
+  static int64_t list_bytes(int64_t n) { return occurrences::scratch_bytes<Executor>(n); }
+  void list(int64_t n, const Occurrences& batch, char* scratch) const {
+    occurrences::run(self(), n, batch, scratch);
   }
 
  private:

@@ -135,7 +135,8 @@ class Scenario {
     const bool admits = random_.chance(0.8);
     const bool reports = admits && random_.chance(0.6);
     const bool has_list = is_counting() || random_.chance(0.5);
-    const Names list = {{"order", has_list ? "order" : "absent"}, {"offsets", has_list ? "offsets" : "absent"}};
+    const Names list = {{"order", has_list ? "order" : "absent"},
+                        {"offsets", has_list ? "offsets" : "absent"}};
     call<Upsert>({{"policy", static_cast<double>(form_.policy)},
                   {"choices", static_cast<double>(form_.choices)},
                   {"admit", admits ? 1 : 0},

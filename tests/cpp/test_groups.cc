@@ -108,7 +108,8 @@ void distinct(Checks& checks, int64_t n, int64_t universe, double hot) {
   for (size_t number = 0; is_same && number < positions.size(); ++number) {
     const std::vector<int32_t>& own = positions[number];
     const Key key = keys[static_cast<size_t>(own.front())].value();
-    is_same = unique_keys[number].value() == key && first[number] == own.front() && last[number] == own.back();
+    is_same =
+        unique_keys[number].value() == key && first[number] == own.front() && last[number] == own.back();
     for (const int32_t position : own) {
       is_same = is_same && inverse[static_cast<size_t>(position)] == static_cast<int32_t>(number);
     }
