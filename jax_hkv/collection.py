@@ -25,7 +25,7 @@ from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
-from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create
+from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create, jitted
 
 _WORD_BITS = 32
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
@@ -474,7 +474,8 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         parts.append(Part(feature.name, rows, layout.batch))
         rows += own.bags.splits.shape[0] - 1
     combiners = [feature.combiner or "sum" for feature in group.features]
-    bags, valid = _joined(_with_factors(batches, combiners))
+    weighed = _with_factors(batches, combiners)
+    bags, valid = _joined([(batch.bags, batch.valid) for batch in weighed])
     words = [
         in_namespace(own.keys, group.number(feature.table), group.bits).words
         for feature, own in zip(group.features, batches, strict=True)
@@ -483,38 +484,53 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted
 
 
-def _joined(batches: Sequence[Bagged]) -> tuple[Bags, Bool[Array, " n"]]:
+def _joined(batches: Sequence[tuple[Bags, jax.Array]]) -> tuple[Bags, Bool[Array, " n"]]:
     """Bags one after the other, and which of their positions are valid."""
     sources, splits = [], []
     positions = rows = 0
-    for batch in batches:
-        sources.append(batch.bags.sources + jnp.int32(rows))
-        splits.append(batch.bags.splits[:-1] + jnp.int32(positions))
-        positions += batch.valid.shape[0]
-        rows += batch.bags.splits.shape[0] - 1
+    for bags, valid in batches:
+        sources.append(bags.sources + jnp.int32(rows))
+        splits.append(bags.splits[:-1] + jnp.int32(positions))
+        positions += valid.shape[0]
+        rows += bags.splits.shape[0] - 1
     splits.append(jnp.array([positions], jnp.int32))
     weights = None
-    if any(batch.bags.weights is not None for batch in batches):
-        weights = jnp.concatenate([batch.bags.factors for batch in batches])
-    bags = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
-    return bags, jnp.concatenate([batch.valid for batch in batches])
+    if any(bags.weights is not None for bags, _ in batches):
+        weights = jnp.concatenate([bags.factors for bags, _ in batches])
+    joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
+    return joined, jnp.concatenate([valid for _, valid in batches])
 
 
 def _with_factors(batches: Sequence[Bagged], combiners: Sequence[str]) -> list[Bagged]:
-    """Batches with the weights of their combiners: features of a kind are weighed together."""
-    kinds = [(c, b.bags.weights is not None) for c, b in zip(combiners, batches, strict=True)]
-    weighed = list(batches)
+    """Batches with the weights of their combiners."""
+    bare = [(batch.bags, batch.valid) for batch in batches]
+    weights = _weights(bare, combiners=tuple(combiners))
+    return [
+        batch._replace(bags=batch.bags._replace(weights=own))
+        for batch, own in zip(batches, weights, strict=True)
+    ]
+
+
+@jitted("combiners")
+def _weights(
+    batches: list[tuple[Bags, jax.Array]], combiners: tuple[str, ...]
+) -> list[jax.Array | None]:
+    """What each batch's positions count: batches of a kind are weighed together."""
+    kinds = [
+        (combiner, bags.weights is not None)
+        for combiner, (bags, _) in zip(combiners, batches, strict=True)
+    ]
+    weights: list[jax.Array | None] = [None] * len(batches)
     for kind in dict.fromkeys(kinds):
-        members = [number for number, own in enumerate(kinds) if own == kind]
-        bags, valid = _joined([batches[number] for number in members])
-        weights = pooled.effective(bags, valid, combiner=kind[0]).weights
-        if weights is None:
+        if kind == ("sum", False):
             continue
-        ends = np.cumsum([batches[number].valid.shape[0] for number in members])[:-1]
-        for number, own in zip(members, jnp.split(weights, ends), strict=True):
-            bags = batches[number].bags._replace(weights=own)
-            weighed[number] = batches[number]._replace(bags=bags)
-    return weighed
+        members = [number for number, own in enumerate(kinds) if own == kind]
+        together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
+        assert together.weights is not None
+        ends = np.cumsum([batches[n][1].shape[0] for n in members])[:-1]
+        for number, own in zip(members, jnp.split(together.weights, ends), strict=True):
+            weights[number] = own
+    return weights
 
 
 def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import NamedTuple
 
 import jax
@@ -145,18 +146,22 @@ def sum_by_key(groups: Groups, numbers: Int32[Array, " n"]) -> Int32[Array, " n"
 
 
 def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
-    """How often each number below `kinds` occurs; others are not counted."""
-
-    def scattered(numbers: jax.Array) -> jax.Array:
-        return jnp.zeros((kinds,), jnp.int32).at[numbers].add(1, mode="drop")
-
-    def compared(numbers: jax.Array) -> jax.Array:
-        return jnp.sum(numbers[:, None] == jnp.arange(kinds), axis=0, dtype=jnp.int32)
-
-    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
+    """How often each number from 0 to `kinds` - 1 occurs; others are not counted."""
     few = 1024
-    other = compared if kinds <= few else scattered
+    scattered = functools.partial(_scattered, kinds=kinds)
+    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
+    other = functools.partial(_compared, kinds=kinds) if kinds <= few else scattered
     return jax.lax.platform_dependent(numbers, cpu=scattered, default=other)
+
+
+def _scattered(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    target = jnp.where(numbers < 0, kinds, numbers)
+    return jnp.zeros((kinds,), jnp.int32).at[target].add(1, mode="drop")
+
+
+def _compared(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    kind = jax.lax.iota(jnp.int32, kinds)
+    return jnp.sum(numbers[:, None] == kind, axis=0, dtype=jnp.int32)
 
 
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:

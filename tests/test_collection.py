@@ -13,6 +13,7 @@ import pytest
 
 import jax_hkv as hkv
 from jax_hkv import collection as collections
+from jax_hkv import index as _index
 
 DIM = 8
 ADAM = hkv.optim.adam(1e-2)
@@ -224,6 +225,17 @@ def test_each_feature_gets_the_rows_of_its_own_table(rng):
     mean = (rows * weights[..., None]).sum(axis=1) / np.where(total, total, 1)[:, None]
     np.testing.assert_allclose(spread["seen"], mean, rtol=1e-5, atol=1e-7)
     assert spread["title"].shape == (BATCH, 2 * DIM)
+
+
+@pytest.mark.parametrize("positions", [0, 1, 1000])
+def test_numbers_are_tallied_alike_by_scatters_and_by_comparison(rng, positions):
+    """A GPU compares, a CPU scatters."""
+    numbers = rng.integers(-3, 12, positions, dtype=np.int32)
+    expected = np.bincount(numbers[(numbers >= 0) & (numbers < 9)], minlength=9)
+    for tally in (_index._scattered, _index._compared, _index.tally):
+        counted = tally(jnp.asarray(numbers), kinds=9)
+        assert counted.dtype == jnp.int32
+        np.testing.assert_array_equal(counted, expected)
 
 
 def test_evaluation_inserts_nothing(rng):

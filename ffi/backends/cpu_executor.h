@@ -35,6 +35,12 @@ class Partition {
   int64_t begin_of(int64_t part) const { return part < parts_ ? starts_[part] : total_; }
   int64_t total() const { return total_; }
 
+  // Bits of a number below `limit` that its part does not tell, if the others do: its highest ones.
+  int low_bits(int64_t limit) const {
+    const int all = limit > 0 ? std::bit_width(static_cast<uint64_t>(limit - 1)) : 0;
+    return std::max(0, all - std::countr_zero(static_cast<uint64_t>(parts_)));
+  }
+
   // part_of(i): the part of item i, or -1 to leave it out; place(i, at): item i comes to `at`.
   template <class Workers, class PartOf, class Place>
   void run(const Workers& workers, int32_t* table, const PartOf& part_of, const Place& place) {
@@ -156,9 +162,7 @@ class CpuExecutor {
     const GroupScratch scratch(arena, groups.n);
     Partition partition(groups.n);
     // A part has the targets that agree in all but their lowest bits.
-    const int most_bits = std::bit_width(static_cast<uint64_t>(groups.limit - 1));
-    const int part_bits = std::countr_zero(static_cast<uint64_t>(partition.parts()));
-    const int bits = std::max(0, most_bits - part_bits);
+    const int bits = partition.low_bits(groups.limit);
     const uint32_t* targets = groups.targets.current;
     const auto none = static_cast<uint32_t>(groups.limit);
     partition.run(
@@ -189,17 +193,18 @@ class CpuExecutor {
     Arena arena(memory);
     const ListScratch scratch(arena, n);
     Partition partition(n);
-    // A part has a range of keys.
-    const int64_t keys = (n + partition.parts() - 1) / partition.parts();
+    // A part has the keys that agree in all but their lowest bits.
+    const int64_t keys = *batch.count;
+    const int bits = partition.low_bits(keys);
     const int32_t* inverse = batch.inverse;
     partition.run(
-        workers_, scratch.table, [=](int64_t i) { return inverse[i] < 0 ? int64_t{-1} : inverse[i] / keys; },
+        workers_, scratch.table, [=](int64_t i) { return int64_t{inverse[i] >> bits}; },
         [=](int64_t i, int64_t at) { scratch.items[at] = {inverse[i], static_cast<int32_t>(i)}; });
     workers_.run(partition.parts(), [&](int64_t part) {
-      const int64_t end = std::min(n, (part + 1) * keys);
-      list_part(scratch, partition, part, part * keys, end, batch);
+      const int64_t end = std::min(keys, (part + 1) << bits);
+      list_part(scratch, partition, part, part << bits, end, batch);
     });
-    batch.offsets[n] = static_cast<int32_t>(partition.total());
+    std::fill(batch.offsets + keys, batch.offsets + n + 1, static_cast<int32_t>(partition.total()));
     std::fill(batch.order + partition.total(), batch.order + n, -1);
   }
 
@@ -248,6 +253,7 @@ class CpuExecutor {
   // the pair belongs.
   template <class Put>
   static void sort_part(const GroupScratch& scratch, int64_t begin, int64_t end, int bits, const Put& put) {
+    if (begin == end) return;
     constexpr int kMostBits = 12;  // of a digit: counters in 16 KiB
     uint64_t* from = scratch.pairs;
     uint64_t* to = scratch.others;

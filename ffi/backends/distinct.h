@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 #include "ops/list_occurrences.h"
 #include "ops/unique.h"
@@ -42,10 +43,27 @@ struct Scratch {
 };
 
 struct State : Scratch {
+  static constexpr int64_t kBlock = 32;  // of positions: a warp's
   int64_t n;
+  int64_t stride;  // of blocks of positions
   const Words* keys;
   const bool* valid;
   UniqueKeys out;
+
+  // Positions in an order without trend. A key's occurrences are seldom spread over a whole batch (features
+  // stand one after the other); in their own order each would be a later one than all before.
+  HKV_HOST_DEVICE int64_t position(int64_t index) const {
+    const int64_t blocks = n / kBlock;
+    const int64_t block = index / kBlock;
+    return block < blocks ? block * stride % blocks * kBlock + index % kBlock : index;
+  }
+  // A number of blocks that leads to all of them, in steps of the golden section.
+  static int64_t stride_for(int64_t n) {
+    const int64_t blocks = std::max<int64_t>(1, n / kBlock);
+    auto stride = static_cast<int64_t>(0.618 * static_cast<double>(blocks)) + 1;
+    while (std::gcd(stride, blocks) != 1) ++stride;
+    return stride;
+  }
 
   // The first position of the key of i, or -1.
   HKV_HOST_DEVICE int64_t first_of(int64_t i) const {
@@ -54,16 +72,14 @@ struct State : Scratch {
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
-// the same cell. It is done for the `ahead` first and last positions, then for those between them.
+// the same cell. `begin`: of the indices in the order of claims.
 struct Claim {
   static constexpr int kGroup = 1;
-  bool is_ahead;
-  int64_t ahead;
+  int64_t begin;
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t index) const {
-    const bool is_of_end = is_ahead && index >= ahead;
-    const int64_t i = is_of_end ? state.n - 2 * ahead + index : is_ahead ? index : ahead + index;
+    const int64_t i = state.position(begin + index);
     if (!state.valid[i]) {
       state.places[i] = -1;
       return;
@@ -124,14 +140,14 @@ void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, co
          char* memory) {
   if (n == 0) return executor.zero(out.count, sizeof(int32_t));
   Arena arena(memory);
-  const State state{Scratch::take<Executor>(arena, n), n, keys, valid, out};
+  const State state{Scratch::take<Executor>(arena, n), n, State::stride_for(n), keys, valid, out};
   executor.zero(state.cells, state.cell_count * static_cast<int64_t>(sizeof(Cell)));
-  // Thousands of workers must not ask for one cell at once. Frequent keys are among the first and the last
-  // positions, and who finds an earlier and a later position of its key there has nothing to write.
-  constexpr int64_t kMostAhead = 4096;
-  const int64_t ahead = std::min(n / 32, kMostAhead);
-  executor.each(2 * ahead, Claim{true, ahead, state});
-  executor.each(n - 2 * ahead, Claim{false, ahead, state});
+  // Thousands of workers must not ask for one cell at once. Frequent keys are among those that go ahead, and
+  // who finds an earlier and a later position of its key there has nothing to write.
+  constexpr int64_t kMostAhead = 8192;
+  const int64_t ahead = std::min(n / 16, kMostAhead);
+  executor.each(ahead, Claim{0, state});
+  executor.each(n - ahead, Claim{ahead, state});
   executor.scan(n, IsFirst{state}, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
 }

@@ -26,6 +26,8 @@ class SizeBinder {
   template <class T>
   void attribute(const char* name, T& value) const {
     if (name == std::string_view("choices")) value = static_cast<T>(choices_);
+    if (name == std::string_view("policy"))
+      value = static_cast<T>(has_optional_ ? Policy::kLfu : Policy::kLru);
     if (name == std::string_view("p")) value = kTargets;
     if (name == std::string_view("devices")) value = kTargets;
     if (name == std::string_view("inner")) value = 1;
@@ -64,8 +66,8 @@ class SizeBinder {
     if (axis == "1" || axis == "2") return std::stoll(axis);
     if (axis == "B") return std::min<int64_t>(n_ / kLanes + 1, int64_t{1} << 23);
     if (axis == "p") return kTargets;
-    if (axis.ends_with('?')) return has_optional_ ? n_ : 0;
-    return n_ + (axis.ends_with("+1") ? 1 : 0);
+    if (axis.ends_with('?') && !has_optional_) return 0;
+    return n_ + (axis.find("+1") != std::string::npos ? 1 : 0);
   }
 
   const int64_t n_;
