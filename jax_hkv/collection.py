@@ -473,9 +473,10 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         layouts.append(layout)
         parts.append(Part(feature.name, rows, layout.batch))
         rows += own.bags.splits.shape[0] - 1
-    combiners = [feature.combiner or "sum" for feature in group.features]
-    weighed = _with_factors(batches, combiners)
-    bags, valid = _joined([(batch.bags, batch.valid) for batch in weighed])
+    bags, valid = _weighed(
+        [(own.bags, own.valid) for own in batches],
+        combiners=tuple(feature.combiner or "sum" for feature in group.features),
+    )
     words = [
         in_namespace(own.keys, group.number(feature.table), group.bits).words
         for feature, own in zip(group.features, batches, strict=True)
@@ -501,26 +502,16 @@ def _joined(batches: Sequence[tuple[Bags, jax.Array]]) -> tuple[Bags, Bool[Array
     return joined, jnp.concatenate([valid for _, valid in batches])
 
 
-def _with_factors(batches: Sequence[Bagged], combiners: Sequence[str]) -> list[Bagged]:
-    """Batches with the weights of their combiners."""
-    bare = [(batch.bags, batch.valid) for batch in batches]
-    weights = _weights(bare, combiners=tuple(combiners))
-    return [
-        batch._replace(bags=batch.bags._replace(weights=own))
-        for batch, own in zip(batches, weights, strict=True)
-    ]
-
-
 @jitted("combiners")
-def _weights(
+def _weighed(
     batches: list[tuple[Bags, jax.Array]], combiners: tuple[str, ...]
-) -> list[jax.Array | None]:
-    """What each batch's positions count: batches of a kind are weighed together."""
+) -> tuple[Bags, Bool[Array, " n"]]:
+    """Joined, with the weights of their combiners: batches of a kind are weighed together."""
     kinds = [
         (combiner, bags.weights is not None)
         for combiner, (bags, _) in zip(combiners, batches, strict=True)
     ]
-    weights: list[jax.Array | None] = [None] * len(batches)
+    weighed = list(batches)
     for kind in dict.fromkeys(kinds):
         if kind == ("sum", False):
             continue
@@ -529,8 +520,9 @@ def _weights(
         assert together.weights is not None
         ends = np.cumsum([batches[n][1].shape[0] for n in members])[:-1]
         for number, own in zip(members, jnp.split(together.weights, ends), strict=True):
-            weights[number] = own
-    return weights
+            bags, valid = batches[number]
+            weighed[number] = (bags._replace(weights=own), valid)
+    return _joined(weighed)
 
 
 def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <string>
 
 #if defined(__linux__)
@@ -153,9 +154,7 @@ class CpuExecutor {
   }
 
   static int64_t group_bytes(int64_t n) {
-    Arena arena;
-    GroupScratch(arena, n);
-    return static_cast<int64_t>(arena.used());
+    return bytes_taken([n](Arena& arena) { GroupScratch(arena, n); });
   }
   void group(Groups& groups, char* memory) const {
     Arena arena(memory);
@@ -185,9 +184,7 @@ class CpuExecutor {
   }
 
   static int64_t list_bytes(int64_t n) {
-    Arena arena;
-    ListScratch(arena, n);
-    return static_cast<int64_t>(arena.used());
+    return bytes_taken([n](Arena& arena) { ListScratch(arena, n); });
   }
   void list(int64_t n, const Occurrences& batch, char* memory) const {
     Arena arena(memory);
@@ -209,9 +206,7 @@ class CpuExecutor {
   }
 
   static int64_t unique_bytes(int64_t n) {
-    Arena arena;
-    UniqueScratch(arena, n);
-    return static_cast<int64_t>(arena.used());
+    return bytes_taken([n](Arena& arena) { UniqueScratch(arena, n); });
   }
   void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* memory) const {
     Arena arena(memory);
@@ -267,12 +262,7 @@ class CpuExecutor {
       int32_t cursors[1 << kMostBits];
       std::fill(cursors, cursors + values, 0);
       for (int64_t place = begin; place < end; ++place) ++cursors[value_of(from[place])];
-      auto place = static_cast<int32_t>(begin);
-      for (uint32_t value = 0; value < values; ++value) {
-        const int32_t count = cursors[value];
-        cursors[value] = place;
-        place += count;
-      }
+      std::exclusive_scan(cursors, cursors + values, cursors, static_cast<int32_t>(begin));
       if (digit + 1 == digits) {
         for (int64_t i = begin; i < end; ++i) put(cursors[value_of(from[i])]++, from[i]);
       } else {
@@ -304,12 +294,7 @@ class CpuExecutor {
     const int64_t count = partition.begin_of(part + 1) - begin;
     std::fill(batch.offsets + first, batch.offsets + end, 0);
     for (int64_t i = 0; i < count; ++i) ++batch.offsets[items[i].number];
-    int32_t place = begin;
-    for (int64_t key = first; key < end; ++key) {
-      const int32_t occurring = batch.offsets[key];
-      batch.offsets[key] = place;
-      place += occurring;
-    }
+    std::exclusive_scan(batch.offsets + first, batch.offsets + end, batch.offsets + first, begin);
     for (int64_t i = 0; i < count; ++i) batch.order[batch.offsets[items[i].number]++] = items[i].position;
     // Each stands where the next key's begin.
     std::copy_backward(batch.offsets + first, batch.offsets + end - 1, batch.offsets + end);

@@ -97,10 +97,8 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>()) run_step(int
   }
 }
 
-class CudaExecutor {
+class CudaExecutor : public ManyWorkers<CudaExecutor> {
  public:
-  static constexpr bool kHasTiles = true;
-
   explicit CudaExecutor(cudaStream_t stream) : stream_(stream) {}
 
   // What went wrong first; empty if nothing did.
@@ -145,16 +143,6 @@ class CudaExecutor {
     if (target_buffers.Current() == targets.current) return;
     targets.turn();
     items.turn();
-  }
-
-  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<CudaExecutor>(n); }
-  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) {
-    distinct::run(*this, n, keys, valid, out, scratch);
-  }
-
-  static int64_t list_bytes(int64_t n) { return occurrences::scratch_bytes<CudaExecutor>(n); }
-  void list(int64_t n, const Occurrences& batch, char* scratch) {
-    occurrences::run(*this, n, batch, scratch);
   }
 
  private:

@@ -129,13 +129,6 @@ struct NumberKeys {
 };
 
 template <class Executor>
-int64_t scratch_bytes(int64_t n) {
-  Arena arena;
-  Scratch::take<Executor>(arena, n);
-  return static_cast<int64_t>(arena.used());
-}
-
-template <class Executor>
 void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out,
          char* memory) {
   if (n == 0) return executor.zero(out.count, sizeof(int32_t));
@@ -180,31 +173,48 @@ struct MarkGroups {
   }
 };
 
-template <class Executor>
-Groups take(Arena& arena, int64_t n, char*& others) {
-  const Groups groups = Groups::take(arena, n, n);
-  others = arena.take<char>(Executor::group_bytes(n));
-  return groups;
-}
-
-template <class Executor>
-int64_t scratch_bytes(int64_t n) {
-  Arena arena;
-  char* others = nullptr;
-  take<Executor>(arena, n, others);
-  return static_cast<int64_t>(arena.used());
-}
+struct Scratch {
+  template <class Executor>
+  static Scratch take(Arena& arena, int64_t n) {
+    return {Groups::take(arena, n, n), arena.take<char>(Executor::group_bytes(n))};
+  }
+  Groups groups;
+  char* others;
+};
 
 template <class Executor>
 void run(Executor& executor, int64_t n, const Occurrences& batch, char* memory) {
   Arena arena(memory);
-  char* others = nullptr;
-  Groups groups = take<Executor>(arena, n, others);
+  auto [groups, others] = Scratch::take<Executor>(arena, n);
   executor.each(n, NameKeys{groups, batch.inverse});
   executor.group(groups, others);
   executor.each(n + 1, MarkGroups{groups, batch});
 }
 
 }  // namespace occurrences
+
+// What executors of tiles have in common, whose workers are many.
+template <class Executor>
+class ManyWorkers {
+ public:
+  static constexpr bool kHasTiles = true;
+
+  static int64_t unique_bytes(int64_t n) {
+    return bytes_taken([n](Arena& arena) { distinct::Scratch::take<Executor>(arena, n); });
+  }
+  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) {
+    distinct::run(self(), n, keys, valid, out, scratch);
+  }
+
+  static int64_t list_bytes(int64_t n) {
+    return bytes_taken([n](Arena& arena) { occurrences::Scratch::take<Executor>(arena, n); });
+  }
+  void list(int64_t n, const Occurrences& batch, char* scratch) {
+    occurrences::run(self(), n, batch, scratch);
+  }
+
+ private:
+  Executor& self() { return static_cast<Executor&>(*this); }
+};
 
 }  // namespace hkv

@@ -113,6 +113,14 @@ class Arena {
   size_t used_ = 0;
 };
 
+// Bytes of a workspace that take(arena) takes.
+template <class Take>
+int64_t bytes_taken(const Take& take) {
+  Arena arena;
+  take(arena);
+  return static_cast<int64_t>(arena.used());
+}
+
 // An array and room for its next form: whoever writes that turns it over.
 template <class T>
 struct Flip {

@@ -1,5 +1,4 @@
-// The distinct keys of a batch, in order of first occurrence, and where they occur first and last (section
-// 6).
+// The distinct keys of a batch, in order of first occurrence, and where each is first and last (section 6).
 #pragma once
 
 #include "ops/operation.h"

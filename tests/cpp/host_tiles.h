@@ -126,10 +126,8 @@ class Team {
 
 // What executors of tiles on the host have in common: scans and sorts are the standard library's.
 template <class Executor>
-class OrdersOnHost {
+class OrdersOnHost : public ManyWorkers<Executor> {
  public:
-  static constexpr bool kHasTiles = true;
-
   std::string failure() const { return {}; }
   void zero(void* data, int64_t bytes) const {
     std::fill_n(static_cast<char*>(data), static_cast<size_t>(bytes), char{0});
@@ -156,19 +154,6 @@ class OrdersOnHost {
     groups.targets.turn();
     groups.items.turn();
   }
-
-  static int64_t unique_bytes(int64_t n) { return distinct::scratch_bytes<Executor>(n); }
-  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) const {
-    distinct::run(self(), n, keys, valid, out, scratch);
-  }
-
-  static int64_t list_bytes(int64_t n) { return occurrences::scratch_bytes<Executor>(n); }
-  void list(int64_t n, const Occurrences& batch, char* scratch) const {
-    occurrences::run(self(), n, batch, scratch);
-  }
-
- private:
-  const Executor& self() const { return static_cast<const Executor&>(*this); }
 };
 
 // Runs operations as the CUDA executor does, with tiles of host threads.

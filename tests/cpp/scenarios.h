@@ -113,7 +113,7 @@ class Scenario {
     return random_.chance(0.5) ? static_cast<Score>(random_.below(4)) : random_.word();
   }
 
-  bool is_counting() const { return form_.policy == Policy::kLfu || form_.policy == Policy::kEpochLfu; }
+  bool is_counting() const { return Scoring{form_.policy, 0, 0}.counts(); }
 
   void make_scores(int64_t n) {
     std::vector<Words> scores;

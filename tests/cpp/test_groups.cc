@@ -4,11 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "backends/cpu_executor.h"
-#include "checks.h"
-#include "ops/list_occurrences.h"
+#include "machines.h"
 #include "random.h"
-#include "thread_pool.h"
 
 namespace {
 
@@ -63,12 +60,8 @@ bool are_listed(const std::vector<std::vector<int32_t>>& positions, const std::v
   operation.count = {&count, 1};
   operation.order = {order.data(), n};
   operation.offsets = {offsets.data(), n + 1};
-  Arena sizes;
-  operation.reserve<Executor>(sizes);
-  std::vector<char> memory = memory_of(static_cast<int64_t>(sizes.used()));
-  Arena arena(memory.data());
-  operation.reserve<Executor>(arena);
-  operation.run(executor);
+  std::vector<char> memory = memory_of(Executor::list_bytes(n));
+  run_operation(operation, executor, memory.data());
 
   std::vector<int32_t> expected, ends = {0};
   for (const std::vector<int32_t>& own : positions) {
@@ -80,7 +73,7 @@ bool are_listed(const std::vector<std::vector<int32_t>>& positions, const std::v
   return order == expected && offsets == ends;
 }
 
-void distinct(Checks& checks, int64_t n, int64_t universe, double hot) {
+void distinct_keys(Checks& checks, int64_t n, int64_t universe, double hot) {
   Random random(static_cast<uint64_t>(n + universe));
   std::vector<Words> keys;
   std::vector<char> valid;
@@ -132,7 +125,7 @@ int main() {
       for (const int64_t limit : {1, 2, 9, 1000, 1024, 1025, 300000, 1 << 20, 1 << 24}) {
         groups(checks, n, limit, hot);
       }
-      for (const int64_t universe : {1, 3, 100, 20000, 1 << 30}) distinct(checks, n, universe, hot);
+      for (const int64_t universe : {1, 3, 100, 20000, 1 << 30}) distinct_keys(checks, n, universe, hot);
     }
   }
   return checks.finish();
