@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -83,19 +84,10 @@ def compile_kernels(program, sources, flags):
     if nvcc is None:
         pytest.skip("no nvcc: the CUDA kernels cannot be compiled")
     flags = [*flags, "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0"]
-    flags += ["--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
+    flags += ["--Werror=all-warnings", "-Xcompiler=-O2,-Wall,-Wextra,-Werror,-ffp-contract=off"]
     built = run([nvcc, *flags, *INCLUDES, *(str(HERE / name) for name in sources), "-o", program])
     assert built.returncode == 0, tail(built)
     return program
-
-
-@pytest.fixture(scope="module")
-def device_driver(gpu, tmp_path_factory):
-    """The program that runs all operations on a GPU and on the host."""
-    program = str(tmp_path_factory.mktemp("cuda") / "device_driver")
-    return compile_kernels(
-        program, ["device_driver.cu"], ["-arch=native" if gpu else "-arch=sm_90"]
-    )
 
 
 def test_operations_launch_kernels_and_do_nothing_else(tmp_path):
@@ -103,17 +95,71 @@ def test_operations_launch_kernels_and_do_nothing_else(tmp_path):
     architectures = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90, 100)]
     program = compile_kernels(
         str(tmp_path / "test_launches"),
-        ["test_launches.cu", "no_device.cc"],
+        ["test_launches.cu", "no_device.cc", "runtime.cc"],
         [*architectures, "-cudart=none"],
     )
     assert_all_passed(run([program]))
 
 
-def test_the_kernels_compile_without_a_warning(device_driver):
-    assert Path(device_driver).exists()
+@pytest.fixture(scope="module")
+def device_driver(gpu, tmp_path_factory):
+    """Runs all operations on a GPU and on the host; where there is none, on ptx_device.cc's."""
+    folder = tmp_path_factory.mktemp("cuda")
+    program = str(folder / "device_driver")
+    if gpu:
+        return compile_kernels(program, ["device_driver.cu"], ["-arch=native"])
+    device = sorted(path.name for path in HERE.glob("ptx_*.cc"))
+    return compile_kernels(
+        program,
+        ["device_driver.cu", *device, "runtime.cc"],
+        [
+            "-gencode=arch=compute_90,code=compute_90",
+            "-cudart=none",
+            f"--keep-dir={folder}",
+            "--keep",
+        ],
+    )
 
 
-def test_the_device_agrees_with_the_host_bit_for_bit(gpu, device_driver):
-    if not gpu:
-        pytest.skip("no GPU: the driver is compiled, but cannot run")
+def test_the_device_agrees_with_the_host_bit_for_bit(device_driver):
+    """Without a GPU, the very instructions that nvcc made of the kernels, one by one."""
     assert_all_passed(run([device_driver, "small"]))  # benchmarks/gpu_check.sh runs all of it
+
+
+MISTAKES = {
+    "a store that is lost": (r"(st\.global\.)", r"// \1", "device"),
+    "an address that is not aligned": (
+        r"(ld\.global\.v4\.u32[^[]*\[%rd\d+)",
+        r"\1+4",
+        "misaligned",
+    ),
+    "an address elsewhere": (
+        r"(ld\.global\.v4\.u32[^[]*\[%rd\d+)",
+        rf"\1+{2**44}",
+        "outside of all arrays",
+    ),
+    "a thread that does not come to an exchange": (
+        r"(shfl\.sync[^;]*;)",
+        "{.reg .pred q; .reg .u32 l; mov.u32 l, %laneid; setp.ne.u32 q, l, 3; @q " + r"\1}",
+        "wait for others",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_device_without_silicon_sees_what_a_kernel_does_wrong(mistake, gpu, device_driver):
+    """A mistake in the first place of the kernel that fills buckets."""
+    if gpu:
+        pytest.skip("there is a GPU: nothing interprets the kernels")
+    pattern, replacement, complaint = MISTAKES[mistake]
+    listing = Path(f"{device_driver}.ptx")
+    whole = listing.read_text()
+    begin = whole.index(".entry _ZN3hkv8run_stepINS_10FillBucket")
+    kernel, count = re.subn(pattern, replacement, whole[begin:], count=1)
+    assert count == 1
+    try:
+        listing.write_text(whole[:begin] + kernel)
+        result = run([device_driver, "small"])
+    finally:
+        listing.write_text(whole)
+    assert result.returncode == 1 and complaint in result.stdout, tail(result)

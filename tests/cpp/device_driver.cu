@@ -121,11 +121,14 @@ int main(int count, char** arguments) {
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');
   Together machines(checks, {&cpu, &captured, &launched});
-  run_scenarios(machines, checks, all_forms(1, 180), {40, 0, 140, 60, 1}, kSeed);
-  run_scenarios(machines, checks, all_forms(2, 330), {300, 100, 200}, kSeed + 1000);
+  run_scenarios(machines, checks, all_forms(1, 250, kNarrow), {40, 0, 140, 160, 1, 60}, kSeed);
+  run_scenarios(machines, checks, all_forms(2, 600, kWide), {300, 200, 300}, kSeed + 1000);
+  // Enough for CUB to sort and scan in several tiles.
+  run_scenarios(machines, checks, {{Policy::kLfu, 2, 60, RowType::kFloat32, 8, 12000}}, {20000},
+                kSeed + 4000);
   if (!is_small) {
-    run_scenarios(machines, checks, all_forms(60, 12000), {20000, 40000}, kSeed + 2000);
-    run_scenarios(machines, checks, all_forms(4000, 700000), {400000, 1000000}, kSeed + 3000);
+    run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
+    run_scenarios(machines, checks, all_forms(4000, 700000, kWide), {400000, 1000000}, kSeed + 3000);
   }
   machines.expect_all_called();
   return checks.finish();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -173,7 +174,13 @@ class Scenario {
             {"fill", 0.125}};
   }
 
-  // Finite elements: the sign and payload of a NaN that a sum makes are the machine's own.
+  float random_element() {
+    constexpr uint32_t kNotFinite[] = {0x7f800000, 0xff800000, 0x7fc00000, 0xffc12345};
+    if (random_.chance(0.003)) return bit_cast<float>(kNotFinite[random_.below(std::size(kNotFinite))]);
+    const double magnitude = random_.chance(0.1) ? 0x1p-140 : 1.0;  // subnormal sums
+    return static_cast<float>((random_.real() - 0.5) * magnitude);
+  }
+
   Buffer random_rows(int64_t count, RowType type) {
     Buffer buffer = Buffer::of_rows(count, type, form_.width);
     if (type == RowType::kOther) {
@@ -183,9 +190,7 @@ class Scenario {
     const int64_t bytes = form_.width * element_bytes(type);
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t j = 0; j < form_.width; ++j) {
-        const double magnitude = random_.chance(0.1) ? 0x1p-140 : 1.0;  // subnormal sums
-        const auto value = static_cast<float>((random_.real() - 0.5) * magnitude);
-        store_element(type, buffer.bytes.data() + i * bytes, j, value);
+        store_element(type, buffer.bytes.data() + i * bytes, j, random_element());
       }
     }
     return buffer;
@@ -245,7 +250,8 @@ class Scenario {
     }
     machines_.set("term_sources", Buffer::of(sources));
     machines_.set("term_weights", Buffer::of(weights));
-    machines_.set("pooled", random_rows(bags, random_.chance(0.5) ? RowType::kFloat32 : RowType::kBfloat16));
+    constexpr RowType kTypes[] = {RowType::kFloat32, RowType::kBfloat16, RowType::kFloat16};
+    machines_.set("pooled", random_rows(bags, kTypes[random_.below(std::size(kTypes))]));
   }
 
   template <class Rule>
@@ -317,8 +323,9 @@ class Scenario {
     const int64_t longest = random_.chance(0.3) ? 3000 : 12;
     std::vector<int32_t> splits = {0};
     while (splits.back() < n) splits.push_back(splits.back() + static_cast<int32_t>(random_.below(longest)));
+    const double outside = std::min(0.01, 5.0 / static_cast<double>(splits.size()));  // such bags are long
     for (int32_t& split : splits) {
-      if (random_.chance(0.01)) split = random_.chance(0.5) ? -3 : static_cast<int32_t>(2 * n + 1);
+      if (random_.chance(outside)) split = random_.chance(0.5) ? -3 : static_cast<int32_t>(2 * n + 1);
     }
     std::vector<float> weights;
     const bool is_weighted = random_.chance(0.5);
@@ -380,15 +387,20 @@ class Scenario {
   std::string where_;
 };
 
-// Every policy with one and two choices; row types and widths take turns.
-inline std::vector<Form> all_forms(int64_t buckets, int64_t universe) {
+// Copied by 16 or 4 bytes, by 2 or 4, by 1 or 4.
+inline const std::vector<int64_t> kNarrow = {8, 1, 5};
+// Of several blocks of a tile, or some and a rest.
+inline const std::vector<int64_t> kWide = {64, 36, 131};
+
+// Every policy with one and two choices; row types and widths take turns, others for each size.
+inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std::vector<int64_t>& widths) {
   constexpr RowType kTypes[] = {RowType::kFloat32, RowType::kBfloat16, RowType::kFloat16, RowType::kOther};
-  constexpr int64_t kWidths[] = {8, 1, 5};  // copied by 16 or 4 bytes, by 2 or 4, by 1 or 4
   std::vector<Form> forms;
   for (Policy policy : {Policy::kLru, Policy::kLfu, Policy::kEpochLru, Policy::kEpochLfu, Policy::kCustom}) {
     for (int64_t choices : {1, 2}) {
-      const size_t turn = forms.size();
-      forms.push_back({policy, choices, buckets, kTypes[turn % 4], kWidths[turn % 3], universe});
+      const size_t turn = forms.size() + static_cast<size_t>(buckets);
+      forms.push_back({policy, choices, buckets, kTypes[turn % std::size(kTypes)],
+                       widths[turn % widths.size()], universe});
     }
   }
   return forms;

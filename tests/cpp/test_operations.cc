@@ -15,8 +15,8 @@ void small_batches(Checks& checks) {
   TileMachine tiles("tiles of host threads", 16, 'c');
   Together machines(checks, {&one, &four, &tiles});
   const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
-  run_scenarios(machines, checks, all_forms(1, 180), batches, kSeed);
-  run_scenarios(machines, checks, all_forms(2, 330), batches, kSeed + 1000);
+  run_scenarios(machines, checks, all_forms(1, 180, kNarrow), batches, kSeed);
+  run_scenarios(machines, checks, all_forms(2, 330, kNarrow), batches, kSeed + 1000);
   // More keys than a bucket has lanes, of which most are refused.
   const Form crowded = {Policy::kCustom, 1, 1, RowType::kFloat32, 4, 5000};
   run_scenarios(machines, checks, {crowded}, {700, 700}, kSeed + 3000);
@@ -29,7 +29,8 @@ void large_batches(Checks& checks) {
   CpuMachine two("two threads", 2, 'b');
   CpuMachine four("four threads", 4, 'c');
   Together machines(checks, {&one, &two, &four});
-  run_scenarios(machines, checks, all_forms(60, 12000), {20000, 40000}, kSeed + 2000);
+  run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
+  run_scenarios(machines, checks, all_forms(7, 1500, kWide), {3000}, kSeed + 4000);
 }
 
 // For a tile of any size, a group's functions are those of a single thread.

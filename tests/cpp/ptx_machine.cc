@@ -1,0 +1,290 @@
+#include "ptx_machine.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace hkv::testing::ptx {
+namespace {
+
+constexpr char kGarbage = 'g';  // in memory of a block or a thread, before it is written
+
+}  // namespace
+
+void* Memory::allocate(size_t bytes) {
+  constexpr size_t kAlignment = 256;  // as cudaMalloc's
+  const size_t words = (bytes + kAlignment - 1) / kAlignment * (kAlignment / sizeof(uint64_t));
+  auto* const array = static_cast<uint64_t*>(std::aligned_alloc(kAlignment, words * sizeof(uint64_t)));
+  if (array == nullptr) stop("no memory for " + std::to_string(bytes) + " bytes");
+  std::generate_n(array, words, [this] { return garbage_.word(); });
+  sizes_[reinterpret_cast<uintptr_t>(array)] = bytes;
+  return array;
+}
+
+void Memory::free(void* address) {
+  if (sizes_.erase(reinterpret_cast<uintptr_t>(address)) == 0) stop("an array is freed that is none");
+  last_begin_ = last_end_ = 0;
+  std::free(address);
+}
+
+bool Memory::has(uintptr_t address, size_t bytes) const {
+  if (address < last_begin_ || address >= last_end_) {
+    auto array = sizes_.upper_bound(address);
+    if (array == sizes_.begin()) return false;
+    --array;
+    last_begin_ = array->first;
+    last_end_ = array->first + array->second;
+  }
+  return address < last_end_ && bytes <= last_end_ - address;
+}
+
+Warp::Warp(Block& block, int first_thread)
+    : block_(block),
+      code_(block.kernel->code),
+      first_thread_(first_thread),
+      registers_(new uint64_t[static_cast<size_t>(block.kernel->registers) * kWarpLanes]),
+      local_(static_cast<size_t>(block.kernel->local_bytes) * kWarpLanes, kGarbage) {
+  for (const auto& [value, number] : block.kernel->constants) {
+    std::fill_n(values(number), kWarpLanes, value);
+  }
+  for (const auto& [special, number] : block.kernel->specials) {
+    for (uint32_t lane = 0; lane < kWarpLanes; ++lane) {
+      const auto value = [&]() -> uint64_t {
+        switch (special) {
+          case Special::kThread: return static_cast<uint64_t>(first_thread) + lane;
+          case Special::kBlock: return block.index;
+          case Special::kThreads: return block.threads;
+          case Special::kBlocks: return block.blocks;
+          case Special::kLane: return lane;
+          case Special::kLanesUpTo: return ~uint32_t{0} >> (kWarpLanes - 1 - lane);
+          case Special::kLanesFrom: return ~uint32_t{0} << lane;
+        }
+        return 0;
+      };
+      values(number)[lane] = static_cast<uint32_t>(value());
+    }
+  }
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    const bool is_there = static_cast<unsigned>(first_thread + lane) < block.threads;
+    state_[lane] = is_there ? State::kReady : State::kExited;
+  }
+}
+
+void Warp::fault(const Instruction& instruction, int lane, const std::string& what) const {
+  stop(block_.kernel->name + "\n  line " + std::to_string(instruction.line) + ": " + instruction.text +
+       "\n  block " + std::to_string(block_.index) + " thread " + std::to_string(first_thread_ + lane) +
+       ": " + what);
+}
+
+char* Warp::locate(const Instruction& instruction, int lane) {
+  const auto bytes = static_cast<size_t>(instruction.size * instruction.count);
+  const uint64_t address = value(instruction.in[0], lane) + static_cast<uint64_t>(instruction.offset);
+  const auto within = [&](const char* base, size_t size) {
+    if (address > size || bytes > size - address) fault(instruction, lane, "an access outside of its space");
+    return const_cast<char*>(base) + address;
+  };
+  if (address % bytes != 0) fault(instruction, lane, "a misaligned address: " + std::to_string(address));
+  switch (instruction.space) {
+    case Space::kParameter: return within(block_.parameters->data(), block_.parameters->size());
+    case Space::kShared: return within(block_.shared.data(), block_.shared.size());
+    case Space::kLocal: {
+      const size_t size = local_.size() / kWarpLanes;
+      return within(local_.data() + size * static_cast<size_t>(lane), size);
+    }
+    case Space::kGlobal: break;
+  }
+  if (!block_.memory->has(address, bytes)) fault(instruction, lane, "an access outside of all arrays");
+  return reinterpret_cast<char*>(address);
+}
+
+std::string Warp::whereabouts() const {
+  std::string text;
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    if (state_[lane] == State::kExited) continue;
+    const Instruction& instruction = code_[static_cast<size_t>(place_[lane])];
+    text += "\n  block " + std::to_string(block_.index) + " thread " + std::to_string(first_thread_ + lane) +
+            (state_[lane] == State::kReady ? " at line " : " waits at line ") +
+            std::to_string(instruction.line) + ": " + instruction.text;
+  }
+  return text;
+}
+
+void Warp::run(int instructions, Random& random) {
+  enum class Choice { kLeast, kGreatest, kAny };
+  const uint64_t chance = random.word() % 8;
+  const Choice choice = chance == 0 ? Choice::kGreatest : chance == 1 ? Choice::kAny : Choice::kLeast;
+  while (instructions > 0) {
+    const uint32_t ready = lanes_in(State::kReady);
+    if (ready == 0) return;
+    int leader = std::countr_zero(ready);
+    for (int lane = 0; lane < kWarpLanes; ++lane) {
+      if ((ready >> lane & 1) == 0) continue;
+      const bool is_better = choice == Choice::kLeast      ? place_[lane] < place_[leader]
+                             : choice == Choice::kGreatest ? place_[lane] > place_[leader]
+                                                           : random.chance(0.5);
+      if (is_better) leader = lane;
+    }
+    int place = place_[leader];
+    uint32_t lanes = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) {
+      lanes |= uint32_t{(ready >> lane & 1) != 0 && place_[lane] == place} << lane;
+    }
+    // Until the lanes part, meet others or wait.
+    for (bool is_alone = true; is_alone; --instructions) {
+      const Instruction& instruction = code_[static_cast<size_t>(place)];
+      uint32_t active = lanes;
+      if (instruction.guard != kNone) {
+        const uint64_t* guard = values(instruction.guard);
+        for (int lane = 0; lane < kWarpLanes; ++lane) {
+          if ((guard[lane] != 0) == instruction.guard_is_negated) active &= ~(uint32_t{1} << lane);
+        }
+      }
+      const int next = place + 1;
+      if (instruction.kind == Kind::kPlain) {
+        if (active != 0) instruction.effect(*this, instruction, active);
+        place = next;
+        is_alone = !code_[static_cast<size_t>(place)].is_target && instructions > 1;
+        if (!is_alone) leave(lanes, place, State::kReady);
+        continue;
+      }
+      is_alone = false;
+      leave(lanes & ~active, next, State::kReady);
+      if (active == 0) continue;
+      switch (instruction.kind) {
+        case Kind::kBranch: leave(active, instruction.target, State::kReady); break;
+        case Kind::kExit:
+          leave(active, place, State::kExited);
+          let_meet();
+          break;
+        case Kind::kPause:
+          leave(active, next, State::kReady);
+          instructions = 0;
+          break;
+        case Kind::kBlockBarrier: leave(active, place, State::kAtBlockBarrier); break;
+        default: arrive(instruction, active, place);
+      }
+    }
+  }
+}
+
+void Warp::arrive(const Instruction& instruction, uint32_t lanes, int place) {
+  leave(lanes, place, State::kWaiting);
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    if ((lanes >> lane & 1) == 0) continue;
+    waits_for_[lane] = static_cast<uint32_t>(value(instruction.in.back(), lane));
+    if ((waits_for_[lane] >> lane & 1) == 0) fault(instruction, lane, "a mask that its own thread is not in");
+  }
+  let_meet();
+}
+
+// Lanes that all of their mask's have joined go on.
+void Warp::let_meet() {
+  const uint32_t waiting = lanes_in(State::kWaiting), exited = lanes_in(State::kExited);
+  for (uint32_t rest = waiting; rest != 0;) {
+    const int lane = std::countr_zero(rest);
+    const Instruction& instruction = code_[static_cast<size_t>(place_[lane])];
+    const uint32_t mask = waits_for_[lane], lanes = mask & ~exited;
+    bool is_complete = (lanes & ~rest) == 0;
+    for (int other = 0; other < kWarpLanes && is_complete; ++other) {
+      if ((lanes >> other & 1) == 0) continue;
+      const bool is_here = instruction.kind == Kind::kExchange
+                               ? place_[other] == place_[lane]
+                               : code_[static_cast<size_t>(place_[other])].kind == instruction.kind;
+      is_complete = is_here && waits_for_[other] == mask;
+    }
+    if (!is_complete) {
+      rest &= ~(uint32_t{1} << lane);
+      continue;
+    }
+    rest &= ~lanes;
+    if (instruction.kind == Kind::kExchange) instruction.effect(*this, instruction, lanes);
+    for (uint32_t one = lanes; one != 0; one &= one - 1) {
+      ++place_[std::countr_zero(one)];
+      state_[std::countr_zero(one)] = State::kReady;
+    }
+  }
+}
+
+void Warp::pass_block_barrier() {
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    if (state_[lane] != State::kAtBlockBarrier) continue;
+    ++place_[lane];
+    state_[lane] = State::kReady;
+  }
+}
+
+namespace {
+
+struct Resident {
+  Block block;
+  std::vector<Warp> warps;
+};
+
+std::unique_ptr<Resident> start_block(const Block& form, unsigned index) {
+  auto resident = std::make_unique<Resident>(Resident{form, {}});
+  resident->block.index = index;
+  resident->block.shared.resize(static_cast<size_t>(form.kernel->shared_bytes), kGarbage);
+  for (unsigned thread = 0; thread < form.threads; thread += kWarpLanes) {
+    resident->warps.emplace_back(resident->block, static_cast<int>(thread));
+  }
+  return resident;
+}
+
+// Lets all pass if nobody is missing; of a reduction they get the disjunction.
+void open_barrier(std::vector<Warp>& warps) {
+  bool is_any = false, is_waiting = false;
+  for (Warp& warp : warps) {
+    const uint32_t lanes = warp.at_block_barrier();
+    if (lanes != warp.not_exited()) return;
+    for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      const Instruction& instruction = warp.place_of(lane);
+      is_waiting = true;
+      is_any = is_any || (!instruction.out.empty() && warp.value(instruction.in.back(), lane) != 0);
+    }
+  }
+  if (!is_waiting) return;
+  for (Warp& warp : warps) {
+    for (uint32_t rest = warp.at_block_barrier(); rest != 0; rest &= rest - 1) {
+      const int lane = std::countr_zero(rest);
+      const Instruction& instruction = warp.place_of(lane);
+      if (!instruction.out.empty()) warp.values(instruction.out[0])[lane] = is_any;
+    }
+    warp.pass_block_barrier();
+  }
+}
+
+}  // namespace
+
+void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std::vector<char>& parameters,
+              Memory& memory, Random& random) {
+  constexpr size_t kResidents = 3;       // blocks at a time, begun in order
+  constexpr int64_t kMostTurns = 1 << 26;  // then somebody waits for ever
+  const Block form{&kernel, &memory, &parameters, {}, 0, blocks, threads};
+  std::vector<std::unique_ptr<Resident>> residents;
+  unsigned begun = 0;
+  for (int64_t turn = 0; turn < kMostTurns; ++turn) {
+    while (residents.size() < kResidents && begun < blocks) residents.push_back(start_block(form, begun++));
+    if (residents.empty()) return;
+    std::vector<Warp*> able;
+    for (const auto& resident : residents) {
+      for (Warp& warp : resident->warps) {
+        if (warp.can_go_on()) able.push_back(&warp);
+      }
+    }
+    if (able.empty()) break;
+    able[static_cast<size_t>(random.below(static_cast<int64_t>(able.size())))]->run(
+        static_cast<int>(1 + random.below(400)), random);
+    for (const auto& resident : residents) open_barrier(resident->warps);
+    std::erase_if(residents, [](const auto& resident) {
+      return std::all_of(resident->warps.begin(), resident->warps.end(),
+                         [](const Warp& warp) { return warp.has_ended(); });
+    });
+  }
+  std::string where;
+  for (const auto& resident : residents) {
+    for (const Warp& warp : resident->warps) where += warp.whereabouts();
+  }
+  stop(kernel.name + ": threads wait for others that never come" + where);
+}
+
+}  // namespace hkv::testing::ptx

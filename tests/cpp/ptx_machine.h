@@ -1,0 +1,94 @@
+// A device without silicon: the threads of a grid, each with its own place in a kernel, in an order of
+// chance; memory in which every access is looked at.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ptx_program.h"
+#include "random.h"
+
+namespace hkv::testing::ptx {
+
+// Arrays of the device; new ones are full of garbage.
+class Memory {
+ public:
+  void* allocate(size_t bytes);
+  void free(void* address);
+  // Whether all these bytes lie in one array.
+  bool has(uintptr_t address, size_t bytes) const;
+
+ private:
+  std::map<uintptr_t, size_t> sizes_;
+  Random garbage_{1};
+  mutable uintptr_t last_begin_ = 0, last_end_ = 0;
+};
+
+// What the warps of a block have in common.
+struct Block {
+  const Kernel* kernel;
+  Memory* memory;
+  const std::vector<char>* parameters;
+  std::vector<char> shared;
+  unsigned index = 0, blocks = 0, threads = 0;
+};
+
+class Warp {
+ public:
+  Warp(Block& block, int first_thread);
+
+  // Some instructions of lanes that can go on; the least place first, mostly, so that lanes meet again.
+  void run(int instructions, Random& random);
+
+  uint64_t* values(int number) { return registers_.get() + static_cast<ptrdiff_t>(number) * kWarpLanes; }
+  uint64_t value(int number, int lane) { return values(number)[lane]; }
+  // Where an access goes; stops where it may not.
+  char* locate(const Instruction& instruction, int lane);
+  [[noreturn]] void fault(const Instruction& instruction, int lane, const std::string& what) const;
+
+  std::string whereabouts() const;  // of lanes that have not ended
+
+  bool can_go_on() const { return lanes_in(State::kReady) != 0; }
+  bool has_ended() const { return lanes_in(State::kExited) == ~uint32_t{0}; }
+  uint32_t at_block_barrier() const { return lanes_in(State::kAtBlockBarrier); }
+  uint32_t not_exited() const { return ~lanes_in(State::kExited); }
+  const Instruction& place_of(int lane) const { return code_[place_[lane]]; }
+  void pass_block_barrier();
+
+ private:
+  enum class State : uint8_t { kReady, kWaiting, kAtBlockBarrier, kExited };
+
+  uint32_t lanes_in(State state) const {
+    uint32_t lanes = 0;
+    for (int lane = 0; lane < kWarpLanes; ++lane) lanes |= uint32_t{state_[lane] == state} << lane;
+    return lanes;
+  }
+  void leave(uint32_t lanes, int place, State state) {
+    for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+      place_[std::countr_zero(rest)] = place;
+      state_[std::countr_zero(rest)] = state;
+    }
+  }
+  void arrive(const Instruction& instruction, uint32_t lanes, int place);
+  void let_meet();
+
+  Block& block_;
+  const std::vector<Instruction>& code_;
+  const int first_thread_;
+  std::unique_ptr<uint64_t[]> registers_;  // of all lanes, side by side
+  std::vector<char> local_;
+  std::array<int, kWarpLanes> place_{};
+  std::array<State, kWarpLanes> state_{};
+  std::array<uint32_t, kWarpLanes> waits_for_{};
+};
+
+void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std::vector<char>& parameters,
+              Memory& memory, Random& random);
+
+}  // namespace hkv::testing::ptx

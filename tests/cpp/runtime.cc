@@ -1,0 +1,110 @@
+// A runtime for CUDA programs that are linked with -cudart none: launches and memsets, which it hands on, and
+// answers to questions about a device. There is nothing else, so that what allocates or waits cannot be
+// linked.
+#include "runtime.h"
+
+#include <map>
+
+namespace hkv::testing {
+
+DeviceForm device_form;
+
+namespace {
+
+std::map<const void*, std::string>& names() {
+  static std::map<const void*, std::string> names;
+  return names;
+}
+
+dim3 pushed_grid, pushed_block;
+size_t pushed_shared;
+
+}  // namespace
+
+const std::string& kernel_name(const void* function) { return names()[function]; }
+
+}  // namespace hkv::testing
+
+using namespace hkv::testing;
+
+extern "C" {
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
+  names()[function] = name;
+}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+char __cudaInitModule(void**) { return 1; }
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t) {
+  pushed_grid = grid;
+  pushed_block = block;
+  pushed_shared = shared;
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+  *grid = pushed_grid;
+  *block = pushed_block;
+  *shared = pushed_shared;
+  *static_cast<cudaStream_t*>(stream) = nullptr;
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                               cudaStream_t) {
+  return launch_kernel(kernel, grid, block, shared, arguments);
+}
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t) {
+  return launch_kernel(function, grid, block, shared, arguments);  // what nvcc 12 calls
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
+  return launch_kernel(function, config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments);
+}
+cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
+  return set_memory(address, value, bytes);
+}
+// CUB's way of sorting by no bits at all, which nobody asks for.
+cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = device_form.sm;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  constexpr int kMostX = 0x7fffffff;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = device_form.sm / 10; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = device_form.sm % 10; return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount: *value = device_form.multiprocessors; return cudaSuccess;
+    case cudaDevAttrMaxGridDimX: *value = kMostX; return cudaSuccess;
+    default: return cudaErrorInvalidValue;
+  }
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                   unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = device_form.sm;  // CUB remembers what it was told of a device
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 128;  // as many as CUB remembers
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "refused by the test's runtime"; }
+}
