@@ -1,5 +1,7 @@
 // Behind runtime.cc: a device that carries out the PTX that nvcc has left beside the program, in a file of
 // the program's name with .ptx behind it. Launches and memsets of a capture wait for the launch of its graph.
+#include "ptx_device.h"
+
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -8,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "ptx_machine.h"
 #include "runtime.h"
 
 using Work = std::function<void()>;
@@ -51,6 +52,8 @@ bool is_array(const void* address, size_t bytes) {
 
 }  // namespace
 
+ptx::Memory& ptx_memory() { return memory; }
+
 cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments) {
   const ptx::Kernel& kernel = find_kernel(kernel_name(function));
   if (grid.y * grid.z * block.y * block.z != 1) ptx::stop(kernel.name + ": more than one dimension");
@@ -67,7 +70,11 @@ cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t sh
 
 cudaError_t set_memory(void* address, int value, size_t bytes) {
   if (!is_array(address, bytes)) return cudaErrorInvalidValue;
-  return give([=] { std::memset(address, value, bytes); });
+  return give([=] {
+    std::memset(address, value, bytes);
+    memory.begin_launch("memset");
+    if (memory.counts) memory.traffic["memset"].written += static_cast<int64_t>(bytes / ptx::kSector);
+  });
 }
 
 }  // namespace hkv::testing

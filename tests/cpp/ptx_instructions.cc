@@ -155,6 +155,7 @@ void permute_bytes(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 void load(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const int bits = 8 * instruction.size;
   const uint64_t kept = ~uint64_t{0} >> (64 - instruction.out_bits);
+  warp.count_access(instruction, lanes, true, false);
   for_each(lanes, [&](int lane) {
     const char* address = warp.locate(instruction, lane);
     for (const int out : instruction.out) {
@@ -170,6 +171,7 @@ void load(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 }
 
 void store(Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  warp.count_access(instruction, lanes, false, true);
   for_each(lanes, [&](int lane) {
     char* address = warp.locate(instruction, lane);
     for (size_t i = 1; i < instruction.in.size(); ++i) {
@@ -183,6 +185,7 @@ void store(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 template <class T, class Function>
 Effect atomic(const Function&) {
   return [](Warp& warp, const Instruction& instruction, uint32_t lanes) {
+    warp.count_access(instruction, lanes, true, true);
     for_each(lanes, [&](int lane) {
       char* address = warp.locate(instruction, lane);
       T old;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
+#include <utility>
 
 namespace hkv::testing::ptx {
 namespace {
@@ -16,25 +18,48 @@ void* Memory::allocate(size_t bytes) {
   auto* const array = static_cast<uint64_t*>(std::aligned_alloc(kAlignment, words * sizeof(uint64_t)));
   if (array == nullptr) stop("no memory for " + std::to_string(bytes) + " bytes");
   std::generate_n(array, words, [this] { return garbage_.word(); });
-  sizes_[reinterpret_cast<uintptr_t>(array)] = bytes;
+  arrays_[reinterpret_cast<uintptr_t>(array)] = {bytes, {}, {}};
   return array;
 }
 
 void Memory::free(void* address) {
-  if (sizes_.erase(reinterpret_cast<uintptr_t>(address)) == 0) stop("an array is freed that is none");
+  if (arrays_.erase(reinterpret_cast<uintptr_t>(address)) == 0) stop("an array is freed that is none");
   last_begin_ = last_end_ = 0;
   std::free(address);
 }
 
 bool Memory::has(uintptr_t address, size_t bytes) const {
   if (address < last_begin_ || address >= last_end_) {
-    auto array = sizes_.upper_bound(address);
-    if (array == sizes_.begin()) return false;
+    auto array = arrays_.upper_bound(address);
+    if (array == arrays_.begin()) return false;
     --array;
     last_begin_ = array->first;
-    last_end_ = array->first + array->second;
+    last_end_ = array->first + array->second.bytes;
   }
   return address < last_end_ && bytes <= last_end_ - address;
+}
+
+void Memory::begin_launch(const std::string& kernel) {
+  if (!counts) return;
+  ++launch_;
+  launched_ = &traffic[kernel];
+  ++launched_->launches;
+}
+
+void Memory::count_sectors(std::vector<uintptr_t> sectors, bool reads, bool writes) {
+  std::sort(sectors.begin(), sectors.end());
+  sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
+  launched_->requested += static_cast<int64_t>(sectors.size());
+  for (const uintptr_t sector : sectors) {
+    const auto found = std::prev(arrays_.upper_bound(sector * kSector));
+    const size_t place = (sector * kSector - found->first) / kSector;
+    const auto mark = [&](std::vector<uint32_t>& marks, int64_t& count) {
+      marks.resize(std::max(marks.size(), found->second.bytes / kSector + 1));
+      if (std::exchange(marks[place], launch_) != launch_) ++count;
+    };
+    if (reads) mark(found->second.read, launched_->read);
+    if (writes) mark(found->second.written, launched_->written);
+  }
 }
 
 Warp::Warp(Block& block, int first_thread)
@@ -96,6 +121,16 @@ char* Warp::locate(const Instruction& instruction, int lane) {
   return reinterpret_cast<char*>(address);
 }
 
+void Warp::count_access(const Instruction& instruction, uint32_t lanes, bool reads, bool writes) {
+  if (!block_.memory->counts || instruction.space != Space::kGlobal) return;
+  std::vector<uintptr_t> sectors;
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const uint64_t base = value(instruction.in[0], std::countr_zero(lanes));
+    sectors.push_back((base + static_cast<uint64_t>(instruction.offset)) / kSector);
+  }
+  block_.memory->count_sectors(std::move(sectors), reads, writes);
+}
+
 std::string Warp::whereabouts() const {
   std::string text;
   for (int lane = 0; lane < kWarpLanes; ++lane) {
@@ -110,7 +145,7 @@ std::string Warp::whereabouts() const {
 
 void Warp::run(int instructions, Random& random) {
   enum class Choice { kLeast, kGreatest, kAny };
-  const uint64_t chance = random.word() % 8;
+  const uint64_t chance = block_.memory->counts ? 7 : random.word() % 8;
   const Choice choice = chance == 0 ? Choice::kGreatest : chance == 1 ? Choice::kAny : Choice::kLeast;
   while (instructions > 0) {
     const uint32_t ready = lanes_in(State::kReady);
@@ -141,12 +176,14 @@ void Warp::run(int instructions, Random& random) {
       const int next = place + 1;
       if (instruction.kind == Kind::kPlain) {
         if (active != 0) instruction.effect(*this, instruction, active);
+        if (block_.memory->counts) block_.memory->count_instruction();
         place = next;
         is_alone = !code_[static_cast<size_t>(place)].is_target && instructions > 1;
         if (!is_alone) leave(lanes, place, State::kReady);
         continue;
       }
       is_alone = false;
+      if (block_.memory->counts) block_.memory->count_instruction();
       leave(lanes & ~active, next, State::kReady);
       if (active == 0) continue;
       switch (instruction.kind) {
@@ -257,8 +294,10 @@ void open_barrier(std::vector<Warp>& warps) {
 
 void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std::vector<char>& parameters,
               Memory& memory, Random& random) {
+  constexpr int64_t kTurn = 400, kLongTurn = 1 << 20;  // instructions at most
   constexpr size_t kResidents = 3;       // blocks at a time, begun in order
   constexpr int64_t kMostTurns = 1 << 26;  // then somebody waits for ever
+  memory.begin_launch(kernel.name);
   const Block form{&kernel, &memory, &parameters, {}, 0, blocks, threads};
   std::vector<std::unique_ptr<Resident>> residents;
   unsigned begun = 0;
@@ -273,7 +312,7 @@ void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std
     }
     if (able.empty()) break;
     able[static_cast<size_t>(random.below(static_cast<int64_t>(able.size())))]->run(
-        static_cast<int>(1 + random.below(400)), random);
+        static_cast<int>(1 + random.below(memory.counts ? kLongTurn : kTurn)), random);
     for (const auto& resident : residents) open_barrier(resident->warps);
     std::erase_if(residents, [](const auto& resident) {
       return std::all_of(resident->warps.begin(), resident->warps.end(),

@@ -16,6 +16,14 @@
 
 namespace hkv::testing::ptx {
 
+inline constexpr size_t kSector = 32;  // bytes that a cache asks memory for
+
+// What a kernel's warps did: their instructions, the sectors that these asked for, and the different ones
+// that a launch read and wrote.
+struct Traffic {
+  int64_t launches = 0, instructions = 0, requested = 0, read = 0, written = 0;
+};
+
 // Arrays of the device; new ones are full of garbage.
 class Memory {
  public:
@@ -24,8 +32,23 @@ class Memory {
   // Whether all these bytes lie in one array.
   bool has(uintptr_t address, size_t bytes) const;
 
+  // Whether traffic is counted, by kernel; threads then keep together for as long as they can.
+  bool counts = false;
+  std::map<std::string, Traffic> traffic;
+  void begin_launch(const std::string& kernel);
+  void count_instruction() { ++launched_->instructions; }
+  // Of a warp's access, in any order.
+  void count_sectors(std::vector<uintptr_t> sectors, bool reads, bool writes);
+
  private:
-  std::map<uintptr_t, size_t> sizes_;
+  struct Array {
+    size_t bytes;
+    std::vector<uint32_t> read, written;  // by sector: the last launch that did
+  };
+
+  std::map<uintptr_t, Array> arrays_;
+  uint32_t launch_ = 0;
+  Traffic* launched_ = nullptr;
   Random garbage_{1};
   mutable uintptr_t last_begin_ = 0, last_end_ = 0;
 };
@@ -50,6 +73,7 @@ class Warp {
   uint64_t value(int number, int lane) { return values(number)[lane]; }
   // Where an access goes; stops where it may not.
   char* locate(const Instruction& instruction, int lane);
+  void count_access(const Instruction& instruction, uint32_t lanes, bool reads, bool writes);
   [[noreturn]] void fault(const Instruction& instruction, int lane, const std::string& what) const;
 
   std::string whereabouts() const;  // of lanes that have not ended

@@ -1,0 +1,132 @@
+// What the kernels' warps do for a batch of as many keys as a table has buckets, counted where there is no
+// GPU (tests/cpp/ptx_machine.h): a line of JSON for each kernel of each operation.
+#include <cstdio>
+
+#include "device_machine.h"
+#include "ptx_device.h"
+#include "random.h"
+
+namespace {
+
+using namespace hkv;
+using namespace hkv::testing;
+
+class Counted {
+ public:
+  Counted(int64_t buckets, double load, int64_t choices)
+      : buckets_(buckets), slots_(buckets * kLanes), load_(load), choices_(choices) {
+    const auto slots = static_cast<size_t>(slots_);
+    store_["clock"] = Buffer::of(std::vector<uint32_t>{1, 0});
+    store_["epoch"] = Buffer::of(std::vector<uint32_t>{0});
+    store_["digests"] = Buffer::of(buckets, std::vector<Digest>(slots));
+    store_["keys"] = Buffer::of(buckets, std::vector<Words>(slots));
+    store_["scores"] = Buffer::of(buckets, std::vector<Words>(slots));
+    store_["occupancy"] = Buffer::of(std::vector<int32_t>(static_cast<size_t>(buckets)));
+    for (const char* name : {"order", "offsets", "pinned"}) store_[name] = Buffer::of(std::vector<int32_t>());
+    store_["batch_scores"] = store_["initial_keys"] = Buffer::of(std::vector<Words>());
+    constexpr double kOffered = 1.18;  // times the capacity, to fill it
+    fill(static_cast<int64_t>(static_cast<double>(slots_) * (load < 1.0 ? load : kOffered)));
+  }
+
+  // Distinct keys, so many of them present.
+  void set_batch(double hits) {
+    hits_ = hits;
+    const auto digests = store_["digests"].as<Digest>();
+    const auto present = store_["keys"].as<Words>();
+    Random random(static_cast<uint64_t>(1000.0 * hits));
+    std::vector<Words> batch;
+    while (static_cast<double>(batch.size()) < hits * static_cast<double>(buckets_)) {
+      const auto slot = static_cast<size_t>(random.below(slots_));
+      if (digests[slot] != kEmpty) batch.push_back(present[slot]);
+    }
+    while (static_cast<int64_t>(batch.size()) < buckets_) batch.push_back(Words::of(random.word()));
+    set_batch(batch);
+  }
+  void set_width(int64_t width) {
+    width_ = width;
+    store_["values"] = Buffer::of_rows(slots_, RowType::kFloat32, width);
+    store_["rows"] = Buffer::of_rows(buckets_, RowType::kFloat32, width);
+  }
+
+  template <class Operation>
+  void count(const Names& names) {
+    ptx::Memory& memory = ptx_memory();
+    memory.traffic.clear();
+    memory.counts = true;
+    call<Operation>(device_, names);
+    memory.counts = false;
+    for (const auto& [kernel, traffic] : memory.traffic) {
+      std::printf(
+          "{\"load\": %g, \"choices\": %d, \"hits\": %g, \"width\": %d, \"keys\": %d, \"operation\": \"%s\", "
+          "\"kernel\": \"%s\", \"launches\": %lld, \"instructions\": %lld, \"requested\": %lld, "
+          "\"read\": %lld, \"written\": %lld}\n",
+          load_, static_cast<int>(choices_), hits_, static_cast<int>(width_), static_cast<int>(buckets_),
+          Operation::kName, kernel.c_str(), static_cast<long long>(traffic.launches),
+          static_cast<long long>(traffic.instructions), static_cast<long long>(traffic.requested),
+          static_cast<long long>(traffic.read), static_cast<long long>(traffic.written));
+    }
+    std::fflush(stdout);
+  }
+
+ private:
+  void set_batch(const std::vector<Words>& batch) {
+    store_["batch"] = Buffer::of(batch);
+    store_["valid"] = Buffer::of(std::vector<uint8_t>(batch.size(), 1));
+    std::vector<int32_t> sources;
+    for (size_t i = 0; i < batch.size(); ++i) sources.push_back(static_cast<int32_t>(i));
+    store_["sources"] = Buffer::of(sources);
+  }
+  void fill(int64_t keys) {
+    std::vector<Words> batch;
+    for (int64_t key = 0; key < keys; ++key) batch.push_back(Words::of(static_cast<uint64_t>(key)));
+    set_batch(batch);
+    call<Unique>(host_, {{"keys", "batch"}});
+    call<Upsert>(host_, {});
+  }
+  template <class Operation>
+  void call(const Machine& machine, const Names& names) {
+    const Attributes attributes = {{"policy", static_cast<double>(Policy::kLru)},
+                                   {"choices", static_cast<double>(choices_)},
+                                   {"admit", 1},
+                                   {"write_scores", 1}};
+    const std::string failure = machine.call(Operation::kName, store_, attributes, names);
+    if (!failure.empty()) ptx::stop(failure);
+  }
+
+  const int64_t buckets_, slots_;
+  const double load_;
+  const int64_t choices_;
+  double hits_ = 0.0;
+  int64_t width_ = 0;
+  Store store_;
+  CpuMachine host_{"the CPU", 2, 'a'};
+  CudaMachine device_{"the device", false, 'b'};
+};
+
+}  // namespace
+
+// Its argument: how many buckets.
+int main(int, char** arguments) {
+  for (const int64_t choices : {1, 2}) {
+    for (const double load : {0.5, 0.75, 1.0}) {
+      for (const double hits : {1.0, 0.6, 0.0}) {
+        Counted counted(std::atoll(arguments[1]), load, choices);
+        counted.set_batch(hits);
+        counted.count<Unique>({{"keys", "batch"}});
+        counted.count<FindSlots>({});
+        for (const int64_t width : {8, 32, 64, 128}) {
+          if (choices == 2 || load == 0.75 || hits == 0.0) continue;
+          counted.set_width(width);
+          counted.count<FindRows>({{"rows", "found"}});
+        }
+        counted.set_width(0);
+        counted.count<Upsert>({});
+        for (const int64_t width : {8, 32, 64, 128}) {
+          if (choices == 2 || load != 0.75 || hits != 0.6) continue;
+          counted.set_width(width);
+          counted.count<ScatterRows>({});
+        }
+      }
+    }
+  }
+}

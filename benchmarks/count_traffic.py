@@ -1,0 +1,102 @@
+"""What the kernels' warps do for a batch, counted where there is no GPU.
+
+    python benchmarks/count_traffic.py [--buckets 16384] [--out FILE]
+
+Batches of as many keys as the table has buckets; nvcc's instructions (PTX) for compute capability
+9.0, carried out one by one by tests/cpp/ptx_machine.cc. Of each key: instructions of a warp; bytes
+that warps' instructions ask for, in different sectors of 32; bytes of the different sectors that
+a launch reads or writes, which memory moves if caches keep them for a launch and no longer. Needs
+nvcc and c++filt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from static_report import FLAGS, ROOT, names_of, run
+
+SECTOR = 32  # bytes
+CASE = ("choices", "load", "hits", "width", "operation")
+COUNTS = ("launches", "instructions", "requested", "read", "written")
+TESTS = ROOT / "tests" / "cpp"
+RESULT = ROOT / "benchmarks" / "results" / "counted_sm_90.json"
+
+
+def lines_of(buckets: int) -> list[dict[str, Any]]:
+    """What benchmarks/count_traffic.cu prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/count_traffic"
+        sources = [ROOT / "benchmarks" / "count_traffic.cu", *sorted(TESTS.glob("ptx_*.cc"))]
+        run(
+            *("nvcc", *FLAGS, "-gencode=arch=compute_90,code=compute_90", "--threads=0"),
+            *("-Xcompiler=-O2,-ffp-contract=off", "-cudart=none", f"-I{ROOT}/ffi", f"-I{TESTS}"),
+            *("--keep", f"--keep-dir={folder}", *map(str, sources), str(TESTS / "runtime.cc")),
+            *("-o", program),
+        )
+        printed = subprocess.run(
+            [program, str(buckets)], capture_output=True, text=True, check=True
+        )
+    return [json.loads(line) for line in printed.stdout.splitlines()]
+
+
+def by_operation(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The counts of each operation's kernels, those of CUB together."""
+    names = names_of(sorted({line["kernel"] for line in lines}))
+    operations: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        case = {name: line[name] for name in CASE}
+        operation = operations.setdefault(tuple(case.values()), {**case, "kernels": {}})
+        name = names.get(line["kernel"], "memset" if line["kernel"] == "memset" else "CUB")
+        kernel = operation["kernels"].setdefault(name, dict.fromkeys(COUNTS, 0))
+        for count in COUNTS:
+            kernel[count] += line[count]
+    return list(operations.values())
+
+
+def of_a_key(operation: dict[str, Any], keys: int) -> dict[str, float]:
+    """All kernels of an operation: launches, and the rest of it for each key, sectors as bytes."""
+    sums = {n: sum(kernel[n] for kernel in operation["kernels"].values()) for n in COUNTS}
+    return {
+        "launches": sums["launches"],
+        "instructions": sums["instructions"] / keys,
+        "requested": SECTOR * sums["requested"] / keys,
+        "moved": SECTOR * (sums["read"] + sums["written"]) / keys,
+    }
+
+
+def main() -> None:
+    """Prints a table and writes the counts as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--buckets", type=int, default=16_384)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    operations = by_operation(lines_of(options.buckets))
+    version = re.search(r"release [\d.]+, V[\d.]+", run("nvcc", "--version"))
+    record = {
+        "nvcc": version[0] if version else "",
+        "commit": run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
+        "buckets": options.buckets,
+        "keys": options.buckets,
+        "operations": operations,
+    }
+    columns = ["operation", "candidates", *CASE[1:-1], "launches", "instructions"]
+    print("| " + " | ".join([*columns, "requested", "moved"]) + " |")
+    print("|---" * 9 + "|")
+    for operation in operations:
+        counts = of_a_key(operation, options.buckets)
+        cells = [operation[name] for name in ("operation", *CASE[:-1])]
+        cells += [counts["launches"], f"{counts['instructions']:.0f}"]
+        cells += [f"{counts['requested']:.0f}", f"{counts['moved']:.0f}"]
+        print("| " + " | ".join(map(str, cells)) + " |")
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
