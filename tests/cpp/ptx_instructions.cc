@@ -140,7 +140,8 @@ void move(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 // Bytes of two words, as the nibbles of a third say.
 void permute_bytes(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   for_each(lanes, [&](int lane) {
-    const uint64_t bytes = warp.value(instruction.in[0], lane) | warp.value(instruction.in[1], lane) << 32;
+    const auto low = as<uint32_t>(warp.value(instruction.in[0], lane));
+    const uint64_t bytes = low | warp.value(instruction.in[1], lane) << 32;
     const uint64_t selector = warp.value(instruction.in[2], lane);
     uint64_t result = 0;
     for (int i = 0; i < 4; ++i) {
@@ -154,7 +155,6 @@ void permute_bytes(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 
 void load(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const int bits = 8 * instruction.size;
-  const uint64_t kept = ~uint64_t{0} >> (64 - instruction.out_bits);
   warp.count_access(instruction, lanes, true, false);
   for_each(lanes, [&](int lane) {
     const char* address = warp.locate(instruction, lane);
@@ -164,7 +164,7 @@ void load(Warp& warp, const Instruction& instruction, uint32_t lanes) {
       if (instruction.is_signed) {
         value = static_cast<uint64_t>(static_cast<int64_t>(value << (64 - bits)) >> (64 - bits));
       }
-      if (out != kNone) warp.values(out)[lane] = value & kept;
+      if (out != kNone) warp.values(out)[lane] = value;
       address += instruction.size;
     }
   });

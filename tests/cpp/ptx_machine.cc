@@ -143,63 +143,73 @@ std::string Warp::whereabouts() const {
   return text;
 }
 
+uint32_t Warp::choose(Choice choice, Random& random) const {
+  const uint32_t ready = lanes_in(State::kReady);
+  int place = kNone;
+  for (uint32_t rest = ready; rest != 0; rest &= rest - 1) {
+    const int own = place_[std::countr_zero(rest)];
+    const bool is_better = choice == Choice::kLeast      ? own < place
+                           : choice == Choice::kGreatest ? own > place
+                                                         : random.chance(0.5);
+    if (place == kNone || is_better) place = own;
+  }
+  uint32_t lanes = 0;
+  for (uint32_t rest = ready; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    lanes |= uint32_t{place_[lane] == place} << lane;
+  }
+  return lanes;
+}
+
+uint32_t Warp::guarded(const Instruction& instruction, uint32_t lanes) {
+  if (instruction.guard == kNone) return lanes;
+  const uint64_t* guard = values(instruction.guard);
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    if ((guard[lane] != 0) == instruction.guard_is_negated) lanes &= ~(uint32_t{1} << lane);
+  }
+  return lanes;
+}
+
 void Warp::run(int instructions, Random& random) {
-  enum class Choice { kLeast, kGreatest, kAny };
-  const uint64_t chance = block_.memory->counts ? 7 : random.word() % 8;
-  const Choice choice = chance == 0 ? Choice::kGreatest : chance == 1 ? Choice::kAny : Choice::kLeast;
+  Memory& memory = *block_.memory;
+  const uint64_t chance = random.word() % 8;
+  const Choice choice = memory.counts || chance > 1 ? Choice::kLeast
+                        : chance == 1               ? Choice::kGreatest
+                                                    : Choice::kAny;
   while (instructions > 0) {
-    const uint32_t ready = lanes_in(State::kReady);
-    if (ready == 0) return;
-    int leader = std::countr_zero(ready);
-    for (int lane = 0; lane < kWarpLanes; ++lane) {
-      if ((ready >> lane & 1) == 0) continue;
-      const bool is_better = choice == Choice::kLeast      ? place_[lane] < place_[leader]
-                             : choice == Choice::kGreatest ? place_[lane] > place_[leader]
-                                                           : random.chance(0.5);
-      if (is_better) leader = lane;
-    }
-    int place = place_[leader];
-    uint32_t lanes = 0;
-    for (int lane = 0; lane < kWarpLanes; ++lane) {
-      lanes |= uint32_t{(ready >> lane & 1) != 0 && place_[lane] == place} << lane;
-    }
-    // Until the lanes part, meet others or wait.
-    for (bool is_alone = true; is_alone; --instructions) {
+    const uint32_t lanes = choose(choice, random);
+    if (lanes == 0) return;
+    int place = place_[std::countr_zero(lanes)];
+    // Until the lanes part, may meet others or wait.
+    for (bool goes_on = true; goes_on && instructions > 0; --instructions) {
       const Instruction& instruction = code_[static_cast<size_t>(place)];
-      uint32_t active = lanes;
-      if (instruction.guard != kNone) {
-        const uint64_t* guard = values(instruction.guard);
-        for (int lane = 0; lane < kWarpLanes; ++lane) {
-          if ((guard[lane] != 0) == instruction.guard_is_negated) active &= ~(uint32_t{1} << lane);
-        }
-      }
-      const int next = place + 1;
+      const uint32_t active = guarded(instruction, lanes);
+      if (memory.counts) memory.count_instruction();
+      leave(lanes, ++place, State::kReady);
       if (instruction.kind == Kind::kPlain) {
         if (active != 0) instruction.effect(*this, instruction, active);
-        if (block_.memory->counts) block_.memory->count_instruction();
-        place = next;
-        is_alone = !code_[static_cast<size_t>(place)].is_target && instructions > 1;
-        if (!is_alone) leave(lanes, place, State::kReady);
-        continue;
+      } else if (active != 0) {
+        turn(instruction, active, place - 1);
       }
-      is_alone = false;
-      if (block_.memory->counts) block_.memory->count_instruction();
-      leave(lanes & ~active, next, State::kReady);
-      if (active == 0) continue;
-      switch (instruction.kind) {
-        case Kind::kBranch: leave(active, instruction.target, State::kReady); break;
-        case Kind::kExit:
-          leave(active, place, State::kExited);
-          let_meet();
-          break;
-        case Kind::kPause:
-          leave(active, next, State::kReady);
-          instructions = 0;
-          break;
-        case Kind::kBlockBarrier: leave(active, place, State::kAtBlockBarrier); break;
-        default: arrive(instruction, active, place);
-      }
+      if (instruction.kind == Kind::kPause) instructions = 0;
+      goes_on = instruction.kind == Kind::kPlain && !code_[static_cast<size_t>(place)].is_target;
     }
+  }
+}
+
+// What changes the course of lanes at a place.
+void Warp::turn(const Instruction& instruction, uint32_t lanes, int place) {
+  switch (instruction.kind) {
+    case Kind::kPlain:
+    case Kind::kPause: break;
+    case Kind::kBranch: leave(lanes, instruction.target, State::kReady); break;
+    case Kind::kBlockBarrier: leave(lanes, place, State::kAtBlockBarrier); break;
+    case Kind::kExit:
+      leave(lanes, place, State::kExited);
+      let_meet();
+      break;
+    case Kind::kExchange:
+    case Kind::kWarpBarrier: arrive(instruction, lanes, place);
   }
 }
 

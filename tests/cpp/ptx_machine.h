@@ -99,6 +99,11 @@ class Warp {
       state_[std::countr_zero(rest)] = state;
     }
   }
+  // Ready lanes at one place.
+  enum class Choice { kLeast, kGreatest, kAny };
+  uint32_t choose(Choice choice, Random& random) const;
+  uint32_t guarded(const Instruction& instruction, uint32_t lanes);
+  void turn(const Instruction& instruction, uint32_t lanes, int place);
   void arrive(const Instruction& instruction, uint32_t lanes, int place);
   void let_meet();
 

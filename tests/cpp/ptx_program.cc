@@ -38,7 +38,6 @@ std::vector<std::string> split(const std::string& text) {
 }
 
 int bits_of(const std::string& type) {
-  if (type == "pred") return 1;
   const int bits = std::atoi(type.c_str() + 1);
   if (bits < 8 || bits > 64) stop("no type of PTX that is known here: " + type);
   return bits;
@@ -67,10 +66,6 @@ Declared declared(const std::string& text) {
   if (bracket == std::string::npos) return {name, element};
   return {name.substr(0, bracket), element * std::atoll(name.c_str() + bracket + 1)};
 }
-
-struct Register {
-  int number, bits;
-};
 
 class Reader {
  public:
@@ -158,26 +153,18 @@ class Reader {
   }
   void declare_registers(const std::string& text) {
     const size_t blank = text.find(' ');
-    const int bits = bits_of(text.substr(1, blank - 1));
     for (const std::string& name : split(text.substr(blank))) {
       const size_t bracket = name.find('<');
       if (bracket == std::string::npos) {
-        scopes_.back()[name] = {kernel_.registers++, bits};
+        scopes_.back()[name] = kernel_.registers++;
         continue;
       }
       for (int i = 0; i < std::atoi(name.c_str() + bracket + 1); ++i) {
-        scopes_.back()[name.substr(0, bracket) + std::to_string(i)] = {kernel_.registers++, bits};
+        scopes_.back()[name.substr(0, bracket) + std::to_string(i)] = kernel_.registers++;
       }
     }
   }
 
-  const Register* find_register(const std::string& name) const {
-    for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
-      const auto found = scope->find(name);
-      if (found != scope->end()) return &found->second;
-    }
-    return nullptr;
-  }
   int constant(uint64_t value) {
     const auto [found, is_new] = kernel_.constants.try_emplace(value, kernel_.registers);
     kernel_.registers += is_new;
@@ -185,7 +172,9 @@ class Reader {
   }
   int operand(const std::string& text) {
     if (text == "_") return kNone;
-    if (const Register* own = find_register(text)) return own->number;
+    for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
+      if (const auto found = scope->find(text); found != scope->end()) return found->second;
+    }
     static const std::map<std::string, Special> kSpecials = {
         {"%tid.x", Special::kThread},          {"%ctaid.x", Special::kBlock},
         {"%ntid.x", Special::kThreads},        {"%nctaid.x", Special::kBlocks},
@@ -254,9 +243,6 @@ class Reader {
       instruction.in.insert(instruction.in.begin(), operand(trimmed(address.substr(0, plus))));
     } else if (is_result) {
       instruction.out = operands(text);
-      const size_t begin = text[0] == '{' ? 1 : 0;
-      const Register* first = find_register(trimmed(text.substr(begin, text.find_first_of(",|}") - begin)));
-      instruction.out_bits = first != nullptr ? first->bits : 0;
     } else {
       const std::vector<int> own = operands(text);
       instruction.in.insert(instruction.in.end(), own.begin(), own.end());
@@ -270,7 +256,7 @@ class Reader {
   std::map<std::string, int64_t> symbols_;
   std::map<std::string, int> labels_;
   std::vector<std::pair<size_t, std::string>> branches_;
-  std::vector<std::map<std::string, Register>> scopes_;
+  std::vector<std::map<std::string, int>> scopes_;  // registers by name
 };
 
 std::string without_comments(const std::string& text) {

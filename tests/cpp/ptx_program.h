@@ -26,8 +26,7 @@ enum class Space { kGlobal, kShared, kLocal, kParameter };
 struct Instruction {
   Kind kind = Kind::kPlain;
   Effect effect = nullptr;
-  std::vector<int> out, in;  // registers; kNone where nobody wants the result
-  int out_bits = 0;
+  std::vector<int> out, in;  // registers, of whose 64 bits the type's count; kNone: nobody wants the result
   int guard = kNone;  // only lanes for which this predicate holds, or does not hold
   bool guard_is_negated = false;
   int target = 0;
