@@ -35,9 +35,12 @@ class Counted {
     const auto present = store_["keys"].as<Words>();
     Random random(static_cast<uint64_t>(1000.0 * hits));
     std::vector<Words> batch;
+    std::vector<bool> is_taken(digests.size());
     while (static_cast<double>(batch.size()) < hits * static_cast<double>(buckets_)) {
       const auto slot = static_cast<size_t>(random.below(slots_));
-      if (digests[slot] != kEmpty) batch.push_back(present[slot]);
+      if (digests[slot] == kEmpty || is_taken[slot]) continue;
+      is_taken[slot] = true;
+      batch.push_back(present[slot]);
     }
     while (static_cast<int64_t>(batch.size()) < buckets_) batch.push_back(Words::of(random.word()));
     set_batch(batch);
@@ -122,7 +125,7 @@ int main(int, char** arguments) {
         counted.set_width(0);
         counted.count<Upsert>({});
         for (const int64_t width : {8, 32, 64, 128}) {
-          if (choices == 2 || load != 0.75 || hits != 0.6) continue;
+          if (choices == 2 || !((load == 0.75 && hits == 0.6) || (load == 1.0 && hits == 0.0))) continue;
           counted.set_width(width);
           counted.count<ScatterRows>({});
         }

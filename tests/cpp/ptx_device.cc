@@ -58,6 +58,7 @@ cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t sh
   const ptx::Kernel& kernel = find_kernel(kernel_name(function));
   if (grid.y * grid.z * block.y * block.z != 1) ptx::stop(kernel.name + ": more than one dimension");
   if (shared != 0) ptx::stop(kernel.name + ": shared memory that the launch asks for");
+  if (grid.x == 0 || block.x == 0 || block.x > kernel.most_threads) return cudaErrorInvalidConfiguration;
   std::vector<char> parameters(static_cast<size_t>(kernel.parameter_bytes));
   for (size_t i = 0; i < kernel.parameters.size(); ++i) {
     const auto [offset, bytes] = kernel.parameters[i];
@@ -71,7 +72,7 @@ cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t sh
 cudaError_t set_memory(void* address, int value, size_t bytes) {
   if (!is_array(address, bytes)) return cudaErrorInvalidValue;
   return give([=] {
-    std::memset(address, value, bytes);
+    if (bytes > 0) std::memset(address, value, bytes);
     memory.begin_launch("memset");
     if (memory.counts) memory.traffic["memset"].written += static_cast<int64_t>(bytes / ptx::kSector);
   });
@@ -92,7 +93,7 @@ cudaError_t cudaFree(void* address) {
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   if (!is_array(kind == cudaMemcpyHostToDevice ? to : from, bytes)) return cudaErrorInvalidValue;
-  std::memcpy(to, from, bytes);
+  if (bytes > 0) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {

@@ -421,7 +421,7 @@ void set_access(const std::vector<std::string>& words, Instruction& instruction)
                                                        {"param", Space::kParameter}};
   for (const std::string& word : words) {
     if (const auto space = kSpaces.find(word); space != kSpaces.end()) instruction.space = space->second;
-    if (word == "v2" || word == "v4") instruction.count = word[1] - '0';
+    if (word[0] == 'v' && word != "volatile") instruction.count = std::stoi(word.substr(1));
   }
   set_type(words.back(), instruction);
 }
@@ -431,9 +431,9 @@ void set_access(const std::vector<std::string>& words, Instruction& instruction)
 void look_up(const std::string& opcode, Instruction& instruction) {
   static const Effects kEffects = make_effects(), kAtomics = make_atomics();
   static const std::map<std::string, Kind> kKinds = {
-      {"bra", Kind::kBranch},      {"ret", Kind::kExit},      {"exit", Kind::kExit},
-      {"shfl", Kind::kExchange},   {"vote", Kind::kExchange}, {"bar", Kind::kBlockBarrier},
-      {"nanosleep", Kind::kPause}, {"membar", Kind::kPause},  {"fence", Kind::kPause},
+      {"bra", Kind::kBranch},    {"ret", Kind::kExit},      {"exit", Kind::kExit},
+      {"shfl", Kind::kExchange}, {"vote", Kind::kExchange}, {"nanosleep", Kind::kPause},
+      {"membar", Kind::kPause},  {"fence", Kind::kPause},
   };
   std::vector<std::string> words(1);
   for (const char c : opcode) {
@@ -445,6 +445,7 @@ void look_up(const std::string& opcode, Instruction& instruction) {
   }
   if (const auto kind = kKinds.find(words[0]); kind != kKinds.end()) instruction.kind = kind->second;
   if (opcode == "bar.warp.sync") instruction.kind = Kind::kWarpBarrier;
+  if (opcode == "bar.sync" || opcode == "bar.red.or.pred") instruction.kind = Kind::kBlockBarrier;
   if (words[0] == "ld" || words[0] == "st") {
     set_access(words, instruction);
     instruction.effect = words[0] == "ld" ? load : store;

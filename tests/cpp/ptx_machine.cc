@@ -1,5 +1,7 @@
 #include "ptx_machine.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
@@ -8,13 +10,23 @@
 namespace hkv::testing::ptx {
 namespace {
 
-constexpr char kGarbage = 'g';  // in memory of a block or a thread, before it is written
+// In memory of a block or a thread and in registers, before they are written.
+constexpr char kGarbage = 'g';
+constexpr uint64_t kGarbageWord = 0x6767676767676767;
 
 }  // namespace
 
+// The registers of a warp come and go with it: what the C library gives back must be fetched again.
+Memory::Memory() {
+  constexpr int kNever = 1 << 30;
+  mallopt(M_MMAP_THRESHOLD, kNever);
+  mallopt(M_TRIM_THRESHOLD, kNever);
+}
+
 void* Memory::allocate(size_t bytes) {
   constexpr size_t kAlignment = 256;  // as cudaMalloc's
-  const size_t words = (bytes + kAlignment - 1) / kAlignment * (kAlignment / sizeof(uint64_t));
+  constexpr size_t kApart = 4096;  // bytes at least between arrays: who overruns one meets no other
+  const size_t words = (bytes + kApart) / kAlignment * (kAlignment / sizeof(uint64_t));
   auto* const array = static_cast<uint64_t*>(std::aligned_alloc(kAlignment, words * sizeof(uint64_t)));
   if (array == nullptr) stop("no memory for " + std::to_string(bytes) + " bytes");
   std::generate_n(array, words, [this] { return garbage_.word(); });
@@ -66,7 +78,7 @@ Warp::Warp(Block& block, int first_thread)
     : block_(block),
       code_(block.kernel->code),
       first_thread_(first_thread),
-      registers_(new uint64_t[static_cast<size_t>(block.kernel->registers) * kWarpLanes]),
+      registers_(static_cast<size_t>(block.kernel->registers) * kWarpLanes, kGarbageWord),
       local_(static_cast<size_t>(block.kernel->local_bytes) * kWarpLanes, kGarbage) {
   for (const auto& [value, number] : block.kernel->constants) {
     std::fill_n(values(number), kWarpLanes, value);
@@ -125,8 +137,8 @@ void Warp::count_access(const Instruction& instruction, uint32_t lanes, bool rea
   if (!block_.memory->counts || instruction.space != Space::kGlobal) return;
   std::vector<uintptr_t> sectors;
   for (; lanes != 0; lanes &= lanes - 1) {
-    const uint64_t base = value(instruction.in[0], std::countr_zero(lanes));
-    sectors.push_back((base + static_cast<uint64_t>(instruction.offset)) / kSector);
+    const char* address = locate(instruction, std::countr_zero(lanes));
+    sectors.push_back(reinterpret_cast<uintptr_t>(address) / kSector);
   }
   block_.memory->count_sectors(std::move(sectors), reads, writes);
 }
@@ -306,12 +318,14 @@ void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std
               Memory& memory, Random& random) {
   constexpr int64_t kTurn = 400, kLongTurn = 1 << 20;  // instructions at most
   constexpr size_t kResidents = 3;       // blocks at a time, begun in order
-  constexpr int64_t kMostTurns = 1 << 26;  // then somebody waits for ever
+  // Of a grid, and of each of its warps: then somebody waits for ever.
+  constexpr int64_t kMostTurns = 1 << 18, kMostTurnsOfWarp = 1 << 12;
+  const int64_t most_turns = kMostTurns + kMostTurnsOfWarp * (int64_t{blocks} * threads / kWarpLanes);
   memory.begin_launch(kernel.name);
   const Block form{&kernel, &memory, &parameters, {}, 0, blocks, threads};
   std::vector<std::unique_ptr<Resident>> residents;
   unsigned begun = 0;
-  for (int64_t turn = 0; turn < kMostTurns; ++turn) {
+  for (int64_t turn = 0; turn < most_turns; ++turn) {
     while (residents.size() < kResidents && begun < blocks) residents.push_back(start_block(form, begun++));
     if (residents.empty()) return;
     std::vector<Warp*> able;

@@ -27,6 +27,8 @@ struct Traffic {
 // Arrays of the device; new ones are full of garbage.
 class Memory {
  public:
+  Memory();
+
   void* allocate(size_t bytes);
   void free(void* address);
   // Whether all these bytes lie in one array.
@@ -69,7 +71,7 @@ class Warp {
   // Some instructions of lanes that can go on; the least place first, mostly, so that lanes meet again.
   void run(int instructions, Random& random);
 
-  uint64_t* values(int number) { return registers_.get() + static_cast<ptrdiff_t>(number) * kWarpLanes; }
+  uint64_t* values(int number) { return registers_.data() + static_cast<ptrdiff_t>(number) * kWarpLanes; }
   uint64_t value(int number, int lane) { return values(number)[lane]; }
   // Where an access goes; stops where it may not.
   char* locate(const Instruction& instruction, int lane);
@@ -110,7 +112,7 @@ class Warp {
   Block& block_;
   const std::vector<Instruction>& code_;
   const int first_thread_;
-  std::unique_ptr<uint64_t[]> registers_;  // of all lanes, side by side
+  std::vector<uint64_t> registers_;  // of all lanes, side by side
   std::vector<char> local_;
   std::array<int, kWarpLanes> place_{};
   std::array<State, kWarpLanes> state_{};

@@ -76,13 +76,17 @@ class Reader {
   Kernel read() {
     kernel_.name = word_until("(");
     for (const std::string& parameter : split(word_until(")"))) declare_parameter(parameter);
-    word_until("{");
+    const std::string directives = word_until("{"), most = ".maxntid";
+    const size_t found = directives.find(most);
+    if (found != std::string::npos) {
+      kernel_.most_threads = static_cast<unsigned>(std::atoi(directives.c_str() + found + most.size()));
+    }
     scopes_.emplace_back();
     while (!scopes_.empty()) read_statement();
     for (const auto& [at, label] : branches_) {
-      const auto found = labels_.find(label);
-      if (found == labels_.end()) stop(kernel_.name + ": no label " + label);
-      kernel_.code[at].target = found->second;
+      const auto target = labels_.find(label);
+      if (target == labels_.end()) stop(kernel_.name + ": no label " + label);
+      kernel_.code[at].target = target->second;
     }
     for (const auto& [label, at] : labels_) {
       if (at < static_cast<int>(kernel_.code.size())) kernel_.code[at].is_target = true;
@@ -224,6 +228,14 @@ class Reader {
                               !opcode.starts_with("bar.sync");
       for (size_t i = 0; i < arguments.size(); ++i)
         read_argument(arguments[i], i == 0 && has_result, instruction);
+    }
+    const bool is_of_all = opcode == "bar.sync" ? arguments == std::vector<std::string>{"0"}
+                                                : arguments.size() == 3 && arguments[1] == "0";
+    const bool may_have_several = instruction.effect == nullptr || instruction.kind == Kind::kExchange ||
+                                  opcode.starts_with("ld.") || opcode.starts_with("mov.");
+    if ((instruction.kind == Kind::kBlockBarrier && !is_of_all) ||
+        (instruction.out.size() > 1 && !may_have_several)) {
+      stop("no form of the instruction that is known here: " + statement);
     }
     kernel_.code.push_back(std::move(instruction));
   }

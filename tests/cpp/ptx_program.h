@@ -53,6 +53,7 @@ struct Kernel {
   std::vector<Parameter> parameters;
   int64_t parameter_bytes = 0, shared_bytes = 0, local_bytes = 0;
   int registers = 0;
+  unsigned most_threads = 1024;  // of a block
   std::map<uint64_t, int> constants;  // by value
   std::map<Special, int> specials;
 };
