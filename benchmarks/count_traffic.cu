@@ -14,14 +14,12 @@ using namespace hkv::testing;
 class Counted {
  public:
   Counted(int64_t buckets, double load, int64_t choices)
-      : buckets_(buckets), slots_(buckets * kLanes), load_(load), choices_(choices) {
-    const auto slots = static_cast<size_t>(slots_);
+      : buckets_(buckets),
+        slots_(buckets * kLanes),
+        load_(load),
+        choices_(choices),
+        store_(empty_table(buckets, RowType::kFloat32, 0)) {
     store_["clock"] = Buffer::of(std::vector<uint32_t>{1, 0});
-    store_["epoch"] = Buffer::of(std::vector<uint32_t>{0});
-    store_["digests"] = Buffer::of(buckets, std::vector<Digest>(slots));
-    store_["keys"] = Buffer::of(buckets, std::vector<Words>(slots));
-    store_["scores"] = Buffer::of(buckets, std::vector<Words>(slots));
-    store_["occupancy"] = Buffer::of(std::vector<int32_t>(static_cast<size_t>(buckets)));
     for (const char* name : {"order", "offsets", "pinned"}) store_[name] = Buffer::of(std::vector<int32_t>());
     store_["batch_scores"] = store_["initial_keys"] = Buffer::of(std::vector<Words>());
     constexpr double kOffered = 1.18;  // times the capacity, to fill it

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from static_report import FLAGS, ROOT, names_of, run
+from static_report import FLAGS, ROOT, names_of, run, sources
 
 SECTOR = 32  # bytes
 CASE = ("choices", "load", "hits", "width", "operation")
@@ -33,11 +32,11 @@ def lines_of(buckets: int) -> list[dict[str, Any]]:
     """What benchmarks/count_traffic.cu prints."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/count_traffic"
-        sources = [ROOT / "benchmarks" / "count_traffic.cu", *sorted(TESTS.glob("ptx_*.cc"))]
+        units = [ROOT / "benchmarks" / "count_traffic.cu", *sorted(TESTS.glob("ptx_*.cc"))]
         run(
             *("nvcc", *FLAGS, "-gencode=arch=compute_90,code=compute_90", "--threads=0"),
             *("-Xcompiler=-O2,-ffp-contract=off", "-cudart=none", f"-I{ROOT}/ffi", f"-I{TESTS}"),
-            *("--keep", f"--keep-dir={folder}", *map(str, sources), str(TESTS / "runtime.cc")),
+            *("--keep", f"--keep-dir={folder}", *map(str, units), str(TESTS / "runtime.cc")),
             *("-o", program),
         )
         printed = subprocess.run(
@@ -78,14 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     operations = by_operation(lines_of(options.buckets))
-    version = re.search(r"release [\d.]+, V[\d.]+", run("nvcc", "--version"))
-    record = {
-        "nvcc": version[0] if version else "",
-        "commit": run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
-        "buckets": options.buckets,
-        "keys": options.buckets,
-        "operations": operations,
-    }
+    head = {**sources(), "buckets": options.buckets, "keys": options.buckets}
     columns = ["operation", "candidates", *CASE[1:-1], "launches", "instructions"]
     print("| " + " | ".join([*columns, "requested", "moved"]) + " |")
     print("|---" * 9 + "|")
@@ -95,7 +87,9 @@ def main() -> None:
         cells += [counts["launches"], f"{counts['instructions']:.0f}"]
         cells += [f"{counts['requested']:.0f}", f"{counts['moved']:.0f}"]
         print("| " + " | ".join(map(str, cells)) + " |")
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    lines = ",\n  ".join(json.dumps(operation) for operation in operations)
+    opening = json.dumps(head, indent=1).removesuffix("\n}")
+    options.out.write_text(f'{opening},\n "operations": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -40,6 +40,13 @@ def run(*command: str) -> str:
     return result.stdout + result.stderr
 
 
+def sources() -> dict[str, str]:
+    """Which compiler was asked, and about what."""
+    version = re.search(r"release [\d.]+, V[\d.]+", run("nvcc", "--version"))
+    commit = run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+    return {"nvcc": version[0] if version else "", "commit": commit}
+
+
 def names_of(mangled: list[str]) -> dict[str, str]:
     """Short names: the operation, and the step of it that the kernel does."""
     plain = run("c++filt", *mangled).splitlines()
@@ -113,13 +120,7 @@ def main() -> None:
         kernels[name] = used[mangled] | {"warps": warps} | counted.get(mangled, {})
         if mangled in instructions:
             kernels[name]["instructions"] = instructions[mangled]
-    version = re.search(r"release [\d.]+, V[\d.]+", run("nvcc", "--version"))
-    record = {
-        "architecture": options.architecture,
-        "nvcc": version[0] if version else "",
-        "commit": run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip(),
-        "kernels": kernels,
-    }
+    record = {"architecture": options.architecture, **sources(), "kernels": kernels}
     columns = ["registers", "warps", "stack", "spills", "instructions", *COUNTED]
     print("| kernel | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")

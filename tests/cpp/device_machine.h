@@ -56,15 +56,13 @@ class CudaMachine : public Machine {
   CudaMachine(const std::string& name, bool is_captured, char garbage)
       : Machine(name), is_captured_(is_captured), garbage_(garbage) {
     require(cudaStreamCreate(&stream_), "cudaStreamCreate");
-    AllOperations::visit([this]<class Operation>() {
-      calls_[Operation::kName] = [this](Store& store, const Attributes& attributes, const Names& names) {
-        return run<Operation>(store, attributes, names);
-      };
-    });
+    make_calls(*this);
   }
   ~CudaMachine() override { require(cudaStreamDestroy(stream_), "cudaStreamDestroy"); }
 
  private:
+  friend Machine;
+
   // The workspace is left as it came: initcheck reports what is read before it is written.
   template <class Operation>
   std::string run(Store& store, const Attributes& attributes, const Names& names) {

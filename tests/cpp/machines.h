@@ -56,11 +56,20 @@ class Machine {
   }
 
  protected:
-  using Call = std::function<std::string(Store&, const Attributes&, const Names&)>;
-  std::map<std::string, Call> calls_;
+  // By `run<Operation>(store, attributes, names)` of the machine itself.
+  template <class Self>
+  void make_calls(Self& self) {
+    AllOperations::visit([this, &self]<class Operation>() {
+      calls_[Operation::kName] = [&self](Store& store, const Attributes& attributes, const Names& names) {
+        return self.template run<Operation>(store, attributes, names);
+      };
+    });
+  }
 
  private:
+  using Call = std::function<std::string(Store&, const Attributes&, const Names&)>;
   const std::string name_;
+  std::map<std::string, Call> calls_;
 };
 
 // The store's own memory.
@@ -74,14 +83,12 @@ class HostMachine : public Machine {
  public:
   HostMachine(const std::string& name, int threads, char garbage)
       : Machine(name), workers_(threads), garbage_(garbage) {
-    AllOperations::visit([this]<class Operation>() {
-      calls_[Operation::kName] = [this](Store& store, const Attributes& attributes, const Names& names) {
-        return run<Operation>(store, attributes, names);
-      };
-    });
+    make_calls(*this);
   }
 
  private:
+  friend Machine;
+
   template <class Operation>
   std::string run(Store& store, const Attributes& attributes, const Names& names) {
     Operation operation;

@@ -90,6 +90,13 @@ void shift(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   });
 }
 
+template <class T>
+T reversed(T word) {
+  T result = 0;
+  for (size_t bit = 0; bit < 8 * sizeof(T); ++bit) result = result << 1 | (word >> bit & 1);
+  return result;
+}
+
 // b of the bits of `b` go to a at c.
 template <class T>
 void insert_bits(Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -213,27 +220,12 @@ void shuffle(Warp& warp, const Instruction& instruction, uint32_t lanes) {
     const auto limits = static_cast<int>(warp.value(instruction.in[2], lane));
     const int segment = limits >> 8 & 31, clamp = limits & 31;
     const int least = lane & segment, most = least | (clamp & ~segment);
-    int from = 0;
-    bool is_within = false;
-    switch (kMode) {
-      case Shuffle::kUp:
-        from = lane - step;
-        is_within = from >= most;
-        break;
-      case Shuffle::kDown:
-        from = lane + step;
-        is_within = from <= most;
-        break;
-      case Shuffle::kXor:
-        from = lane ^ step;
-        is_within = from <= most;
-        break;
-      case Shuffle::kIndex:
-        from = least | (step & ~segment);
-        is_within = from <= most;
-        break;
-    }
-    if (!is_within) from = lane;
+    const int other = kMode == Shuffle::kUp     ? lane - step
+                      : kMode == Shuffle::kDown ? lane + step
+                      : kMode == Shuffle::kXor  ? lane ^ step
+                                                : least | (step & ~segment);
+    const bool is_within = kMode == Shuffle::kUp ? other >= most : other <= most;
+    const int from = is_within ? other : lane;
     if ((lanes >> from & 1) == 0) warp.fault(instruction, lane, "a value of a thread that is not there");
     if (instruction.out[0] != kNone) warp.values(instruction.out[0])[lane] = old[static_cast<size_t>(from)];
     if (instruction.out.size() > 1) warp.values(instruction.out[1])[lane] = is_within;
@@ -374,16 +366,8 @@ Effects make_effects() {
   effects["clz.b64"] = unary<uint32_t, uint64_t>([](auto a) { return std::countl_zero(a); });
   effects["popc.b32"] = unary<uint32_t, uint32_t>([](auto a) { return std::popcount(a); });
   effects["popc.b64"] = unary<uint32_t, uint64_t>([](auto a) { return std::popcount(a); });
-  effects["brev.b32"] = unary<uint32_t, uint32_t>([](uint32_t a) {
-    uint32_t reversed = 0;
-    for (int i = 0; i < 32; ++i) reversed |= (a >> i & 1) << (31 - i);
-    return reversed;
-  });
-  effects["brev.b64"] = unary<uint64_t, uint64_t>([](uint64_t a) {
-    uint64_t reversed = 0;
-    for (int i = 0; i < 64; ++i) reversed |= (a >> i & 1) << (63 - i);
-    return reversed;
-  });
+  effects["brev.b32"] = unary<uint32_t, uint32_t>([](auto a) { return reversed(a); });
+  effects["brev.b64"] = unary<uint64_t, uint64_t>([](auto a) { return reversed(a); });
   effects["bmsk.clamp.b32"] = binary<uint32_t, uint32_t>([](uint32_t a, uint32_t b) {
     const uint64_t field = b >= 32 ? 0xffffffff : (uint64_t{1} << b) - 1;
     return a >= 32 ? 0 : static_cast<uint32_t>(field << a);

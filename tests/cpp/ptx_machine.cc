@@ -107,9 +107,12 @@ Warp::Warp(Block& block, int first_thread)
 }
 
 void Warp::fault(const Instruction& instruction, int lane, const std::string& what) const {
-  stop(block_.kernel->name + "\n  line " + std::to_string(instruction.line) + ": " + instruction.text +
-       "\n  block " + std::to_string(block_.index) + " thread " + std::to_string(first_thread_ + lane) +
-       ": " + what);
+  stop(block_.kernel->name + thread_at(instruction, lane, what));
+}
+
+std::string Warp::thread_at(const Instruction& instruction, int lane, const std::string& what) const {
+  return "\n  block " + std::to_string(block_.index) + " thread " + std::to_string(first_thread_ + lane) +
+         " at line " + std::to_string(instruction.line) + ": " + instruction.text + ": " + what;
 }
 
 char* Warp::locate(const Instruction& instruction, int lane) {
@@ -147,10 +150,8 @@ std::string Warp::whereabouts() const {
   std::string text;
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     if (state_[lane] == State::kExited) continue;
-    const Instruction& instruction = code_[static_cast<size_t>(place_[lane])];
-    text += "\n  block " + std::to_string(block_.index) + " thread " + std::to_string(first_thread_ + lane) +
-            (state_[lane] == State::kReady ? " at line " : " waits at line ") +
-            std::to_string(instruction.line) + ": " + instruction.text;
+    const bool is_ready = state_[lane] == State::kReady;
+    text += thread_at(code_[static_cast<size_t>(place_[lane])], lane, is_ready ? "can go on" : "waits");
   }
   return text;
 }
@@ -256,18 +257,14 @@ void Warp::let_meet() {
     }
     rest &= ~lanes;
     if (instruction.kind == Kind::kExchange) instruction.effect(*this, instruction, lanes);
-    for (uint32_t one = lanes; one != 0; one &= one - 1) {
-      ++place_[std::countr_zero(one)];
-      state_[std::countr_zero(one)] = State::kReady;
-    }
+    pass(lanes);
   }
 }
 
-void Warp::pass_block_barrier() {
-  for (int lane = 0; lane < kWarpLanes; ++lane) {
-    if (state_[lane] != State::kAtBlockBarrier) continue;
-    ++place_[lane];
-    state_[lane] = State::kReady;
+void Warp::pass(uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    ++place_[std::countr_zero(lanes)];
+    state_[std::countr_zero(lanes)] = State::kReady;
   }
 }
 

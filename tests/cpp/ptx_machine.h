@@ -85,7 +85,7 @@ class Warp {
   uint32_t at_block_barrier() const { return lanes_in(State::kAtBlockBarrier); }
   uint32_t not_exited() const { return ~lanes_in(State::kExited); }
   const Instruction& place_of(int lane) const { return code_[place_[lane]]; }
-  void pass_block_barrier();
+  void pass_block_barrier() { pass(at_block_barrier()); }
 
  private:
   enum class State : uint8_t { kReady, kWaiting, kAtBlockBarrier, kExited };
@@ -108,6 +108,8 @@ class Warp {
   void turn(const Instruction& instruction, uint32_t lanes, int place);
   void arrive(const Instruction& instruction, uint32_t lanes, int place);
   void let_meet();
+  void pass(uint32_t lanes);  // what they waited at
+  std::string thread_at(const Instruction& instruction, int lane, const std::string& what) const;
 
   Block& block_;
   const std::vector<Instruction>& code_;

@@ -32,14 +32,11 @@ class Scenario {
   Scenario(Together& machines, Checks& checks, const Form& form, uint64_t seed)
       : machines_(machines), checks_(checks), form_(form), random_(seed) {
     machines_.clear();
-    const int64_t slots = form_.buckets * kLanes;
+    for (const auto& [name, buffer] : empty_table(form_.buckets, form_.type, form_.width)) {
+      machines_.set(name, buffer);
+    }
     machines_.set("clock", Buffer::of(std::vector<uint32_t>{0xfffffff0, 0}));  // its low word wraps soon
     machines_.set("epoch", Buffer::of(std::vector<uint32_t>{3}));
-    machines_.set("digests", Buffer::of(form_.buckets, std::vector<Digest>(static_cast<size_t>(slots))));
-    machines_.set("keys", Buffer::of(form_.buckets, std::vector<Words>(static_cast<size_t>(slots))));
-    machines_.set("scores", Buffer::of(form_.buckets, std::vector<Words>(static_cast<size_t>(slots))));
-    machines_.set("occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(form_.buckets))));
-    machines_.set("values", Buffer::of_rows(slots, form_.type, form_.width));
     machines_.set("absent", Buffer::of(std::vector<int32_t>()));
   }
 

@@ -48,6 +48,19 @@ struct Buffer {
 };
 
 using Store = std::map<std::string, Buffer>;
+// A table without an entry.
+inline Store empty_table(int64_t buckets, RowType type, int64_t width) {
+  const int64_t slots = buckets * kLanes;
+  const std::vector<Words> words(static_cast<size_t>(slots));
+  return {{"clock", Buffer::of(std::vector<uint32_t>(2))},
+          {"epoch", Buffer::of(std::vector<uint32_t>(1))},
+          {"digests", Buffer::of(buckets, std::vector<Digest>(static_cast<size_t>(slots)))},
+          {"keys", Buffer::of(buckets, words)},
+          {"scores", Buffer::of(buckets, words)},
+          {"occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(buckets)))},
+          {"values", Buffer::of_rows(slots, type, width)}};
+}
+
 using Attributes = std::map<std::string, double>;
 using Names = std::map<std::string, std::string>;  // of an operation's arguments: their names in the store
 

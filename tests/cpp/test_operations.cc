@@ -30,7 +30,7 @@ void large_batches(Checks& checks) {
   CpuMachine four("four threads", 4, 'c');
   Together machines(checks, {&one, &two, &four});
   run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
-  run_scenarios(machines, checks, all_forms(7, 1500, kWide), {3000}, kSeed + 4000);
+  run_scenarios(machines, checks, all_forms(2, 600, kWide), {1200}, kSeed + 4000);
 }
 
 // For a tile of any size, a group's functions are those of a single thread.
