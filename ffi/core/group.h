@@ -20,6 +20,7 @@ struct LaneMask {
   HKV_HOST_DEVICE int lowest() const {
     return words[0] ? count_trailing_zeros(words[0]) : 64 + count_trailing_zeros(words[1]);
   }
+  HKV_HOST_DEVICE LaneMask others() const { return {{~words[0], ~words[1]}}; }
   HKV_HOST_DEVICE void add(int lane) {
     words[0] |= lane < 64 ? bit(lane) : 0;
     words[1] |= lane < 64 ? 0 : bit(lane);
@@ -33,15 +34,17 @@ struct LaneMask {
   static HKV_HOST_DEVICE uint64_t bit(int lane) { return uint64_t{1} << (lane & 63); }
 };
 
-// An entry by its rank among victims: the lowest (score, lane) goes first; lane -1: none.
+// An entry by its rank among victims: the lowest (score, lane) goes first; lane -1: none. Lanes of a second
+// bucket follow those of the first.
 struct Candidate {
   Score score = ~Score{0};
   int lane = -1;
 
-  // Without branches, which members of a tile would have to come back from.
+  bool operator==(const Candidate&) const = default;
+
+  // Of two that are some. Without branches, which members of a tile would have to come back from.
   HKV_HOST_DEVICE bool goes_before(const Candidate& other) const {
-    const bool is_lower = (score < other.score) | ((score == other.score) & (lane < other.lane));
-    return (lane >= 0) & ((other.lane < 0) | is_lower);
+    return (score < other.score) | ((score == other.score) & (lane < other.lane));
   }
 };
 
@@ -54,8 +57,9 @@ struct Probe {
 };
 
 template <class G>
-concept Group = requires(const G group, const Digest* line, const Words* words, LaneMask mask,
-                         const Probe probe, char* to, const char* from, Slot row, int64_t bytes) {
+concept Group = requires(const G group, const Digest* line, const Words* words,
+                         const typename G::Scores (&scores)[2], const LaneMask (&masks)[2], const Probe probe,
+                         char* to, const char* from, Slot row, int64_t bytes) {
   { group.rank() };                   // this member
   { group.size() };                   // members
   { group.sync() };                   // what members wrote before it, all read after it
@@ -63,7 +67,7 @@ concept Group = requires(const G group, const Digest* line, const Words* words, 
   { group.broadcast(0, 0) };          // what one member brings
   { group.minimum(0) };               // the least of what they bring
   { group.scores_of(words) };         // a bucket's scores, read
-  { group.lowest_score(group.scores_of(words), mask) };  // the first victim outside the mask
+  { group.lowest_score(scores, masks) };  // of one or more buckets, the first victim outside the masks
   { group.match_each(line, probe) };  // every member's own bucket: the lanes of the digest
   { group.find_each(line, words, probe) };         // every member's own key: its lane in its bucket, or -1
   { group.copy_each(to, row, from, row, bytes) };  // every member's own row: from one number to another
@@ -116,13 +120,17 @@ struct SerialGroup {
   using Scores = const Words*;
   static HKV_HOST_DEVICE Scores scores_of(const Words* scores) { return scores; }
 
-  static HKV_HOST_DEVICE Candidate lowest_score(const Scores& scores, const LaneMask& excluded) {
+  template <int kBuckets>
+  static HKV_HOST_DEVICE Candidate lowest_score(const Scores (&scores)[kBuckets],
+                                                const LaneMask (&excluded)[kBuckets]) {
     Candidate best;
-    for (int word = 0; word < 2; ++word) {
-      for (uint64_t left = ~excluded.words[word]; left != 0; left &= left - 1) {
-        const int lane = word * 64 + count_trailing_zeros(left);
-        const Score score = scores[lane].value();
-        if (best.lane < 0 || score < best.score) best = {score, lane};
+    for (int bucket = 0; bucket < kBuckets; ++bucket) {
+      for (int word = 0; word < 2; ++word) {
+        for (uint64_t left = ~excluded[bucket].words[word]; left != 0; left &= left - 1) {
+          const int lane = word * 64 + count_trailing_zeros(left);
+          const Score score = scores[bucket][lane].value();
+          if (best.lane < 0 || score < best.score) best = {score, bucket * kLanes + lane};
+        }
       }
     }
     return best;
@@ -224,21 +232,26 @@ struct TileGroup {
     return own;
   }
 
-  HKV_HOST_DEVICE Candidate lowest_score(const Scores& scores, const LaneMask& excluded) const {
+  template <int kBuckets>
+  HKV_HOST_DEVICE Candidate lowest_score(const Scores (&scores)[kBuckets],
+                                         const LaneMask (&excluded)[kBuckets]) const {
     const int own = 2 * rank();  // this member's lanes: those and the next, and again 2 kSize further
-    const uint64_t outside[2] = {excluded.words[0] >> own, excluded.words[1] >> own};
-    Candidate best;  // of lanes that come in order: the first of equal scores stays
-    for (int pair = 0; pair < kLanes / kSize / 2; ++pair) {
-      for (int half = 0; half < 2; ++half) {
-        const int candidate = 2 * pair * kSize + half;
-        const bool is_in = ((outside[candidate / 64] >> (candidate % 64)) & 1) == 0;
-        const Score score = scores.pairs[pair].scores[half].value();
-        const bool is_lower = is_in & ((best.lane < 0) | (score < best.score));
-        best.score = is_lower ? score : best.score;
-        best.lane = is_lower ? candidate : best.lane;
+    Candidate best;              // of lanes that come in order: the first of equal scores stays
+    for (int bucket = 0; bucket < kBuckets; ++bucket) {
+      const uint64_t outside[2] = {excluded[bucket].words[0] >> own, excluded[bucket].words[1] >> own};
+      for (int pair = 0; pair < kLanes / kSize / 2; ++pair) {
+        for (int half = 0; half < 2; ++half) {
+          const int lane_of = 2 * pair * kSize + half;
+          const auto bits = static_cast<uint32_t>(outside[lane_of / 64] >> (lane_of % 64 & 32));
+          const bool is_in = (bits & uint32_t{1} << lane_of % 32) == 0;
+          const Score score = scores[bucket].pairs[pair].scores[half].value();
+          const bool is_lower = is_in & (score < best.score);
+          best.score = is_lower ? score : best.score;
+          best.lane = is_lower ? bucket * kLanes + lane_of : best.lane;
+        }
       }
     }
-    if (best.lane >= 0) best.lane += own;
+    best.lane += own;
     for (int step = kSize / 2; step > 0; step /= 2) {
       Candidate other;
       other.score = lane.exchange(best.score, step);
@@ -247,7 +260,7 @@ struct TileGroup {
       best.score = is_better ? other.score : best.score;
       best.lane = is_better ? other.lane : best.lane;
     }
-    return best;
+    return best.score == Candidate{}.score ? first_outside(excluded) : best;
   }
 
   HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) const {
@@ -309,6 +322,17 @@ struct TileGroup {
         }
       }
     }
+  }
+
+  // Where all scores are the highest, or excluded.
+  template <int kBuckets>
+  static HKV_HOST_DEVICE Candidate first_outside(const LaneMask (&excluded)[kBuckets]) {
+    Candidate first;
+    for (int bucket = kBuckets - 1; bucket >= 0; --bucket) {
+      const LaneMask rest = excluded[bucket].others();
+      if (rest.any()) first.lane = bucket * kLanes + rest.lowest();
+    }
+    return first;
   }
 
   static constexpr int kShare = kLanes / kSize;  // consecutive lanes of a bucket for each member

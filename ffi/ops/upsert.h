@@ -287,16 +287,12 @@ struct ChooseByScore {
     const TableView& table = state.table;
     const int64_t first = state.candidate(u, 0);
     const int64_t second = state.candidate(u, 1);
-    const auto first_scores = group.scores_of(table.scores + first * kLanes);
-    const auto second_scores = group.scores_of(table.scores + second * kLanes);
-    const Candidate in_first = group.lowest_score(first_scores, state.pinned(first));
-    const Candidate in_second = group.lowest_score(second_scores, state.pinned(second));
-    const bool second_is_lower =
-        in_second.lane >= 0 && (in_first.lane < 0 || in_second.score < in_first.score);
+    const typename G::Scores scores[] = {group.scores_of(table.scores + first * kLanes),
+                                         group.scores_of(table.scores + second * kLanes)};
+    const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
-    state.groups.set(u, second_is_lower ? second : first);
-    const Candidate victim = second_is_lower ? in_second : in_first;
-    state.victim_lanes[u] = victim.lane;
+    state.groups.set(u, victim.lane < kLanes ? first : second);
+    state.victim_lanes[u] = victim.lane < kLanes ? victim.lane : victim.lane - kLanes;
     state.victim_scores[u] = victim.score;
   }
 };
@@ -377,58 +373,110 @@ struct EvictFromBucket {
     if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.groups.target(i));
   }
 
+  // A tile goes from key to key, whichever run they are of: in a warp whose tiles went through their runs
+  // side by side, the ones with shorter runs would wait. What the keys replace is written by all members at
+  // once.
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
     const int32_t first = first_of(i);
-    for_each_member(group, first >= 0,
-                    [&](int member) { replace_from(group, group.broadcast(first, member)); });
+    uint32_t heads = group.ballot(first >= 0);
+    Run<G> run;
+    Replacement own;
+    int held = 0;  // members that hold one
+    HKV_ROLLED while (run.has_key || heads != 0) {
+      if (!run.has_key) {
+        begin(run, group.broadcast(first, count_trailing_zeros(heads)));
+        heads &= heads - 1;
+      }
+      const Candidate victim = next_victim(group, run);
+      const int place = victim.lane < 0 ? kNone : next_place(group, run, victim.score);
+      run.has_key = place != kNone && state.groups.is_in_run(place + 1, run.bucket);
+      if (place == kNone) continue;
+      run.place = place + 1;
+      run.pinned.add(victim.lane);
+      if (group.rank() == held) own = {place, slot_of(run.bucket, victim.lane), victim.score};
+      if (++held == group.size()) {
+        write(group, own);
+        held = 0;
+      }
+    }
+    write(group, own);
   }
 
  private:
+  static constexpr int kNone = 0x7fffffff;
+
+  // Keys of one bucket, in order, and what they may replace.
+  template <class G>
+  struct Run {
+    bool has_key = false;
+    int place = kNone;  // of the next key
+    int64_t bucket = 0;
+    LaneMask pinned;
+    bool has_known_victim = false;
+    bool has_scores = false;
+    typename G::Scores scores = {};
+  };
+
+  struct Replacement {
+    int place = kNone;
+    Slot slot = kNoSlot;
+    Score old_score = 0;
+  };
+
   // The place of the first pending key of the run whose head this is, or -1.
   HKV_HOST_DEVICE int32_t first_of(int64_t i) const {
     if (is_after_filling) return i < state.groups.count ? state.rest[i] : -1;
     return state.groups.is_head(i) ? static_cast<int32_t>(i) : -1;
   }
 
-  // Each member looks for the next key that is let in, in steps of the group; the first of them replaces
-  // the victim. Those before it are refused, by later victims too: their scores are higher.
+  template <class G>
+  HKV_HOST_DEVICE void begin(Run<G>& run, int place) const {
+    run.has_key = true;
+    run.place = place;
+    run.bucket = state.groups.target(place);
+    run.pinned = state.pinned(run.bucket);
+    run.has_known_victim = !is_after_filling;
+    run.has_scores = false;
+  }
+
+  // The lowest unpinned entry. Who has chosen the bucket by it has left it: pins are what they were then, and
+  // those that chose one bucket saw the same.
   template <Group G>
-  HKV_HOST_DEVICE void replace_from(const G& group, int64_t place) const {
-    constexpr int kNone = 0x7fffffff;
-    const Groups& groups = state.groups;
-    const int64_t bucket = groups.target(place);
-    const bool can_refuse = state.scoring().can_refuse();
-    LaneMask pinned = state.pinned(bucket);
-    Candidate victim = is_after_filling ? lowest(group, bucket, pinned) : known_victim(groups.item(place));
-    HKV_ROLLED while (victim.lane >= 0) {
-      int64_t own = place + group.rank();
-      bool exists = groups.is_in_run(own, bucket);
-      while (can_refuse && exists && state.new_score(groups.item(own)) < victim.score) {
-        own += group.size();
-        exists = groups.is_in_run(own, bucket);
-      }
-      const int next = group.minimum(exists ? static_cast<int>(own) : kNone);
-      if (next == kNone) return;
-      if (next == own) replace(groups.item(own), slot_of(bucket, victim.lane), victim.score);
-      place = next + 1;
-      pinned.add(victim.lane);
-      if (!groups.is_in_run(place, bucket)) return;
-      group.sync();  // what has just been written is read next, though it is pinned
-      victim = lowest(group, bucket, pinned);
+  HKV_HOST_DEVICE Candidate next_victim(const G& group, Run<G>& run) const {
+    if (run.has_known_victim) {
+      run.has_known_victim = false;
+      const int32_t u = state.groups.item(run.place);
+      return {state.victim_scores[u], state.victim_lanes[u]};
     }
+    if (!run.has_scores) {
+      run.scores = group.scores_of(state.table.scores + run.bucket * kLanes);
+      run.has_scores = true;
+      group.sync();  // before a member writes what the others have read
+    }
+    return group.lowest_score({run.scores}, {run.pinned});
+  }
+
+  // Of the next key that is let in, for which each member looks in steps of the group. Those before it are
+  // refused, by later victims too: their scores are higher.
+  template <Group G>
+  HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
+    if (!state.scoring().can_refuse()) return run.place;
+    const Groups& groups = state.groups;
+    int64_t own = int64_t{run.place} + group.rank();
+    bool exists = groups.is_in_run(own, run.bucket);
+    while (exists && state.new_score(groups.item(own)) < victim) {
+      own += group.size();
+      exists = groups.is_in_run(own, run.bucket);
+    }
+    return group.minimum(exists ? static_cast<int>(own) : kNone);
   }
 
   template <Group G>
-  HKV_HOST_DEVICE Candidate lowest(const G& group, int64_t bucket, const LaneMask& pinned) const {
-    const auto scores = group.scores_of(state.table.scores + bucket * kLanes);
-    group.sync();  // before a member writes what the others have just read
-    return group.lowest_score(scores, pinned);
-  }
-
-  // Pins are what they were when the keys chose, and those that chose one bucket saw the same.
-  HKV_HOST_DEVICE Candidate known_victim(int32_t u) const {
-    return {state.victim_scores[u], state.victim_lanes[u]};
+  HKV_HOST_DEVICE void write(const G& group, Replacement& own) const {
+    if (own.place != kNone) replace(state.groups.item(own.place), own.slot, own.old_score);
+    own.place = kNone;
+    group.sync();  // before the others read it, although it is pinned
   }
 
   HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {

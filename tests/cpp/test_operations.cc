@@ -20,6 +20,11 @@ void small_batches(Checks& checks) {
   // More keys than a bucket has lanes, of which most are refused.
   const Form crowded = {Policy::kCustom, 1, 1, RowType::kFloat32, 4, 5000};
   run_scenarios(machines, checks, {crowded}, {700, 700}, kSeed + 3000);
+  // Full buckets with some new keys each: a tile has several runs, whose keys it takes together.
+  const Form full = {Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000};
+  std::vector<int64_t> full_batches(15, 40);
+  full_batches[0] = full_batches[1] = 2500;
+  run_scenarios(machines, checks, {full}, full_batches, kSeed + 5000);
   machines.expect_all_called();
 }
 
@@ -39,24 +44,31 @@ void tile_functions(Checks& checks) {
   Team team(kSize);
   Random random(kSeed + kSize);
   const std::string where = "a tile of " + std::to_string(kSize);
-  for (int trial = 0; trial < 20; ++trial) {
-    alignas(16) Words scores[kLanes];
-    LaneMask excluded;
-    const double share = trial == 0 ? 1.0 : random.real();
-    for (int lane = 0; lane < kLanes; ++lane) {
-      scores[lane] = Words::of(random.chance(0.5) ? ~uint64_t{0} : static_cast<uint64_t>(random.below(3)));
-      if (random.chance(share)) excluded.add(lane);
+  for (int trial = 0; trial < 60; ++trial) {
+    alignas(16) Words scores[2][kLanes];
+    LaneMask excluded[2];
+    for (int bucket = 0; bucket < 2; ++bucket) {
+      const double share = random.chance(0.2) ? 1.0 : random.real();
+      const double highest = random.chance(0.2) ? 1.0 : 0.5;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const bool is_highest = random.chance(highest);
+        scores[bucket][lane] = Words::of(is_highest ? ~Score{0} : static_cast<Score>(random.below(3)));
+        if (random.chance(share)) excluded[bucket].add(lane);
+      }
     }
-    const auto term = [&](int64_t i) { return scores[i].value() / 4; };
+    const auto term = [&](int64_t i) { return scores[0][i].value() / 4; };
     const int64_t count = random.below(kLanes);
-    const Candidate lowest = SerialGroup::lowest_score(scores, excluded);
+    const Candidate lowest = SerialGroup::lowest_score({scores[0]}, {excluded[0]});
+    const Candidate lower = SerialGroup::lowest_score({scores[0], scores[1]}, excluded);
     const uint64_t sum = SerialGroup::saturating_sum(count, term);
     bool same[kSize];
     Meeting meeting(kSize);
     team.run([&](int member) {
       const TileGroup<kSize, HostLane> tile{{&meeting, member}};
-      const Candidate best = tile.lowest_score(tile.scores_of(scores), excluded);
-      same[member] = best.lane == lowest.lane && (best.lane < 0 || best.score == lowest.score) &&
+      const auto first = tile.scores_of(scores[0]);
+      const auto second = tile.scores_of(scores[1]);
+      same[member] = tile.lowest_score({first}, {excluded[0]}) == lowest &&
+                     tile.lowest_score({first, second}, excluded) == lower &&
                      tile.saturating_sum(count, term) == sum;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
