@@ -1,0 +1,493 @@
+// What an upsert does to a table, step by step: looks keys up, finds empty lanes for the others, and evicts
+// where there are none. Sections 3.1 to 3.4.
+#pragma once
+
+#include "ops/operation.h"
+
+namespace hkv {
+
+// What the steps of an upsert share.
+struct UpsertState {
+  TableView table;
+  Policy policy;
+  bool admit;
+  bool write_scores;
+  const uint32_t* clock;
+  const uint32_t* epoch;
+
+  // The batch: distinct keys, and who their occurrences are.
+  const Words* unique_keys;
+  const int32_t* count;
+  const int32_t* inverse;
+  const int32_t* first;
+  const int32_t* last;
+  const int32_t* order;    // for policies that count
+  const int32_t* offsets;  // likewise
+  const Words* scores;  // by position, or null
+
+  // Per distinct key.
+  Slot* unique_slots;
+  int32_t* unique_status;
+  LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
+  int32_t* named;         // with two candidates: the bucket of the first round
+  Score* new_scores;  // of those that are pending, unless all have the same
+  Words* evicted_keys;
+  Score* evicted_scores;
+
+  // Per bucket.
+  uint64_t* pins;  // two words of lanes
+  int32_t* loads;
+
+  // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
+  Groups groups;
+  int32_t* rest;  // at the head of a run: the first place whose key found no empty lane; else, or none: -1
+
+  // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
+  int32_t* victim_lanes;
+  Score* victim_scores;
+
+  HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
+
+  HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
+    return table.candidate(hash_of(unique_keys[u].value()), choice);
+  }
+
+  // Whoever probes a bucket notes what is empty, for whoever fills it: with one candidate nobody fills it
+  // between them. Not on a CPU, where that costs more than it saves (docs/performance.md).
+  template <Group G>
+  HKV_HOST_DEVICE bool keeps_empty_lanes() const {
+    return G::size() > 1 && table.choices == 1;
+  }
+
+  // The empty lanes of every member's own bucket, if it wants them. A full one's digests are not read.
+  template <Group G>
+  HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, bool is_wanted, int64_t bucket) const {
+    const bool has_room = is_wanted && table.occupancy[bucket] < kLanes;
+    return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
+  }
+
+  // Absent, and without a slot: refused, unless a later step lets the key in.
+  HKV_HOST_DEVICE bool is_pending(int64_t u) const {
+    return unique_status[u] == static_cast<int32_t>(Status::kRefused);
+  }
+
+  HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
+
+  HKV_HOST_DEVICE Score new_score(int64_t u) const {
+    return scoring().takes_given() ? new_scores[u] : scoring().of_new(0);
+  }
+
+  // Several workers may pin lanes of one bucket.
+  HKV_HOST_DEVICE void pin(Slot slot) const { atomic_or(pin_word(slot), uint32_t{1} << (slot & 31)); }
+
+  HKV_HOST_DEVICE uint32_t* pin_word(Slot slot) const {
+    return reinterpret_cast<uint32_t*>(pins) + (slot >> 5);
+  }
+
+  // One worker owns the bucket.
+  HKV_HOST_DEVICE void set_pinned(int64_t bucket, const LaneMask& mask) const {
+    pins[2 * bucket] = mask.words[0];
+    pins[2 * bucket + 1] = mask.words[1];
+  }
+
+  // What the occurrences of every member's own key say of its score, merged, if it wants that; a long list is
+  // added up by all members.
+  template <Group G>
+  HKV_HOST_DEVICE uint64_t given_each(const G& group, int64_t u, bool is_wanted) const {
+    constexpr int32_t kLong = 32;
+    if (!adds_up()) return is_wanted ? last_or_count(u) : 0;
+    const bool is_long = is_wanted && offsets[u + 1] - offsets[u] > kLong;
+    uint64_t own = is_wanted && !is_long ? sum(SerialGroup{}, u) : 0;
+    for_each_member(group, is_long, [&](int member) {
+      const uint64_t of_member = sum(group, group.broadcast(static_cast<int>(u), member));
+      if (member == group.rank()) own = of_member;
+    });
+    return own;
+  }
+
+ private:
+  HKV_HOST_DEVICE bool adds_up() const { return scoring().counts() && scores != nullptr; }
+
+  HKV_HOST_DEVICE uint64_t last_or_count(int64_t u) const {
+    if (policy == Policy::kCustom) return scores[last[u]].value();
+    return scoring().counts() ? static_cast<uint64_t>(offsets[u + 1] - offsets[u]) : 0;
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE uint64_t sum(const G& group, int64_t u) const {
+    const int32_t* occurrences = order + offsets[u];
+    const Words* terms = scores;
+    return group.saturating_sum(offsets[u + 1] - offsets[u],
+                                [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
+  }
+};
+
+// Slots that the caller pins besides the batch's own.
+struct PinSlots {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+  const Slot* slots;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    if (state.table.has_slot(slots[i])) state.pin(slots[i]);
+  }
+};
+
+// Looks a key up: a hit has a score at once, who is absent waits for a slot.
+struct ProbeKey {
+  static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
+    if (u < *state.count) prefetch_digests(state.table, state.unique_keys[u].value());
+  }
+  HKV_HOST_DEVICE void prefetch_near(int64_t u) const {
+    if (u >= *state.count) return;
+    prefetch_keys(state.table, state.unique_keys[u].value(), state.write_scores);
+  }
+
+  // The slot of a hit.
+  template <Group G>
+  HKV_HOST_DEVICE Slot operator()(const G& group, int64_t u) const {
+    const bool exists = u < *state.count;
+    const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
+    const bool is_pending = exists && slot < 0 && state.admit;
+    const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
+    if (state.keeps_empty_lanes<G>()) keep_empty_lanes(group, u, is_pending);
+    if (u >= n) return kNoSlot;
+    state.unique_slots[u] = slot;
+    if (state.admit && state.table.choices == 1) choose(u, is_pending);
+    if (slot >= 0) {
+      hit(u, slot, given);
+    } else {
+      miss(u, is_pending, given);
+    }
+    return slot;
+  }
+
+ private:
+  // Now that the digests are near.
+  template <Group G>
+  HKV_HOST_DEVICE void keep_empty_lanes(const G& group, int64_t u, bool is_pending) const {
+    const int64_t bucket = is_pending ? state.candidate(u, 0) : 0;
+    const LaneMask lanes = state.find_empty_lanes(group, is_pending, bucket);
+    if (is_pending) state.empty_lanes[u] = lanes;
+  }
+
+  HKV_HOST_DEVICE void hit(int64_t u, Slot slot, uint64_t given) const {
+    state.unique_status[u] = static_cast<int32_t>(Status::kFound);
+    if (!state.write_scores) return;
+    Words& score = state.table.scores[slot];
+    score = Words::of(state.scoring().of_hit(score.value(), given));
+  }
+
+  HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, uint64_t given) const {
+    state.unique_status[u] = static_cast<int32_t>(is_pending ? Status::kRefused : Status::kMissing);
+    if (!is_pending) return;
+    if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
+  }
+
+  HKV_HOST_DEVICE void choose(int64_t u, bool is_pending) const {
+    if (!is_pending) return state.groups.leave_out(u);
+    state.groups.set(u, state.candidate(u, 0));
+  }
+};
+
+// Buckets are told of hits, which keep their slots, and with two candidates of keys that may come. A step of
+// its own because on a CPU an atomic waits for all that its thread has stored: it must not come between the
+// misses of the probe.
+struct TellBuckets {
+  static constexpr int kGroup = ProbeKey::kGroup;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
+    if (state.unique_slots[u] >= 0) prefetch<kToWrite>(state.pin_word(state.unique_slots[u]));
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    (*this)(group, u, u < n ? state.unique_slots[u] : kNoSlot);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G&, int64_t u, Slot slot) const {
+    if (slot >= 0) return state.pin(slot);
+    if (state.table.choices == 2 && u < n && state.is_pending(u)) announce(u);
+  }
+
+ private:
+  HKV_HOST_DEVICE void announce(int64_t u) const {
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
+    atomic_add(state.loads + first, 1);
+    if (second != first) atomic_add(state.loads + second, 1);
+  }
+};
+
+// Round 1 with two candidates: the emptier one.
+struct ChooseByLoad {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    if (!state.is_pending(u)) return state.groups.leave_out(u);
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
+    const int64_t bucket = load(second) < load(first) ? second : first;
+    state.named[u] = static_cast<int32_t>(bucket);
+    state.groups.set(u, bucket);
+  }
+
+ private:
+  HKV_HOST_DEVICE int64_t load(int64_t bucket) const {
+    return int64_t{state.table.occupancy[bucket]} + state.loads[bucket];
+  }
+};
+
+// Round 2: the candidate that the key did not name in round 1.
+struct ChooseOther {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    if (!state.is_pending(u)) return state.groups.leave_out(u);
+    const int64_t first = state.candidate(u, 0);
+    const bool named_first = state.named[u] == first;
+    state.groups.set(u, named_first ? state.candidate(u, 1) : first);
+  }
+};
+
+// Round 3 with two candidates: the one whose lowest unpinned score is lower.
+struct ChooseByScore {
+  static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  int64_t n;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
+    if (!state.is_pending(u)) return;
+    for (int choice = 0; choice < 2; ++choice) prefetch_scores(state.table, state.candidate(u, choice));
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
+    const bool is_pending = u < n && state.is_pending(u);
+    if (u < n && !is_pending) state.groups.leave_out(u);
+    const int64_t first = u - group.rank();
+    for_each_member(group, is_pending, [&](int member) { choose(group, first + member); });
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE void choose(const G& group, int64_t u) const {
+    const TableView& table = state.table;
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
+    const typename G::Scores scores[] = {group.scores_of(table.scores + first * kLanes),
+                                         group.scores_of(table.scores + second * kLanes)};
+    const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
+    if (group.rank() != 0) return;
+    state.groups.set(u, victim.lane < kLanes ? first : second);
+    state.victim_lanes[u] = victim.lane < kLanes ? victim.lane : victim.lane - kLanes;
+    state.victim_scores[u] = victim.score;
+  }
+};
+
+// The new keys of one bucket take its empty lanes, lowest first. The bucket is of the member that has the
+// head of the run.
+struct FillBucket {
+  static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    if (state.groups.has_item(i)) prefetch(state.table.line(state.groups.target(i)));
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const Groups& groups = state.groups;
+    const bool is_head = groups.is_head(i);
+    const int64_t bucket = is_head ? groups.target(i) : 0;
+    LaneMask empty = empty_lanes(group, is_head, i, bucket);
+    const bool has_room = empty.any();
+    LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
+    int64_t place = i;
+    for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
+      const int lane = empty.lowest();
+      empty.remove(lane);
+      pinned.add(lane);
+      prefetch_item(place + kItemsAhead);
+      insert(groups.item(place), slot_of(bucket, lane));
+    }
+    if (has_room) {
+      state.set_pinned(bucket, pinned);
+      state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
+    }
+    if (i < groups.count) {
+      state.rest[i] = is_head && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
+    }
+  }
+
+ private:
+  static constexpr int64_t kItemsAhead = 16;
+
+  template <Group G>
+  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, bool is_head, int64_t i, int64_t bucket) const {
+    if (state.keeps_empty_lanes<G>()) {
+      return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
+    }
+    const LaneMask lanes = state.find_empty_lanes(group, is_head, bucket);
+    group.sync();  // before a member writes to its bucket what the others have just read
+    return lanes;
+  }
+
+  HKV_HOST_DEVICE void prefetch_item(int64_t place) const {
+    if (!state.groups.has_item(place)) return;
+    const int32_t u = state.groups.item(place);
+    prefetch(state.unique_keys + u);
+    prefetch<kToWrite>(state.unique_slots + u);
+    prefetch<kToWrite>(state.unique_status + u);
+  }
+
+  HKV_HOST_DEVICE void insert(int64_t u, Slot slot) const {
+    write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
+    state.unique_slots[u] = slot;
+    state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
+  }
+};
+
+// The new keys that found no empty lane take the place of the lowest unpinned entry. Those that may not, or
+// find none, stay refused.
+struct EvictFromBucket {
+  static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  bool is_after_filling;  // of the same runs
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.groups.target(i));
+  }
+
+  // A tile goes from key to key, whichever run they are of: in a warp whose tiles went through their runs
+  // side by side, the ones with shorter runs would wait. What the keys replace is written by all members at
+  // once.
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const int32_t first = first_of(i);
+    uint32_t heads = group.ballot(first >= 0);
+    Run<G> run;
+    Replacement own;
+    int held = 0;  // members that hold one
+    HKV_ROLLED while (run.has_key || heads != 0) {
+      if (!run.has_key) {
+        begin(run, group.broadcast(first, count_trailing_zeros(heads)));
+        heads &= heads - 1;
+      }
+      const Candidate victim = next_victim(group, run);
+      const int place = victim.lane < 0 ? kNone : next_place(group, run, victim.score);
+      run.has_key = place != kNone && state.groups.is_in_run(place + 1, run.bucket);
+      if (place == kNone) continue;
+      run.place = place + 1;
+      run.pinned.add(victim.lane);
+      if (group.rank() == held) own = {place, slot_of(run.bucket, victim.lane), victim.score};
+      if (++held == group.size()) {
+        write(group, own);
+        held = 0;
+      }
+    }
+    write(group, own);
+  }
+
+ private:
+  static constexpr int kNone = 0x7fffffff;
+
+  // Keys of one bucket, in order, and what they may replace.
+  template <class G>
+  struct Run {
+    bool has_key = false;
+    int place = kNone;  // of the next key
+    int64_t bucket = 0;
+    LaneMask pinned;
+    bool has_known_victim = false;
+    bool has_scores = false;
+    typename G::Scores scores = {};
+  };
+
+  struct Replacement {
+    int place = kNone;
+    Slot slot = kNoSlot;
+    Score old_score = 0;
+  };
+
+  // The place of the first pending key of the run whose head this is, or -1.
+  HKV_HOST_DEVICE int32_t first_of(int64_t i) const {
+    if (is_after_filling) return i < state.groups.count ? state.rest[i] : -1;
+    return state.groups.is_head(i) ? static_cast<int32_t>(i) : -1;
+  }
+
+  template <class G>
+  HKV_HOST_DEVICE void begin(Run<G>& run, int place) const {
+    run.has_key = true;
+    run.place = place;
+    run.bucket = state.groups.target(place);
+    run.pinned = state.pinned(run.bucket);
+    run.has_known_victim = !is_after_filling;
+    run.has_scores = false;
+  }
+
+  // The lowest unpinned entry. Who has chosen the bucket by it has left it: pins are what they were then, and
+  // those that chose one bucket saw the same.
+  template <Group G>
+  HKV_HOST_DEVICE Candidate next_victim(const G& group, Run<G>& run) const {
+    if (run.has_known_victim) {
+      run.has_known_victim = false;
+      const int32_t u = state.groups.item(run.place);
+      return {state.victim_scores[u], state.victim_lanes[u]};
+    }
+    if (!run.has_scores) {
+      run.scores = group.scores_of(state.table.scores + run.bucket * kLanes);
+      run.has_scores = true;
+      group.sync();  // before a member writes what the others have read
+    }
+    return group.lowest_score({run.scores}, {run.pinned});
+  }
+
+  // Of the next key that is let in, for which each member looks in steps of the group. Those before it are
+  // refused, by later victims too: their scores are higher.
+  template <Group G>
+  HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
+    if (!state.scoring().can_refuse()) return run.place;
+    const Groups& groups = state.groups;
+    int64_t own = int64_t{run.place} + group.rank();
+    bool exists = groups.is_in_run(own, run.bucket);
+    while (exists && state.new_score(groups.item(own)) < victim) {
+      own += group.size();
+      exists = groups.is_in_run(own, run.bucket);
+    }
+    return group.minimum(exists ? static_cast<int>(own) : kNone);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void write(const G& group, Replacement& own) const {
+    if (own.place != kNone) replace(state.groups.item(own.place), own.slot, own.old_score);
+    own.place = kNone;
+    group.sync();  // before the others read it, although it is pinned
+  }
+
+  HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {
+    if (state.evicted_keys != nullptr) {
+      state.evicted_keys[u] = state.table.keys[slot];
+      state.evicted_scores[u] = old_score;
+    }
+    write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
+    state.unique_slots[u] = slot;
+    state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
+  }
+};
+
+}  // namespace hkv
