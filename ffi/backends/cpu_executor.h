@@ -331,14 +331,25 @@ class CpuExecutor {
 
   template <class Step>
   static void run_steps(const Step& step, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
+    const auto prefetch_far = [&](int64_t i) HKV_INLINE {
       if constexpr (requires { step.prefetch_far(i); }) {
         if (i + kFar < end) step.prefetch_far(i + kFar);
       }
-      if constexpr (requires { step.prefetch_near(i); }) {
-        if (i + kNear < end) step.prefetch_near(i + kNear);
+    };
+    if constexpr (requires { step.look_ahead(begin); }) {
+      constexpr int64_t kRing = std::bit_ceil(static_cast<uint64_t>(kNear + 1));
+      decltype(step.look_ahead(begin)) seen[kRing];
+      for (int64_t i = begin; i < std::min(begin + kNear, end); ++i) seen[i % kRing] = step.look_ahead(i);
+      for (int64_t i = begin; i < end; ++i) {
+        prefetch_far(i);
+        if (i + kNear < end) seen[(i + kNear) % kRing] = step.look_ahead(i + kNear);
+        step(SerialGroup{}, i, seen[i % kRing]);
       }
-      step(SerialGroup{}, i);
+    } else {
+      for (int64_t i = begin; i < end; ++i) {
+        prefetch_far(i);
+        step(SerialGroup{}, i);
+      }
     }
   }
 

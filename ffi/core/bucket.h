@@ -21,7 +21,7 @@ HKV_HOST_DEVICE Slot find_slot(const G& group, const TableView& table, bool is_w
   return slot;
 }
 
-// Brings near what find_slot reads first.
+// Brings near what match_ahead reads.
 HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
   const uint64_t hash = hash_of(key);
   for (int choice = 0; choice < table.choices; ++choice) {
@@ -31,18 +31,37 @@ HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
   }
 }
 
-// Brings near what find_slot reads next, once the digests are near: the keys that it will compare
-// (and, with `to_score`, their scores, which it will write).
-HKV_HOST_DEVICE void prefetch_keys(const TableView& table, Key key, bool to_score) {
-  const uint64_t hash = hash_of(key);
+// A key's hash, and the lanes of its digest in its candidate buckets.
+struct Matches {
+  uint64_t hash = 0;
+  LaneMask lanes[2];
+};
+
+// By a thread, once the digests are near: brings near the keys that find_slot will compare (and, with
+// `to_score`, their scores, which will be written).
+HKV_HOST_DEVICE Matches match_ahead(const TableView& table, Key key, bool to_score) {
+  Matches matches{hash_of(key), {}};
   for (int choice = 0; choice < table.choices; ++choice) {
-    const int64_t bucket = table.candidate(hash, choice);
-    const LaneMask matches = SerialGroup::match(table.line(bucket), digest_of(hash));
-    if (!matches.any()) continue;
-    const int64_t slot = bucket * kLanes + matches.lowest();
+    const int64_t bucket = table.candidate(matches.hash, choice);
+    const LaneMask lanes = SerialGroup::match(table.line(bucket), digest_of(matches.hash));
+    matches.lanes[choice] = lanes;
+    if (!lanes.any()) continue;
+    const int64_t slot = bucket * kLanes + lanes.lowest();
     prefetch(table.keys + slot);
     if (to_score) prefetch<kToWrite>(table.scores + slot);
   }
+  return matches;
+}
+
+// The slot of a key that was matched ahead, or kNoSlot.
+HKV_HOST_DEVICE Slot find_slot(const TableView& table, const Matches& matches, Key key) {
+  for (int choice = 0; choice < table.choices; ++choice) {
+    if (!matches.lanes[choice].any()) continue;
+    const int64_t bucket = table.candidate(matches.hash, choice);
+    const int lane = SerialGroup::find(table.keys + bucket * kLanes, matches.lanes[choice], key);
+    if (lane >= 0) return slot_of(bucket, lane);
+  }
+  return kNoSlot;
 }
 
 // Brings near what a search for a victim reads.

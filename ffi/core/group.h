@@ -40,9 +40,8 @@ struct Candidate {
   Score score = ~Score{0};
   int lane = -1;
 
-  bool operator==(const Candidate&) const = default;
-
-  // Of two that are some. Without branches, which members of a tile would have to come back from.
+  // Who has none has the highest score. Without branches, which members of a tile would have to come back
+  // from.
   HKV_HOST_DEVICE bool goes_before(const Candidate& other) const {
     return (score < other.score) | ((score == other.score) & (lane < other.lane));
   }
@@ -107,14 +106,18 @@ struct SerialGroup {
     return probe.is_wanted ? match(digests + probe.bucket * kLanes, probe.code) : LaneMask{};
   }
 
-  static HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) {
-    LaneMask matches = match_each(digests, probe);
-    while (matches.any()) {
-      const int lane = matches.lowest();
-      if (keys[probe.bucket * kLanes + lane].value() == probe.key) return lane;
-      matches.remove(lane);
+  // The lane of a key among some of its bucket, or -1.
+  static HKV_HOST_DEVICE int find(const Words* keys, LaneMask lanes, Key key) {
+    while (lanes.any()) {
+      const int lane = lanes.lowest();
+      if (keys[lane].value() == key) return lane;
+      lanes.remove(lane);
     }
     return -1;
+  }
+
+  static HKV_HOST_DEVICE int find_each(const Digest* digests, const Words* keys, const Probe& probe) {
+    return find(keys + probe.bucket * kLanes, match_each(digests, probe), probe.key);
   }
 
   using Scores = const Words*;
@@ -126,7 +129,7 @@ struct SerialGroup {
     Candidate best;
     for (int bucket = 0; bucket < kBuckets; ++bucket) {
       for (int word = 0; word < 2; ++word) {
-        for (uint64_t left = ~excluded[bucket].words[word]; left != 0; left &= left - 1) {
+        for (uint64_t left = excluded[bucket].others().words[word]; left != 0; left &= left - 1) {
           const int lane = word * 64 + count_trailing_zeros(left);
           const Score score = scores[bucket][lane].value();
           if (best.lane < 0 || score < best.score) best = {score, bucket * kLanes + lane};
@@ -251,7 +254,7 @@ struct TileGroup {
         }
       }
     }
-    best.lane += own;
+    best.lane += own;  // where there is none: a lane that nobody looks at
     for (int step = kSize / 2; step > 0; step /= 2) {
       Candidate other;
       other.score = lane.exchange(best.score, step);

@@ -36,7 +36,12 @@ struct FindSlots {
     Slot* slots;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
-    HKV_HOST_DEVICE void prefetch_near(int64_t i) const { prefetch_keys(table, batch[i].value(), false); }
+    HKV_HOST_DEVICE Matches look_ahead(int64_t i) const {
+      return valid[i] ? match_ahead(table, batch[i].value(), false) : Matches{};
+    }
+    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i, const Matches& matches) const {
+      slots[i] = find_slot(table, matches, batch[i].value());
+    }
 
     template <Group G>
     HKV_HOST_DEVICE Slot operator()(const G& group, int64_t i) const {

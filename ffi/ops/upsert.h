@@ -6,7 +6,7 @@
 
 namespace hkv {
 
-// From distinct keys back to positions.
+// From distinct keys back to positions. A key's first one also tells that it was inserted; no other looks.
 struct ReportPosition {
   static constexpr int kGroup = 1;
   UpsertState state;
@@ -15,11 +15,19 @@ struct ReportPosition {
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int32_t u = state.inverse[i];
-    slots[i] = u < 0 ? kNoSlot : state.unique_slots[u];
-    const auto merged = u < 0 ? Status::kMissing : static_cast<Status>(state.unique_status[u]);
-    const bool is_new = merged == Status::kInserted || merged == Status::kEvicted;
-    const bool is_first = !is_new || state.first[u] == i;
-    status[i] = static_cast<int32_t>(is_first ? merged : Status::kFound);
+    const Slot slot = u < 0 ? kNoSlot : state.unique_slots[u];
+    const Status reported = u < 0 ? Status::kMissing : status_of(i, u, slot);
+    slots[i] = slot;
+    status[i] = static_cast<int32_t>(reported);
+  }
+
+ private:
+  HKV_HOST_DEVICE Status status_of(int64_t i, int32_t u, Slot slot) const {
+    if (slot >= 0 && state.first[u] != i) return Status::kFound;
+    const auto status = static_cast<Status>(state.unique_status[u]);
+    if (slot < 0 || status != Status::kRefused) return status;
+    state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
+    return Status::kInserted;
   }
 };
 
@@ -118,7 +126,6 @@ struct Upsert {
     const Scoring scoring{static_cast<Policy>(policy), 0, 0};
     workspace.new_scores = arena.take<Score>(scoring.takes_given() ? n : 0);
     workspace.groups = Groups::take(arena, n, buckets);
-    workspace.rest = arena.take<int32_t>(n);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
     workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
@@ -185,15 +192,14 @@ struct Upsert {
   void insert(Executor& executor, UpsertState state, int64_t n) const {
     if (choices == 2) executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);
+    if (choices == 1) return executor.each(state.groups.count, FillOrEvict{state});
     executor.each(state.groups.count, FillBucket{state});
-    if (choices == 2) {
-      executor.each(n, ChooseOther{state});
-      executor.group(state.groups, scratch);
-      executor.each(state.groups.count, FillBucket{state});
-      executor.each(n, ChooseByScore{n, state});
-      executor.group(state.groups, scratch);
-    }
-    executor.each(state.groups.count, EvictFromBucket{choices == 1, state});
+    executor.each(n, ChooseOther{state});
+    executor.group(state.groups, scratch);
+    executor.each(state.groups.count, FillBucket{state});
+    executor.each(n, ChooseByScore{n, state});
+    executor.group(state.groups, scratch);
+    executor.each(state.groups.count, EvictFromBucket{true, state});
   }
 
   template <class Executor>

@@ -40,7 +40,6 @@ struct UpsertState {
 
   // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
   Groups groups;
-  int32_t* rest;  // at the head of a run: the first place whose key found no empty lane; else, or none: -1
 
   // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
   int32_t* victim_lanes;
@@ -66,9 +65,10 @@ struct UpsertState {
     return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
   }
 
-  // Absent, and without a slot: refused, unless a later step lets the key in.
+  // Absent, and without a slot: refused, unless a later step lets the key in. (Its slot tells of an empty
+  // lane that it took; its status, which would be a write to anywhere, is told by the report, in order.)
   HKV_HOST_DEVICE bool is_pending(int64_t u) const {
-    return unique_status[u] == static_cast<int32_t>(Status::kRefused);
+    return unique_slots[u] < 0 && unique_status[u] == static_cast<int32_t>(Status::kRefused);
   }
 
   HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
@@ -143,9 +143,12 @@ struct ProbeKey {
   HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
     if (u < *state.count) prefetch_digests(state.table, state.unique_keys[u].value());
   }
-  HKV_HOST_DEVICE void prefetch_near(int64_t u) const {
-    if (u >= *state.count) return;
-    prefetch_keys(state.table, state.unique_keys[u].value(), state.write_scores);
+  HKV_HOST_DEVICE Matches look_ahead(int64_t u) const {
+    if (u >= *state.count) return {};
+    return match_ahead(state.table, state.unique_keys[u].value(), state.write_scores);
+  }
+  HKV_HOST_DEVICE void operator()(const SerialGroup& group, int64_t u, const Matches& matches) const {
+    note(group, u, u < *state.count, find_slot(state.table, matches, state.unique_keys[u].value()));
   }
 
   // The slot of a hit.
@@ -153,6 +156,12 @@ struct ProbeKey {
   HKV_HOST_DEVICE Slot operator()(const G& group, int64_t u) const {
     const bool exists = u < *state.count;
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
+    return note(group, u, exists, slot);
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE Slot note(const G& group, int64_t u, bool exists, Slot slot) const {
     const bool is_pending = exists && slot < 0 && state.admit;
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
     if (state.keeps_empty_lanes<G>()) keep_empty_lanes(group, u, is_pending);
@@ -167,7 +176,6 @@ struct ProbeKey {
     return slot;
   }
 
- private:
   // Now that the digests are near.
   template <Group G>
   HKV_HOST_DEVICE void keep_empty_lanes(const G& group, int64_t u, bool is_pending) const {
@@ -287,8 +295,10 @@ struct ChooseByScore {
     const TableView& table = state.table;
     const int64_t first = state.candidate(u, 0);
     const int64_t second = state.candidate(u, 1);
-    const typename G::Scores scores[] = {group.scores_of(table.scores + first * kLanes),
-                                         group.scores_of(table.scores + second * kLanes)};
+    typename G::Scores scores[2];
+    scores[0] = group.scores_of(table.scores + first * kLanes);
+    group.sync();  // its reads are on their way together
+    scores[1] = group.scores_of(table.scores + second * kLanes);
     const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
     state.groups.set(u, victim.lane < kLanes ? first : second);
@@ -308,8 +318,9 @@ struct FillBucket {
     if (state.groups.has_item(i)) prefetch(state.table.line(state.groups.target(i)));
   }
 
+  // At the head of a run: the first place whose key found no empty lane; else, or if all did: -1.
   template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+  HKV_HOST_DEVICE int32_t operator()(const G& group, int64_t i) const {
     const Groups& groups = state.groups;
     const bool is_head = groups.is_head(i);
     const int64_t bucket = is_head ? groups.target(i) : 0;
@@ -328,9 +339,7 @@ struct FillBucket {
       state.set_pinned(bucket, pinned);
       state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     }
-    if (i < groups.count) {
-      state.rest[i] = is_head && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
-    }
+    return is_head && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
   }
 
  private:
@@ -351,13 +360,11 @@ struct FillBucket {
     const int32_t u = state.groups.item(place);
     prefetch(state.unique_keys + u);
     prefetch<kToWrite>(state.unique_slots + u);
-    prefetch<kToWrite>(state.unique_status + u);
   }
 
   HKV_HOST_DEVICE void insert(int64_t u, Slot slot) const {
     write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
     state.unique_slots[u] = slot;
-    state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
   }
 };
 
@@ -366,33 +373,34 @@ struct FillBucket {
 struct EvictFromBucket {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
-  bool is_after_filling;  // of the same runs
+  bool knows_victims;  // the first of each run: that which the keys chose the bucket by
   UpsertState state;
 
-  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (is_after_filling && first_of(i) >= 0) prefetch_scores(state.table, state.groups.target(i));
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    (*this)(group, i, state.groups.is_head(i) ? static_cast<int32_t>(i) : -1);
   }
 
+  // `first`: the place of the first pending key of the run whose head this is, or -1.
+  //
   // A tile goes from key to key, whichever run they are of: in a warp whose tiles went through their runs
   // side by side, the ones with shorter runs would wait. What the keys replace is written by all members at
   // once.
   template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const int32_t first = first_of(i);
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t, int32_t first) const {
     uint32_t heads = group.ballot(first >= 0);
     Run<G> run;
     Replacement own;
     int held = 0;  // members that hold one
-    HKV_ROLLED while (run.has_key || heads != 0) {
-      if (!run.has_key) {
+    HKV_ROLLED while (run.place != kNone || heads != 0) {
+      if (run.place == kNone) {
         begin(run, group.broadcast(first, count_trailing_zeros(heads)));
         heads &= heads - 1;
       }
       const Candidate victim = next_victim(group, run);
       const int place = victim.lane < 0 ? kNone : next_place(group, run, victim.score);
-      run.has_key = place != kNone && state.groups.is_in_run(place + 1, run.bucket);
+      run.place = place != kNone && state.groups.is_in_run(place + 1, run.bucket) ? place + 1 : kNone;
       if (place == kNone) continue;
-      run.place = place + 1;
       run.pinned.add(victim.lane);
       if (group.rank() == held) own = {place, slot_of(run.bucket, victim.lane), victim.score};
       if (++held == group.size()) {
@@ -400,7 +408,7 @@ struct EvictFromBucket {
         held = 0;
       }
     }
-    write(group, own);
+    if (held > 0) write(group, own);
   }
 
  private:
@@ -409,8 +417,7 @@ struct EvictFromBucket {
   // Keys of one bucket, in order, and what they may replace.
   template <class G>
   struct Run {
-    bool has_key = false;
-    int place = kNone;  // of the next key
+    int place = kNone;  // of the next key; none: the run is at its end
     int64_t bucket = 0;
     LaneMask pinned;
     bool has_known_victim = false;
@@ -424,19 +431,12 @@ struct EvictFromBucket {
     Score old_score = 0;
   };
 
-  // The place of the first pending key of the run whose head this is, or -1.
-  HKV_HOST_DEVICE int32_t first_of(int64_t i) const {
-    if (is_after_filling) return i < state.groups.count ? state.rest[i] : -1;
-    return state.groups.is_head(i) ? static_cast<int32_t>(i) : -1;
-  }
-
   template <class G>
   HKV_HOST_DEVICE void begin(Run<G>& run, int place) const {
-    run.has_key = true;
     run.place = place;
     run.bucket = state.groups.target(place);
     run.pinned = state.pinned(run.bucket);
-    run.has_known_victim = !is_after_filling;
+    run.has_known_victim = knows_victims;
     run.has_scores = false;
   }
 
@@ -452,7 +452,7 @@ struct EvictFromBucket {
     if (!run.has_scores) {
       run.scores = group.scores_of(state.table.scores + run.bucket * kLanes);
       run.has_scores = true;
-      group.sync();  // before a member writes what the others have read
+      group.sync();  // before a member writes what the others have read; and all reads are on their way
     }
     return group.lowest_score({run.scores}, {run.pinned});
   }
@@ -476,7 +476,7 @@ struct EvictFromBucket {
   HKV_HOST_DEVICE void write(const G& group, Replacement& own) const {
     if (own.place != kNone) replace(state.groups.item(own.place), own.slot, own.old_score);
     own.place = kNone;
-    group.sync();  // before the others read it, although it is pinned
+    group.sync();  // before the others read it, pinned: the scores of a run whose first victim was known
   }
 
   HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {
@@ -487,6 +487,30 @@ struct EvictFromBucket {
     write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
     state.unique_slots[u] = slot;
     state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
+  }
+};
+
+// Both, one after the other: with one candidate bucket.
+struct FillOrEvict {
+  static constexpr int kGroup = FillBucket::kGroup;
+  static constexpr bool kOwnIndex = true;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    if (!state.groups.is_head(i)) return;
+    const int64_t bucket = state.groups.target(i);
+    if (state.table.occupancy[bucket] < kLanes) {
+      prefetch(state.table.line(bucket));
+    } else {
+      prefetch_scores(state.table, bucket);
+    }
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const int32_t first = FillBucket{state}(group, i);
+    group.sync();  // before the others read what a member has pinned and written
+    EvictFromBucket{false, state}(group, i, first);
   }
 };
 

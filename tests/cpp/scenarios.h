@@ -403,6 +403,17 @@ inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std:
   return forms;
 }
 
+// Twelve buckets for batches that fill them, and of some keys for each then.
+inline std::vector<Form> full_forms() {
+  return {{Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000},
+          {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000}};
+}
+inline std::vector<int64_t> full_batches(int64_t count) {
+  std::vector<int64_t> batches(static_cast<size_t>(count), 40);
+  batches[0] = batches[1] = 2500;
+  return batches;
+}
+
 inline void run_scenarios(Together& machines, Checks& checks, const std::vector<Form>& forms,
                           const std::vector<int64_t>& batches, uint64_t seed) {
   for (const Form& form : forms) {

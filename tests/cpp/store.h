@@ -48,6 +48,9 @@ struct Buffer {
 };
 
 using Store = std::map<std::string, Buffer>;
+using Attributes = std::map<std::string, double>;
+using Names = std::map<std::string, std::string>;  // of an operation's arguments: their names in the store
+
 // A table without an entry.
 inline Store empty_table(int64_t buckets, RowType type, int64_t width) {
   const int64_t slots = buckets * kLanes;
@@ -60,9 +63,6 @@ inline Store empty_table(int64_t buckets, RowType type, int64_t width) {
           {"occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(buckets)))},
           {"values", Buffer::of_rows(slots, type, width)}};
 }
-
-using Attributes = std::map<std::string, double>;
-using Names = std::map<std::string, std::string>;  // of an operation's arguments: their names in the store
 
 // Binds an operation's arguments to arrays of a store, which `Memory` brings to a machine. Results are
 // filled with `garbage` first; it differs between machines, and so does what one leaves unwritten.
