@@ -31,7 +31,7 @@ HKV_HOST_DEVICE void prefetch_digests(const TableView& table, Key key) {
   }
 }
 
-// A key's hash, and the lanes of its digest in its candidate buckets.
+// A key's hash, and the lanes of its digest in its candidate buckets, for as long as nobody writes digests.
 struct Matches {
   uint64_t hash = 0;
   LaneMask lanes[2];

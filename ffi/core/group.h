@@ -40,8 +40,8 @@ struct Candidate {
   Score score = ~Score{0};
   int lane = -1;
 
-  // Who has none has the highest score. Without branches, which members of a tile would have to come back
-  // from.
+  // Between highest scores it means nothing: lowest_score looks at the masks then. Without branches,
+  // which members of a tile would have to come back from.
   HKV_HOST_DEVICE bool goes_before(const Candidate& other) const {
     return (score < other.score) | ((score == other.score) & (lane < other.lane));
   }

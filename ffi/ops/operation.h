@@ -11,7 +11,8 @@
 // index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own, and
 // the last group's may go beyond the last: the step looks, and takes part without one. Steps may offer
 // prefetch_far(index), which the CPU executor calls some indices ahead, and look_ahead(index), which it calls
-// less far ahead and whose result it hands to step(group, index, result).
+// less far ahead and whose result it hands to step(group, index, result): what it reads must stay as it is
+// while the step runs. Tiles call step(group, index).
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n, "n+1?" that or 0. A name may also be an

@@ -6,7 +6,8 @@
 
 namespace hkv {
 
-// From distinct keys back to positions. A key's first one also tells that it was inserted; no other looks.
+// From distinct keys back to positions. A key's first one also tells that it was inserted: of a key with a
+// slot no other position reads its status.
 struct ReportPosition {
   static constexpr int kGroup = 1;
   UpsertState state;
@@ -16,13 +17,13 @@ struct ReportPosition {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int32_t u = state.inverse[i];
     const Slot slot = u < 0 ? kNoSlot : state.unique_slots[u];
-    const Status reported = u < 0 ? Status::kMissing : status_of(i, u, slot);
+    const Status reported = u < 0 ? Status::kMissing : settle(i, u, slot);
     slots[i] = slot;
     status[i] = static_cast<int32_t>(reported);
   }
 
  private:
-  HKV_HOST_DEVICE Status status_of(int64_t i, int32_t u, Slot slot) const {
+  HKV_HOST_DEVICE Status settle(int64_t i, int32_t u, Slot slot) const {
     if (slot >= 0 && state.first[u] != i) return Status::kFound;
     const auto status = static_cast<Status>(state.unique_status[u]);
     if (slot < 0 || status != Status::kRefused) return status;
@@ -192,7 +193,7 @@ struct Upsert {
   void insert(Executor& executor, UpsertState state, int64_t n) const {
     if (choices == 2) executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);
-    if (choices == 1) return executor.each(state.groups.count, FillOrEvict{state});
+    if (choices == 1) return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseOther{state});
     executor.group(state.groups, scratch);

@@ -27,7 +27,7 @@ struct UpsertState {
 
   // Per distinct key.
   Slot* unique_slots;
-  int32_t* unique_status;
+  int32_t* unique_status;  // until the report, "refused" with a slot: it has taken an empty lane
   LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
   int32_t* named;         // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
@@ -51,13 +51,6 @@ struct UpsertState {
     return table.candidate(hash_of(unique_keys[u].value()), choice);
   }
 
-  // Whoever probes a bucket notes what is empty, for whoever fills it: with one candidate nobody fills it
-  // between them. Not on a CPU, where that costs more than it saves (docs/performance.md).
-  template <Group G>
-  HKV_HOST_DEVICE bool keeps_empty_lanes() const {
-    return G::size() > 1 && table.choices == 1;
-  }
-
   // The empty lanes of every member's own bucket, if it wants them. A full one's digests are not read.
   template <Group G>
   HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, bool is_wanted, int64_t bucket) const {
@@ -65,8 +58,7 @@ struct UpsertState {
     return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
   }
 
-  // Absent, and without a slot: refused, unless a later step lets the key in. (Its slot tells of an empty
-  // lane that it took; its status, which would be a write to anywhere, is told by the report, in order.)
+  // Absent, and without a slot: refused, unless a later step lets the key in.
   HKV_HOST_DEVICE bool is_pending(int64_t u) const {
     return unique_slots[u] < 0 && unique_status[u] == static_cast<int32_t>(Status::kRefused);
   }
@@ -133,6 +125,11 @@ struct PinSlots {
   }
 };
 
+// With one candidate whoever probes a bucket notes what is empty, for whoever fills it: nobody fills it
+// between them. Not on a CPU, where that costs more than it saves (docs/performance.md).
+template <Group G>
+inline constexpr bool kNotesEmptyLanes = G::size() > 1;
+
 // Looks a key up: a hit has a score at once, who is absent waits for a slot.
 struct ProbeKey {
   static constexpr int kGroup = 8;
@@ -164,7 +161,7 @@ struct ProbeKey {
   HKV_HOST_DEVICE Slot note(const G& group, int64_t u, bool exists, Slot slot) const {
     const bool is_pending = exists && slot < 0 && state.admit;
     const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
-    if (state.keeps_empty_lanes<G>()) keep_empty_lanes(group, u, is_pending);
+    if (kNotesEmptyLanes<G> && state.table.choices == 1) note_empty_lanes(group, u, is_pending);
     if (u >= n) return kNoSlot;
     state.unique_slots[u] = slot;
     if (state.admit && state.table.choices == 1) choose(u, is_pending);
@@ -178,7 +175,7 @@ struct ProbeKey {
 
   // Now that the digests are near.
   template <Group G>
-  HKV_HOST_DEVICE void keep_empty_lanes(const G& group, int64_t u, bool is_pending) const {
+  HKV_HOST_DEVICE void note_empty_lanes(const G& group, int64_t u, bool is_pending) const {
     const int64_t bucket = is_pending ? state.candidate(u, 0) : 0;
     const LaneMask lanes = state.find_empty_lanes(group, is_pending, bucket);
     if (is_pending) state.empty_lanes[u] = lanes;
@@ -297,7 +294,7 @@ struct ChooseByScore {
     const int64_t second = state.candidate(u, 1);
     typename G::Scores scores[2];
     scores[0] = group.scores_of(table.scores + first * kLanes);
-    group.sync();  // its reads are on their way together
+    group.sync();  // or ptxas spreads these reads among the comparisons
     scores[1] = group.scores_of(table.scores + second * kLanes);
     const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
@@ -315,16 +312,22 @@ struct FillBucket {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (state.groups.has_item(i)) prefetch(state.table.line(state.groups.target(i)));
+    if (state.groups.is_head(i)) prefetch(state.table.line(state.groups.target(i)));
   }
 
-  // At the head of a run: the first place whose key found no empty lane; else, or if all did: -1.
   template <Group G>
-  HKV_HOST_DEVICE int32_t operator()(const G& group, int64_t i) const {
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+    const bool is_head = state.groups.is_head(i);
+    const int64_t bucket = is_head ? state.groups.target(i) : 0;
+    const LaneMask empty = state.find_empty_lanes(group, is_head, bucket);
+    group.sync();  // before a member writes to its bucket what the others have just read
+    fill(i, is_head, bucket, empty);
+  }
+
+  // By one member. The first place of the run whose key found no empty lane; -1 if all did, or if this is no
+  // head.
+  HKV_HOST_DEVICE int32_t fill(int64_t i, bool is_head, int64_t bucket, LaneMask empty) const {
     const Groups& groups = state.groups;
-    const bool is_head = groups.is_head(i);
-    const int64_t bucket = is_head ? groups.target(i) : 0;
-    LaneMask empty = empty_lanes(group, is_head, i, bucket);
     const bool has_room = empty.any();
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     int64_t place = i;
@@ -344,16 +347,6 @@ struct FillBucket {
 
  private:
   static constexpr int64_t kItemsAhead = 16;
-
-  template <Group G>
-  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, bool is_head, int64_t i, int64_t bucket) const {
-    if (state.keeps_empty_lanes<G>()) {
-      return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
-    }
-    const LaneMask lanes = state.find_empty_lanes(group, is_head, bucket);
-    group.sync();  // before a member writes to its bucket what the others have just read
-    return lanes;
-  }
 
   HKV_HOST_DEVICE void prefetch_item(int64_t place) const {
     if (!state.groups.has_item(place)) return;
@@ -378,7 +371,7 @@ struct EvictFromBucket {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    (*this)(group, i, state.groups.is_head(i) ? static_cast<int32_t>(i) : -1);
+    evict(group, state.groups.is_head(i) ? static_cast<int32_t>(i) : -1);
   }
 
   // `first`: the place of the first pending key of the run whose head this is, or -1.
@@ -387,7 +380,7 @@ struct EvictFromBucket {
   // side by side, the ones with shorter runs would wait. What the keys replace is written by all members at
   // once.
   template <Group G>
-  HKV_HOST_DEVICE void operator()(const G& group, int64_t, int32_t first) const {
+  HKV_HOST_DEVICE void evict(const G& group, int32_t first) const {
     uint32_t heads = group.ballot(first >= 0);
     Run<G> run;
     Replacement own;
@@ -476,7 +469,7 @@ struct EvictFromBucket {
   HKV_HOST_DEVICE void write(const G& group, Replacement& own) const {
     if (own.place != kNone) replace(state.groups.item(own.place), own.slot, own.old_score);
     own.place = kNone;
-    group.sync();  // before the others read it, pinned: the scores of a run whose first victim was known
+    group.sync();  // before others read these scores: a run whose first victim was known reads them only now
   }
 
   HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {
@@ -494,23 +487,37 @@ struct EvictFromBucket {
 struct FillOrEvict {
   static constexpr int kGroup = FillBucket::kGroup;
   static constexpr bool kOwnIndex = true;
-  UpsertState state;
+  FillBucket filling;
+  EvictFromBucket evicting;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    const UpsertState& state = filling.state;
     if (!state.groups.is_head(i)) return;
     const int64_t bucket = state.groups.target(i);
-    if (state.table.occupancy[bucket] < kLanes) {
-      prefetch(state.table.line(bucket));
-    } else {
-      prefetch_scores(state.table, bucket);
-    }
+    const int64_t room = kLanes - state.table.occupancy[bucket];
+    if (room > 0) prefetch(state.table.line(bucket));
+    if (state.groups.is_in_run(i + room, bucket)) prefetch_scores(state.table, bucket);
   }
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const int32_t first = FillBucket{state}(group, i);
+    const UpsertState& state = filling.state;
+    const bool is_head = state.groups.is_head(i);
+    const int64_t bucket = is_head ? state.groups.target(i) : 0;
+    const int32_t first = filling.fill(i, is_head, bucket, empty_lanes(group, i, is_head, bucket));
     group.sync();  // before the others read what a member has pinned and written
-    EvictFromBucket{false, state}(group, i, first);
+    evicting.evict(group, first);
+  }
+
+ private:
+  template <Group G>
+  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, int64_t i, bool is_head, int64_t bucket) const {
+    const UpsertState& state = filling.state;
+    if constexpr (kNotesEmptyLanes<G>) {
+      return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
+    } else {
+      return state.find_empty_lanes(group, is_head, bucket);
+    }
   }
 };
 

@@ -18,6 +18,7 @@ struct Form {
   RowType type;
   int64_t width;
   int64_t universe;  // keys that batches are drawn from
+  bool stays_full = false;  // nothing is erased
 
   std::string text() const {
     return "policy " + std::to_string(static_cast<int64_t>(policy)) + ", choices " + std::to_string(choices) +
@@ -50,8 +51,10 @@ class Scenario {
     upsert(n);
     lookups(n);
     rows(n);
-    if (random_.chance(0.5)) erase();
-    if (random_.chance(0.05)) call<Clear>({});
+    if (!form_.stays_full) {
+      if (random_.chance(0.5)) erase();
+      if (random_.chance(0.05)) call<Clear>({});
+    }
     check_state();
   }
 
@@ -403,10 +406,10 @@ inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std:
   return forms;
 }
 
-// Twelve buckets for batches that fill them, and of some keys for each then.
+// Twelve buckets; two batches that fill them, then some new keys for each.
 inline std::vector<Form> full_forms() {
-  return {{Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000},
-          {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000}};
+  return {{Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000, true},
+          {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000, true}};
 }
 inline std::vector<int64_t> full_batches(int64_t count) {
   std::vector<int64_t> batches(static_cast<size_t>(count), 40);
