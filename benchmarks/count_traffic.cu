@@ -43,10 +43,15 @@ class Counted {
     while (static_cast<int64_t>(batch.size()) < buckets_) batch.push_back(Words::of(random.word()));
     set_batch(batch);
   }
-  void set_width(int64_t width) {
-    width_ = width;
-    store_["values"] = Buffer::of_rows(slots_, RowType::kFloat32, width);
-    store_["rows"] = Buffer::of_rows(buckets_, RowType::kFloat32, width);
+
+  // With rows of several widths.
+  template <class Operation>
+  void count_rows(const Names& names) {
+    for (const int64_t width : {8, 32, 64, 128}) {
+      set_width(width);
+      count<Operation>(names);
+    }
+    set_width(0);
   }
 
   template <class Operation>
@@ -70,6 +75,11 @@ class Counted {
   }
 
  private:
+  void set_width(int64_t width) {
+    width_ = width;
+    store_["values"] = Buffer::of_rows(slots_, RowType::kFloat32, width);
+    store_["rows"] = Buffer::of_rows(buckets_, RowType::kFloat32, width);
+  }
   void set_batch(const std::vector<Words>& batch) {
     store_["batch"] = Buffer::of(batch);
     store_["valid"] = Buffer::of(std::vector<uint8_t>(batch.size(), 1));
@@ -115,18 +125,10 @@ int main(int, char** arguments) {
         counted.set_batch(hits);
         counted.count<Unique>({{"keys", "batch"}});
         counted.count<FindSlots>({});
-        for (const int64_t width : {8, 32, 64, 128}) {
-          if (choices == 2 || load == 0.75 || hits == 0.0) continue;
-          counted.set_width(width);
-          counted.count<FindRows>({{"rows", "found"}});
-        }
-        counted.set_width(0);
+        const bool has_room = load == 0.75 && hits == 0.6, evicts = load == 1.0 && hits == 0.0;
+        if (choices == 1 && load != 0.75 && hits != 0.0) counted.count_rows<FindRows>({{"rows", "found"}});
         counted.count<Upsert>({});
-        for (const int64_t width : {8, 32, 64, 128}) {
-          if (choices == 2 || !((load == 0.75 && hits == 0.6) || (load == 1.0 && hits == 0.0))) continue;
-          counted.set_width(width);
-          counted.count<ScatterRows>({});
-        }
+        if (choices == 1 && (has_room || evicts)) counted.count_rows<ScatterRows>({});
       }
     }
   }
