@@ -168,7 +168,8 @@ struct MarkGroups {
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
     if (j >= *batch.count) batch.offsets[j] = static_cast<int32_t>(groups.items_with_target());
-    if (groups.is_head(j)) batch.offsets[groups.target(j)] = static_cast<int32_t>(j);
+    const int64_t key = groups.head_target(j);
+    if (key >= 0) batch.offsets[key] = static_cast<int32_t>(j);
     if (j < groups.n) batch.order[j] = groups.has_item(j) ? groups.item(j) : -1;
   }
 };

@@ -166,8 +166,11 @@ struct Groups {
     return place < count && target(place) == of_target;
   }
   HKV_HOST_DEVICE bool has_item(int64_t place) const { return place < count && target(place) != limit; }
-  HKV_HOST_DEVICE bool is_head(int64_t place) const {
-    return has_item(place) && (place == 0 || target(place - 1) != target(place));
+
+  // The target of the run that begins at a place, or -1.
+  HKV_HOST_DEVICE int64_t head_target(int64_t place) const {
+    const bool is_head = has_item(place) && (place == 0 || target(place - 1) != target(place));
+    return is_head ? target(place) : -1;
   }
 
   // Once grouped: where those begin that have none.

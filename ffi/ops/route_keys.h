@@ -48,7 +48,7 @@ struct FindRuns {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
     if (!state.groups.has_item(j)) return;
     const int64_t peer = state.groups.target(j);
-    if (state.groups.is_head(j)) state.begins[peer] = static_cast<int32_t>(j);
+    if (state.groups.head_target(j) == peer) state.begins[peer] = static_cast<int32_t>(j);
     if (!state.groups.is_in_run(j + 1, peer)) state.ends[peer] = static_cast<int32_t>(j + 1);
   }
 };

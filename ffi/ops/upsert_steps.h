@@ -51,10 +51,10 @@ struct UpsertState {
     return table.candidate(hash_of(unique_keys[u].value()), choice);
   }
 
-  // The empty lanes of every member's own bucket, if it wants them. A full one's digests are not read.
+  // The empty lanes of every member's own bucket, or of -1. A full one's digests are not read.
   template <Group G>
-  HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, bool is_wanted, int64_t bucket) const {
-    const bool has_room = is_wanted && table.occupancy[bucket] < kLanes;
+  HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, int64_t bucket) const {
+    const bool has_room = bucket >= 0 && table.occupancy[bucket] < kLanes;
     return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
   }
 
@@ -176,8 +176,7 @@ struct ProbeKey {
   // Now that the digests are near.
   template <Group G>
   HKV_HOST_DEVICE void note_empty_lanes(const G& group, int64_t u, bool is_pending) const {
-    const int64_t bucket = is_pending ? state.candidate(u, 0) : 0;
-    const LaneMask lanes = state.find_empty_lanes(group, is_pending, bucket);
+    const LaneMask lanes = state.find_empty_lanes(group, is_pending ? state.candidate(u, 0) : -1);
     if (is_pending) state.empty_lanes[u] = lanes;
   }
 
@@ -312,21 +311,21 @@ struct FillBucket {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (state.groups.is_head(i)) prefetch(state.table.line(state.groups.target(i)));
+    const int64_t bucket = state.groups.head_target(i);
+    if (bucket >= 0) prefetch(state.table.line(bucket));
   }
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const bool is_head = state.groups.is_head(i);
-    const int64_t bucket = is_head ? state.groups.target(i) : 0;
-    const LaneMask empty = state.find_empty_lanes(group, is_head, bucket);
+    const int64_t bucket = state.groups.head_target(i);
+    const LaneMask empty = state.find_empty_lanes(group, bucket);
     group.sync();  // before a member writes to its bucket what the others have just read
-    fill(i, is_head, bucket, empty);
+    fill(i, bucket, empty);
   }
 
-  // By one member. The first place of the run whose key found no empty lane; -1 if all did, or if this is no
-  // head.
-  HKV_HOST_DEVICE int32_t fill(int64_t i, bool is_head, int64_t bucket, LaneMask empty) const {
+  // By one member, of the bucket whose run begins here, or of -1. The first place of the run whose key found
+  // no empty lane, or -1.
+  HKV_HOST_DEVICE int32_t fill(int64_t i, int64_t bucket, LaneMask empty) const {
     const Groups& groups = state.groups;
     const bool has_room = empty.any();
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
@@ -342,7 +341,7 @@ struct FillBucket {
       state.set_pinned(bucket, pinned);
       state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     }
-    return is_head && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
+    return bucket >= 0 && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
   }
 
  private:
@@ -371,7 +370,7 @@ struct EvictFromBucket {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    evict(group, state.groups.is_head(i) ? static_cast<int32_t>(i) : -1);
+    evict(group, state.groups.head_target(i) >= 0 ? static_cast<int32_t>(i) : -1);
   }
 
   // `first`: the place of the first pending key of the run whose head this is, or -1.
@@ -492,8 +491,8 @@ struct FillOrEvict {
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
     const UpsertState& state = filling.state;
-    if (!state.groups.is_head(i)) return;
-    const int64_t bucket = state.groups.target(i);
+    const int64_t bucket = state.groups.head_target(i);
+    if (bucket < 0) return;
     const int64_t room = kLanes - state.table.occupancy[bucket];
     if (room > 0) prefetch(state.table.line(bucket));
     if (state.groups.is_in_run(i + room, bucket)) prefetch_scores(state.table, bucket);
@@ -502,21 +501,20 @@ struct FillOrEvict {
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
     const UpsertState& state = filling.state;
-    const bool is_head = state.groups.is_head(i);
-    const int64_t bucket = is_head ? state.groups.target(i) : 0;
-    const int32_t first = filling.fill(i, is_head, bucket, empty_lanes(group, i, is_head, bucket));
+    const int64_t bucket = state.groups.head_target(i);
+    const int32_t first = filling.fill(i, bucket, empty_lanes(group, i, bucket));
     group.sync();  // before the others read what a member has pinned and written
     evicting.evict(group, first);
   }
 
  private:
   template <Group G>
-  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, int64_t i, bool is_head, int64_t bucket) const {
+  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, int64_t i, int64_t bucket) const {
     const UpsertState& state = filling.state;
     if constexpr (kNotesEmptyLanes<G>) {
-      return is_head ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
+      return bucket >= 0 ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
     } else {
-      return state.find_empty_lanes(group, is_head, bucket);
+      return state.find_empty_lanes(group, bucket);
     }
   }
 };
