@@ -66,9 +66,7 @@ class Signature:
 
     name: str
     per_position: bool
-    attributes: tuple[str, ...]
-    float_attributes: tuple[str, ...]
-    double_attributes: tuple[str, ...]
+    attributes: Mapping[str, np.dtype[Any]]
     operands: tuple[Argument, ...]
     results: tuple[Argument, ...]
 
@@ -78,9 +76,7 @@ class Signature:
         return cls(
             name=entries["name"],
             per_position=entries["per_position"],
-            attributes=tuple(entries["attributes"]),
-            float_attributes=tuple(entries["float_attributes"]),
-            double_attributes=tuple(entries["double_attributes"]),
+            attributes={name: np.dtype(dtype) for name, dtype in entries["attributes"]},
             operands=tuple(Argument(*operand) for operand in entries["operands"]),
             results=tuple(Argument(*result) for result in entries["results"]),
         )
@@ -98,7 +94,7 @@ class _Axes:
 
     def __init__(self, signature: Signature, operands: Sequence[Any], params: Mapping[str, Any]):
         self.sizes: dict[str, int] = {
-            name: int(params[name]) for name in signature.attributes if name in params
+            name: params[name] for name, dtype in signature.attributes.items() if dtype.kind == "i"
         }
         self.row: tuple[int, ...] | None = None
         self.row_dtype: Any = None
@@ -148,12 +144,6 @@ class _Axes:
         return np.dtype(argument.dtype)
 
 
-def _float_words(signature: Signature) -> dict[str, tuple[Any, Any]]:
-    """The integer and the floating-point type of each attribute that is no integer."""
-    singles = dict.fromkeys(signature.float_attributes, (np.uint32, np.float32))
-    return singles | dict.fromkeys(signature.double_attributes, (np.uint64, np.float64))
-
-
 def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
     axes = _Axes(signature, operands, params)
     axes.check(signature, operands)
@@ -182,18 +172,15 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
         else jax.ShapeDtypeStruct(axes.shape(result), axes.dtype(result))
         for i, result in enumerate(signature.results)
     ]
-    integers = {name: int(params[name]) for name in signature.attributes}
+    attributes = {name: np.int64(params[name]) for name in signature.attributes}
     workspace = module.workspace_bytes(
-        signature.name, [list(operand.shape) for operand in operands], integers
+        signature.name, [list(operand.shape) for operand in operands], attributes
     )
     call = jax.ffi.ffi_call(
         _TARGET_PREFIX + signature.name,
         [*results, jax.ShapeDtypeStruct((workspace,), np.uint8)],
         input_output_aliases=signature.aliases,
     )
-    attributes: dict[str, Any] = {name: np.int64(value) for name, value in integers.items()}
-    for name, (bits, dtype) in _float_words(signature).items():
-        attributes[name] = bits(params[name]).view(dtype)
     return call(*operands, table=params["table"], **attributes)[: len(results)]
 
 
@@ -354,6 +341,14 @@ def _register() -> dict[str, tuple[Signature, Primitive]]:
 _OPERATIONS = _register()
 
 
+def _word(dtype: np.dtype[Any], value: Any) -> int:
+    """An attribute as JAX sees it, which makes one of two calls where they compare equal.
+
+    So floats are their bits: 0.0 must not stand for -0.0.
+    """
+    return int(value if dtype.kind == "i" else dtype.type(value).view(f"i{dtype.itemsize}"))
+
+
 def signatures() -> tuple[Signature, ...]:
     """The native operations, in the order of the list."""
     return tuple(signature for signature, _ in _OPERATIONS.values())
@@ -369,14 +364,8 @@ def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: An
       **attributes: static integers and floats.
     """
     signature, primitive = _OPERATIONS[name]
-    expected = {
-        *signature.attributes,
-        *signature.float_attributes,
-        *signature.double_attributes,
-    }
-    if set(attributes) != expected:
+    expected = signature.attributes
+    if set(attributes) != set(expected):
         raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
-    # JAX compares parameters to reuse what it traced: 0.0 must not stand for -0.0.
-    for attribute, (bits, dtype) in _float_words(signature).items():
-        attributes[attribute] = int(dtype(attributes[attribute]).view(bits))
-    return primitive.bind(*match_varying(operands), table=table, **attributes)
+    words = {attribute: _word(expected[attribute], x) for attribute, x in attributes.items()}
+    return primitive.bind(*match_varying(operands), table=table, **words)

@@ -2,6 +2,7 @@
 // are updated in place must be their operands, and the last result is the workspace.
 #pragma once
 
+#include <bit>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -38,13 +39,15 @@ class CallBinder {
              const ffi::Dictionary& attributes)
       : operands_(operands), results_(results), attributes_(attributes) {}
 
-  template <class T>
-  void attribute(const char* name, T& value) {
-    const auto found = attributes_.get<T>(name);
-    if (!found.has_value()) throw std::invalid_argument(std::string("attribute ") + name + " is missing");
-    value = *found;
-    if constexpr (std::is_same_v<T, int64_t>) axes_.set(name, value);
+  void attribute(const char* name, int64_t& value) {
+    value = attribute_word(name);
+    axes_.set(name, value);
   }
+  // Floats come as their bits: JAX makes one of two calls whose attributes are equal, like 0.0 and -0.0.
+  void attribute(const char* name, float& value) {
+    value = std::bit_cast<float>(static_cast<uint32_t>(attribute_word(name)));
+  }
+  void attribute(const char* name, double& value) { value = std::bit_cast<double>(attribute_word(name)); }
 
   template <class T>
   void inout(const char* name, T& array, const char* shape) {
@@ -76,6 +79,12 @@ class CallBinder {
   ffi::AnyBuffer workspace() { return prepared(next_result("workspace")); }
 
  private:
+  int64_t attribute_word(const char* name) {
+    const auto found = attributes_.get<int64_t>(name);
+    if (!found.has_value()) throw std::invalid_argument(std::string("attribute ") + name + " is missing");
+    return *found;
+  }
+
   ffi::AnyBuffer next_operand(const char* name) {
     const auto buffer = operands_.get<ffi::AnyBuffer>(operand_++);
     if (!buffer.has_value()) throw std::invalid_argument(std::string("operand ") + name + " is missing");

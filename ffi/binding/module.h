@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -27,8 +28,6 @@ inline nb::dict as_dict(const Signature& signature) {
   entries["name"] = signature.name;
   entries["per_position"] = signature.per_position;
   entries["attributes"] = signature.attributes;
-  entries["float_attributes"] = signature.float_attributes;
-  entries["double_attributes"] = signature.double_attributes;
   entries["operands"] = operands;
   entries["results"] = results;
   return entries;

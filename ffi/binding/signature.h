@@ -3,6 +3,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "binding/shapes.h"
@@ -10,11 +11,13 @@
 
 namespace hkv {
 
-// The NumPy name of an array's element type. Words are two uint32.
+// The NumPy name of an attribute's type or of an array's element type. Words are two uint32.
 template <class T>
 constexpr const char* type_name() {
   if constexpr (std::is_same_v<T, bool>) return "bool";
   if constexpr (std::is_same_v<T, float>) return "float32";
+  if constexpr (std::is_same_v<T, double>) return "float64";
+  if constexpr (std::is_same_v<T, int64_t>) return "int64";
   if constexpr (std::is_same_v<T, Digest>) return "uint8";
   if constexpr (std::is_same_v<T, int32_t>) return "int32";
   if constexpr (std::is_same_v<T, uint32_t> || std::is_same_v<T, Words>) return "uint32";
@@ -33,9 +36,7 @@ struct Argument {
 struct Signature {
   std::string name;
   bool per_position = false;
-  std::vector<std::string> attributes;
-  std::vector<std::string> float_attributes;
-  std::vector<std::string> double_attributes;
+  std::vector<std::pair<std::string, std::string>> attributes;  // name and type
   std::vector<Argument> operands;
   std::vector<Argument> results;
 };
@@ -44,9 +45,10 @@ class SignatureBinder {
  public:
   explicit SignatureBinder(Signature& signature) : signature_(signature) {}
 
-  void attribute(const char* name, int64_t) { signature_.attributes.push_back(name); }
-  void attribute(const char* name, float) { signature_.float_attributes.push_back(name); }
-  void attribute(const char* name, double) { signature_.double_attributes.push_back(name); }
+  template <class T>
+  void attribute(const char* name, T) {
+    signature_.attributes.emplace_back(name, type_name<T>());
+  }
 
   template <class T>
   void inout(const char* name, const T& array, const char* shape) {
