@@ -45,7 +45,7 @@ def momentum(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any,
 def adagrad(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array) -> Array:
     s[0] = s[0] + g * g
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(s[0] > 0, w - rate * (g / np.sqrt(s[0] + f32(c["eps"]))), w)
+        return np.where(s[0] <= 0, w, w - rate * (g / np.sqrt(s[0] + f32(c["eps"]))))
 
 
 def rowwise_adagrad(
@@ -64,8 +64,8 @@ def ftrl(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: 
     curvature = (f32(c["beta"]) + root) / rate + f32(c["l2"])
     bound = np.where(s[1] < 0, -f32(c["l1"]), f32(c["l1"]))
     with np.errstate(divide="ignore", invalid="ignore"):
-        new = np.where(np.abs(s[1]) > f32(c["l1"]), (bound - s[1]) / curvature, f32(0))
-    return np.where(curvature > 0, new, w)
+        new = np.where(np.abs(s[1]) <= f32(c["l1"]), f32(0), (bound - s[1]) / curvature)
+    return np.where(curvature <= 0, w, new)
 
 
 def sgd(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array) -> Array:

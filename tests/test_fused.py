@@ -103,6 +103,18 @@ def test_fused_updates_have_the_bits_of_the_oracle(name, options, twin, rng):
     assert trainer.count == 7 and evicted > 100
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_row_shows_a_nan_that_its_state_keeps(name):
+    """It must not stand still as if it were trained."""
+    opt = OPTIMIZERS[name](0.05)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), np.array([1, 2], np.int32))
+    rows = np.ones((2, DIM), np.float32)
+    for gradients in (rows, rows * [[np.nan], [1]], rows):
+        table = opt.update(table, result, jnp.asarray(gradients, jnp.float32))
+    _, found = hkv.find(table, np.array([1, 2], np.int32))
+    np.testing.assert_array_equal(np.isnan(found.values), [[True] * DIM, [False] * DIM])
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam", "rowwise_adagrad"])
 def test_pooled_gradients_have_the_bits_of_the_oracle(name, twin, rng):
     """Sources and weights: what the gradient of bags is for their positions."""

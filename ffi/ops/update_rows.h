@@ -81,7 +81,7 @@ struct AdagradRule {
                                   const StepScales&) const {
     sum[0] = sum[0] + gradient * gradient;
     const float moved = row - rate * (gradient / square_root(sum[0] + static_cast<float>(eps)));
-    row = sum[0] > 0.0f ? moved : row;  // computed in any case, or compilers make no vectors of it
+    row = sum[0] <= 0.0f ? row : moved;  // computed in any case, or compilers make no vectors of it
   }
 };
 
@@ -145,8 +145,8 @@ struct FtrlRule {
     const auto bound = static_cast<float>(l1);
     const float signed_bound = state[1] < 0.0f ? -bound : bound;
     const float magnitude = state[1] < 0.0f ? -state[1] : state[1];
-    const float moved = magnitude > bound ? (signed_bound - state[1]) / curvature : 0.0f;
-    row = curvature > 0.0f ? moved : row;  // else nothing has been seen
+    const float moved = magnitude <= bound ? 0.0f : (signed_bound - state[1]) / curvature;
+    row = curvature <= 0.0f ? row : moved;  // nothing has been seen
   }
 };
 
