@@ -6,6 +6,7 @@ The formulas, in the order of their roundings, are in docs/semantics.md, section
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -194,8 +195,11 @@ def _optimizer(
         raise ValueError(f"{call}: learning_rate must be finite, got {learning_rate}")
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
+        own = [n for n in inspect.signature(globals()[call[6:]]).parameters if n != "options"]
+        remedy = ": optim.adamw has a weight_decay" if "weight_decay" in options else ""
         raise TypeError(
-            f"{call}: options are {sorted(known)}, got {sorted(options.keys() - known)}"
+            f"{call}: arguments are {own + sorted(known)}, got {sorted(options.keys() - known)}"
+            f"{remedy}"
         )
     dtype = as_float_dtype(call, "state_dtype", options.get("state_dtype", jnp.float32))
     rule = _Rule(

@@ -50,6 +50,12 @@ def clip_by_global_norm(
     """
     if not is_traced(max_norm) and not float(max_norm) > 0:
         raise ValueError(f"optim.clip_by_global_norm: max_norm must be positive, got {max_norm}")
+    for name, given in (("results", results), ("row_gradients", row_gradients)):
+        if not isinstance(given, (list, tuple)) or hasattr(given, "_fields"):
+            raise TypeError(
+                f"optim.clip_by_global_norm: {name} must be a list with one entry for each table, "
+                f"got {type(given).__name__}: write [{name}]"
+            )
     if len(results) != len(row_gradients):
         raise ValueError(
             "optim.clip_by_global_norm: row_gradients must have one entry for each table, got "

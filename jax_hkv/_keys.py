@@ -89,10 +89,11 @@ class Keys:
         on_host = all(isinstance(part, np.ndarray) for part in words)
         return cls(_read_only((np if on_host else jnp).concatenate(words, along)))
 
-    def to_numpy(self) -> np.ndarray:
-        """As ``uint64`` on the host."""
+    def to_numpy(self, *, signed: bool = False) -> np.ndarray:
+        """On the host as ``uint64``, or as ``int64``, where negative ids are what they were."""
         words = np.asarray(self.words).astype(np.uint64)
-        return words[..., 0] | (words[..., 1] << np.uint64(_WORD_BITS))
+        numbers = words[..., 0] | (words[..., 1] << np.uint64(_WORD_BITS))
+        return numbers.astype(np.int64) if signed else numbers
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,6 +157,14 @@ class Keys:
         # A tree of something else, such as shapes, is compared like any dataclass.
         return isinstance(other, Keys) and self.words == other.words
 
+    def _order(self, other: Any) -> Any:
+        raise TypeError(
+            "Keys have no operators <, <=, > and >=: take jax_hkv.less(a, b) or "
+            "jax_hkv.less_equal(a, b) for each of them, or compare .to_numpy()"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = _order
+
     def __hash__(self) -> int:
         return hash((type(self), self.words))
 
@@ -203,9 +212,12 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
         return ids
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
         return _from_array(call, argument, ids)
+    kind = type(ids).__name__
+    remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
+    if kind == "Jagged":
+        remedy = "Bags of ids are for find_pooled, find_or_insert_pooled and the layers EmbedBag."
     raise TypeError(
-        f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {type(ids).__name__}. "
-        "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
+        f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {kind}. {remedy}"
     )
 
 

@@ -20,6 +20,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged, as_splits
 from jax_hkv.index import NO_SLOT
+from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Table
 
 Unseen = Literal["initial", "zeros", "learned"]
@@ -327,6 +328,46 @@ def changed(fn: Callable[[Table], Any], table: Table) -> Table:
             "map_tables(lambda table: jax_hkv.expire(table, 30)[0])"
         )
     return after
+
+
+def check_dense_state(call: str, state: Any) -> None:
+    """Warns of optax.MultiSteps for dense parameters, beside tables that are updated every step."""
+    if has_micro_steps(state):
+        warnings.warn(
+            f"{call}: tx is an optax.MultiSteps, which changes dense parameters once in several "
+            "steps, but tables are updated in every step. To train both on several batches at "
+            "once, look all of them up in one loss_fn (the model can be called as often as need "
+            "be), and average their losses; if rows are meant to move on, silence this with "
+            "warnings.filterwarnings",
+            stacklevel=3,
+        )
+
+
+def warn_of_no_update(layer: str) -> None:
+    """Of nnx, whose own gradients pass tables by."""
+    warnings.warn(
+        f"{layer}: train=True outside hkv.nnx.train_step and hkv.nnx.value_and_grad inserts ids, "
+        "but nothing trains their rows: nnx.grad and nnx.value_and_grad see dense parameters only. "
+        "Take gradients with hkv.nnx.value_and_grad, and give them to hkv.nnx.update_tables; where "
+        "ids are only to be inserted, silence this with warnings.filterwarnings",
+        stacklevel=4,
+    )
+
+
+def checked_table(layer: str, variable: Any, features: int) -> Table:
+    """The table of an nnx layer, which its owner may have set."""
+    if isinstance(variable, Table):
+        raise TypeError(
+            f"{layer}: table must be an nnx Variable, got a Table: change a layer's table by "
+            "layer.table.set_value(table), and read it by layer.table.get_value()"
+        )
+    table = variable.get_value()
+    if table.dim != features:
+        raise ValueError(
+            f"{layer}: table must have rows of {features} elements, the layer's features, got dim "
+            f"{table.dim}: give layer.table.set_value(table) one that was made with dim={features}"
+        )
+    return table
 
 
 def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:

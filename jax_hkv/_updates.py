@@ -57,10 +57,16 @@ def optimizer_rows(
 
 def rows_of(table: Table, structure: Any) -> OptimizerRows:
     """The table's optimizer rows; raises unless they are of this structure."""
-    if table.optimizer is None or table.optimizer.structure != structure:
+    if table.optimizer is None:
         raise ValueError(
-            "optim.update: the table has no optimizer rows of this optimizer. Call "
-            "table = opt.init(table) once, before the first update"
+            "optim.update: the table has no optimizer rows. Call table = opt.init(table) once, "
+            "before the first update"
+        )
+    if table.optimizer.structure != structure:
+        raise ValueError(
+            "optim.update: the table has no optimizer rows of this optimizer, but of another: "
+            f"{table.optimizer.structure}, got {structure}. Take the one that made them (its "
+            "learning rate may be another); opt.init(table) would begin anew and drop them"
         )
     return table.optimizer
 
@@ -156,6 +162,12 @@ def listed(
                 f"{type(each).__name__}: results of a table over several devices go to "
                 "jax_hkv.sharding.update, others to the update of an optimizer"
             )
+    if not is_one and not isinstance(row_gradients, (list, tuple)):
+        raise TypeError(
+            f"{call}: row_gradients must be a list, one for each result, where result is a "
+            f"sequence, got {type(row_gradients).__name__}: write [row_gradients], or give one "
+            "result and its gradients"
+        )
     if not results or len(results) != len(gradients):
         raise ValueError(
             f"{call}: row_gradients must be one for each result, got {len(gradients)} for "

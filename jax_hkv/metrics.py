@@ -65,7 +65,7 @@ def of(
       (2, 2, 0.015625)
     """
     check_table("metrics.of", table)
-    is_one = isinstance(getattr(result, "counts", None), Counts)
+    is_one = hasattr(result, "_fields")
     results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
     for each in results:
         if not isinstance(getattr(each, "counts", None), Counts):

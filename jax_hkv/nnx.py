@@ -97,6 +97,8 @@ class _Layer(nnx.Module):
     def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
         if not self.is_recording:
+            if any(own.optimizer for own in self._owners() if own.attribute == attribute):
+                _layers.warn_of_no_update(type(self).__name__)
             return result.values
         number = len(self._lookups(attribute))
         setattr(self, _LOOKUP.format(attribute, number), Lookup(Looked(result, counts or {})))
@@ -191,12 +193,15 @@ class Embed(_Layer):
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         table, found = _layers.look_up(
-            self.table.get_value(), ids, self.axis_name, train=train, valid=valid, scores=scores
+            self._own(), ids, self.axis_name, train=train, valid=valid, scores=scores
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
         rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
         return _layers.cast(rows, self.dtype)
+
+    def _own(self) -> Table:
+        return _layers.checked_table(type(self).__name__, self.table, self.features)
 
     def _unseen_row(self) -> Any:
         if self.unseen == "learned":
@@ -245,7 +250,7 @@ class EmbedBag(Embed):
         fill = "initial" if unseen is None else 0.0
         table, found = _sharded.of_batch(
             type(self).__name__,
-            self.table.get_value(),
+            self._own(),
             batch,
             exchange=as_exchange(self.axis_name),
             is_weighted=layout.is_weighted,
@@ -511,6 +516,7 @@ class TrainState(nnx.Module):
         check_transformation("TrainState", tx)
         self.model = model
         self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        _layers.check_dense_state("TrainState", self.optimizer.opt_state)
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 

@@ -271,15 +271,37 @@ def sparse(
       >>> table, result = hkv.find_or_insert(table, np.array([1, 2], np.int32))
       >>> table = opt.update(table, result, jnp.ones_like(result.values))
     """
+    _check_sparse(transformation)
     return SparseOptimizer(
         transformation, count_per_row, None if dtype is None else np.dtype(dtype)
     )
 
 
+def _is_native(optimizer: Any) -> bool:
+    return isinstance(optimizer, (FusedOptimizer, SparseOptimizer))
+
+
+def _methods(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+
+
+def _check_sparse(transformation: Any) -> None:
+    if _methods(transformation) and not _is_native(transformation):
+        return
+    remedy = "give optax.adam(1e-3), say"
+    if _is_native(transformation):
+        remedy = "an optimizer of jax_hkv.optim updates tables as it is, so leave sparse out"
+    elif callable(transformation):
+        remedy = f"call what makes one: {getattr(transformation, '__name__', 'optax.adam')}(...)"
+    raise TypeError(
+        "optim.sparse: transformation must be an optax.GradientTransformation, got "
+        f"{type(transformation).__name__}: {remedy}"
+    )
+
+
 def check_optimizer(call: str, optimizer: Any) -> None:
     """Raises unless `optimizer` is None or can update a table."""
-    methods = [getattr(optimizer, name, None) for name in ("init", "update")]
-    if optimizer is None or (not isinstance(optimizer, tuple) and all(map(callable, methods))):
+    if optimizer is None or (not isinstance(optimizer, tuple) and _methods(optimizer)):
         return
     raise TypeError(
         f"{call}: optimizer must come from jax_hkv.optim, got {type(optimizer).__name__}: take "
@@ -289,9 +311,7 @@ def check_optimizer(call: str, optimizer: Any) -> None:
 
 def check_transformation(call: str, tx: Any) -> None:
     """Raises unless `tx` can update dense parameters."""
-    methods = [getattr(tx, name, None) for name in ("init", "update")]
-    is_for_tables = isinstance(tx, (FusedOptimizer, SparseOptimizer))
-    if all(map(callable, methods)) and not is_for_tables:
+    if _methods(tx) and not _is_native(tx):
         return
     raise TypeError(
         f"{call}: tx must be an optax.GradientTransformation, for the dense parameters, got "
@@ -350,13 +370,18 @@ def _check_state_dtypes(before: Sequence[jax.Array], after: Sequence[jax.Array])
             )
 
 
-def _check_no_micro_steps(state: Any) -> None:
-    """Raises for optax.MultiSteps: rows that a micro-step did not touch would miss their turn."""
+def has_micro_steps(state: Any) -> bool:
+    """Whether a state of optax is, or holds, one of MultiSteps."""
 
     def is_one(node: Any) -> bool:
         return type(node).__name__ == "MultiStepsState"
 
-    if any(is_one(node) for node in jax.tree.leaves(state, is_leaf=is_one)):
+    return any(is_one(node) for node in jax.tree.leaves(state, is_leaf=is_one))
+
+
+def _check_no_micro_steps(state: Any) -> None:
+    """Raises for optax.MultiSteps: rows that a micro-step did not touch would miss their turn."""
+    if has_micro_steps(state):
         raise ValueError(
             "optim.sparse: optax.MultiSteps counts micro-steps for all rows, but a batch touches "
             "some: give the results and gradients of several lookups to one update instead"

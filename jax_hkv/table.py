@@ -321,8 +321,14 @@ def create(
 
 def check_table(call: str, table: Any) -> None:
     """Raises unless `table` is a Table."""
-    if not isinstance(table, Table):
-        raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}")
+    if isinstance(table, Table):
+        return
+    remedy = ""
+    if isinstance(table, tuple):
+        remedy = ": operations return (table, result), unpack them"
+    elif hasattr(table, "get_value"):
+        remedy = ": take the variable's .get_value()"
+    raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}{remedy}")
 
 
 def check_one_device(call: str, table: Any) -> None:

@@ -558,7 +558,7 @@ def test_wrong_options_are_named():
     """31: the argument, what was expected, what came."""
     with pytest.raises(ValueError, match=r"stochastic_rounding is for bfloat16.*float32"):
         hkv.optim.sgd(0.1, stochastic_rounding=True).init(hkv.create(128, 2))
-    with pytest.raises(TypeError, match=r"options are .*got \['momentun'\]"):
+    with pytest.raises(TypeError, match=r"arguments are \['learning_rate', .*got \['momentun'\]"):
         hkv.optim.sgd(0.1, momentun=0.9)
     with pytest.raises(TypeError, match="learning_rate must be a number.*str"):
         hkv.optim.adam("fast")
@@ -573,10 +573,19 @@ def test_wrong_options_are_named():
     with pytest.raises(TypeError, match=r"state_dtype must be float32"):
         hkv.optim.adam(0.1, state_dtype=jnp.int32)
     table, result = table_and_lookup(hkv.optim.adam(0.1))
-    with pytest.raises(ValueError, match=r"no optimizer rows of this optimizer.*opt.init"):
-        hkv.optim.adagrad(0.1).update(table, result, jnp.ones((3, DIM)))
+    gradients = jnp.ones((3, DIM))
+    with pytest.raises(ValueError, match=r"of this optimizer.*adam.*got.*adagrad.*begin anew"):
+        hkv.optim.adagrad(0.1).update(table, result, gradients)
+    with pytest.raises(ValueError, match=r"no optimizer rows\. Call table = opt\.init"):
+        hkv.optim.adagrad(0.1).update(hkv.create(128, DIM), result, gradients)
+    with pytest.raises(TypeError, match=r"optim\.adam: arguments.*'b1'.*weight_decay.*adamw"):
+        hkv.optim.adam(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match=r"one entry for each table, got 0 for 1"):
         hkv.optim.clip_by_global_norm(1.0, {}, [result], [])
+    with pytest.raises(TypeError, match=r"results must be a list.*write \[results\]"):
+        hkv.optim.clip_by_global_norm(1.0, {}, result, gradients)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"row_gradients must be a list.*write \[row_gradients\]"):
+        hkv.optim.adam(0.1).update(table, [result], gradients)
 
 
 CONSTANTS = {

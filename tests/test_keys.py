@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import subprocess
@@ -112,6 +113,21 @@ def test_keys_are_taken_for_an_array_by_nobody(name):
     """NumPy would make an array of objects of them."""
     with pytest.raises(TypeError, match=r"to_numpy\(\).*Keys\.concatenate"):
         MISTAKES[name](ON_HOST)
+
+
+def test_negative_ids_come_back_as_what_they_were():
+    ids = np.array([[-1, 7], [2**62, -(2**63)]], np.int64)
+    back = hkv.Keys.from_numpy(ids).to_numpy(signed=True)
+    assert back.dtype == np.int64
+    np.testing.assert_array_equal(back, ids)
+
+
+@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge])
+def test_keys_have_no_order_by_the_sign(compare):
+    keys = hkv.Keys.from_numpy(np.array([1, 2]))
+    for pair in ((keys, 5), (keys, keys)):
+        with pytest.raises(TypeError, match=r"no operators.*jax_hkv\.less"):
+            compare(*pair)
 
 
 def test_comparing_keys_by_the_sign_says_what_compares_them():

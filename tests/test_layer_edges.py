@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -206,6 +207,7 @@ def test_a_wrong_declaration_is_named(declare, kind, message):
         declare()
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_evaluation_of_an_nnx_model_changes_nothing_and_works_in_any_trace():
     model = NnxModel()
     model(IDS, train=True)
@@ -230,6 +232,7 @@ def test_an_nnx_step_takes_arguments_that_change():
     assert losses[0] != losses[1] and int(rngs.noise.count[...]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_gradients_of_an_earlier_nnx_batch_go_to_its_own_rows():
     """They carry their keys; what happened to the model since does not matter."""
     model, one, other = NnxModel(), np.array([1, 2], np.int32), np.array([7, 8], np.int32)
@@ -243,6 +246,7 @@ def test_gradients_of_an_earlier_nnx_batch_go_to_its_own_rows():
     np.testing.assert_array_equal(model(other), first[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_an_error_in_an_nnx_loss_leaves_the_model_usable():
     model = NnxModel()
 
@@ -553,6 +557,46 @@ def step_of_towers(api, train):
         return lambda: hkv.nnx.train_step(loss_fn)(state, IDS)
     state = hkv.linen.TrainState.create(LinenTowers(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
     return lambda: hkv.linen.train_step(loss_fn)(state, IDS)[1]
+
+
+def test_an_nnx_layer_that_nobody_will_train_says_so():
+    """The usual loop of nnx inserts ids and trains dense parameters alone."""
+    model = NnxTowers()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def loss_fn(model, train):
+        return (model(IDS, train=train) ** 2).mean()
+
+    with pytest.warns(UserWarning, match=r"Embed: .*hkv\.nnx\.value_and_grad") as caught:
+        _, gradients = nnx.value_and_grad(lambda model: loss_fn(model, ("user",)))(model)
+    assert [Path(warning.filename).name for warning in caught] == ["test_layer_edges.py"]
+    optimizer.update(model, gradients)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hkv.nnx.value_and_grad(loss_fn)(model, ("user", "item"))
+        loss_fn(model, ())
+        hkv.nnx.Embed(256, DIM)(IDS, train=True)  # it has no optimizer to wait for
+
+
+def test_a_table_that_does_not_fit_an_nnx_layer_is_refused():
+    model = NnxTowers()
+    model.user.table.set_value(hkv.create(128, DIM + 1))
+    with pytest.raises(ValueError, match=rf"Embed: table .* {DIM} .*got dim {DIM + 1}"):
+        model(IDS)
+    model.user.table = hkv.create(128, DIM)
+    with pytest.raises(TypeError, match=r"Embed: table .*\.set_value\(table\)"):
+        model(IDS)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_dense_parameters_that_wait_for_micro_steps_are_noted(api):
+    """Rows do not wait with them."""
+    tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation())
+    with pytest.warns(UserWarning, match="TrainState.*MultiSteps.*tables are updated in every"):
+        if api == "nnx":
+            hkv.nnx.TrainState(NnxTowers(), tx)
+        else:
+            hkv.linen.TrainState.create(LinenTowers(), jax.random.key(0), IDS, tx=tx)
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])

@@ -76,6 +76,8 @@ def test_metrics_of_something_else_are_refused():
     table = hkv.create(128, 2)
     with pytest.raises(TypeError, match=r"metrics\.of: result must be what .* got FindResult"):
         metrics.of(table, [hkv.find(table, jnp.array([1]))[1]])  # pyright: ignore
+    with pytest.raises(TypeError, match=r"metrics\.of: result must be what .* got FindResult"):
+        metrics.of(*hkv.find(table, jnp.array([1])))  # pyright: ignore
     with pytest.raises(TypeError, match=r"metrics\.of: table must be"):
         metrics.of(3, [])  # pyright: ignore
 

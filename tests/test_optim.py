@@ -285,6 +285,21 @@ def test_a_transformation_may_take_its_arguments_out_of_a_dictionary(count_per_r
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (optax.adam, r"got function: call what makes one: adam\(\.\.\.\)"),
+        (hkv.optim.adam(0.1), "got FusedOptimizer: .*leave sparse out"),
+        (hkv.optim.sparse(optax.sgd(0.1)), "got SparseOptimizer: .*leave sparse out"),
+        (0.1, "got float: give optax"),
+        (None, "got NoneType: give optax"),
+    ],
+)
+def test_what_is_no_transformation_is_refused_at_once(given, message):
+    with pytest.raises(TypeError, match=f"optim.sparse: transformation must be .*{message}"):
+        hkv.optim.sparse(given)
+
+
 def test_optimizer_rows_of_another_dtype_are_named():
     """What has the same state but its dtype was initialised by another optimizer."""
     half = hkv.optim.sparse(optax.adam(0.1))

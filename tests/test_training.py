@@ -399,6 +399,7 @@ def embed(api, unseen, **options):
     return api(256, DIM, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "learned"])
 @pytest.mark.parametrize("is_bag", [False, True])
 def test_what_ids_without_a_row_get_in_evaluation(unseen, is_bag):
@@ -441,6 +442,7 @@ def test_the_learned_row_is_trained_by_ids_that_are_turned_away():
     np.testing.assert_array_equal(after.apply(np.array([1], np.int32))[0], after.params["unseen"])
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_a_collection_learns_a_row_for_each_table(made):
     """Ids without a row add their table's row by their weight: half of it, for one of two."""
     inputs = {"user": np.array([3, 4], np.int32), "seen": np.array([[3, 4], [4, 4]], np.int32)}
