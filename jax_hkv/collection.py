@@ -124,7 +124,49 @@ class Group:
 
     def number(self, table: str) -> int:
         """Of one of the tables."""
-        return [config.name for config in self.tables].index(table)
+        names = [config.name for config in self.tables]
+        if table not in names:
+            raise ValueError(f"Group {self.name!r}: table must be one of {names}, got {table!r}")
+        return names.index(table)
+
+    def keys(self, table: str, ids: Any) -> Keys:
+        """The keys that ids of one of the tables have in the physical table.
+
+        All operations on that take them: a warm start is ``jax_hkv.insert_or_assign`` with them.
+
+        Args:
+          table: by its name.
+          ids: Keys or integers, of any shape.
+
+        Example:
+          >>> import jax_hkv
+          >>> collection = Collection([TableConfig("users", 128, 2), TableConfig("items", 128, 2)],
+          ...                         [Feature("user", "users"), Feature("item", "items")])
+          >>> tables, group = collection.create(), collection.group_of("items")
+          >>> keys = group.keys("items", np.array([5], np.int32))
+          >>> tables[group.name], _ = jax_hkv.insert_or_assign(
+          ...     tables[group.name], keys, jnp.ones((1, 2)))
+        """
+        keys = as_keys("Group.keys", "ids", ids)
+        return in_namespace(keys, self.number(table), self.bits)
+
+    def ids(self, table: str, keys: Any) -> tuple[Keys, Bool[Array, "*shape"]]:
+        """The ids of one of the tables that keys of the physical table stand for: of an export.
+
+        Args:
+          table: by its name.
+          keys: of the physical table, of any shape.
+
+        Returns:
+          The ids, and which of the keys are of the table; the ids of others have no meaning. Ids
+          that were folded (see :class:`Collection`) are not to be had back: they come out as what
+          they were folded to, and :meth:`keys` maps that to the same key.
+        """
+        number = self.number(table)
+        keys = as_keys("Group.ids", "keys", keys)
+        mask = np.uint32((1 << (_WORD_BITS - self.bits)) - 1)
+        own = _IsOfTable(number, self.bits)(keys, keys, None)
+        return Keys(jnp.stack([keys.low, keys.high & mask], axis=-1)), own
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
         """What became of the distinct ids of each table.
@@ -238,6 +280,18 @@ class Collection:
             own = tuple(feature for feature in self.features if feature.table in names)
             groups.append(Group(_name_of(names), tuple(configs), own))
         return tuple(groups)
+
+    def group_of(self, table: str) -> Group:
+        """The physical table that holds a table, by the table's own name.
+
+        Raises:
+          ValueError: if there is no such table.
+        """
+        for group in self.groups:
+            if table in (config.name for config in group.tables):
+                return group
+        names = [config.name for config in self.tables]
+        raise ValueError(f"Collection.group_of: table must be one of {names}, got {table!r}")
 
     def create(self, axis_name: Any = None) -> dict[str, Table]:
         """The physical tables, empty, by the names of their groups.

@@ -29,6 +29,7 @@ FEATURES = [
     hkv.Feature("title", "words", "sqrtn"),
 ]
 BATCH = 6
+TWO = ("users", "items")
 WORD = 2**32
 
 
@@ -280,6 +281,50 @@ def test_sizes_count_the_entries_of_each_table(rng):
     sizes = {name: int(size) for name, size in collection.sizes(tables).items()}
     assert sizes["users"] == 3 and sizes["items"] == len(items)
     assert sum(sizes.values()) == sum(int(hkv.size(table)) for table in tables.values())
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_fused_table_starts_warm_and_is_exported_by_its_own_ids(rng, fuse):
+    """Two tables with the same ids, other rows; negative ids are folded and still found."""
+    collection = hkv.Collection(TABLES, FEATURES, fuse=fuse)
+    tables = collection.create()
+    ids = np.concatenate([np.arange(40), [2**62 - 1, -7, -(2**60)]])
+    rows = {name: jnp.asarray(rng.normal(size=(43, DIM)), jnp.float32) for name in TWO}
+    for name in TWO:
+        group = collection.group_of(name)
+        keys = group.keys(name, hkv.Keys.from_numpy(ids))
+        tables[group.name], _ = hkv.insert_or_assign(tables[group.name], keys, rows[name])
+    assert {name: int(collection.sizes(tables)[name]) for name in TWO} == {"users": 43, "items": 43}
+    inputs = inputs_of(rng) | {
+        "user": hkv.Keys.from_numpy(ids),
+        "item": hkv.Keys.from_numpy(ids[:, None]),
+    }
+    _, found = collection.lookup(tables, inputs)
+    spread = collection.spread(found.rows, found.parts)
+    np.testing.assert_array_equal(spread["user"], rows["users"])
+    np.testing.assert_array_equal(spread["item"][:, 0], rows["items"])
+
+    for name in TWO:
+        group = collection.group_of(name)
+        batch = hkv.export_batch(tables[group.name], 0, 2048)
+        own_ids, is_own = group.ids(name, batch.keys)
+        kept = np.flatnonzero(np.asarray(is_own)[: int(batch.count)])
+        own_ids = own_ids.to_numpy(signed=True)[kept]
+        exact = 41 if fuse else 43
+        assert len(own_ids) == 43 and set(ids[:exact]) <= set(own_ids)
+        by_id = dict(zip(own_ids, np.asarray(batch.values)[kept], strict=True))
+        for number in range(exact):
+            np.testing.assert_array_equal(by_id[ids[number]], rows[name][number])
+        again = group.keys(name, hkv.Keys.from_numpy(own_ids)).to_numpy()
+        np.testing.assert_array_equal(again, batch.keys.to_numpy()[kept])
+
+
+def test_a_table_that_a_collection_does_not_have_is_named():
+    collection = hkv.Collection(TABLES, FEATURES)
+    with pytest.raises(ValueError, match=r"group_of: table must be one of .*'users'.*got 'user'"):
+        collection.group_of("user")
+    with pytest.raises(ValueError, match=r"Group 'users\+items': table must be .* got 'words'"):
+        collection.group_of("users").keys("words", np.array([1], np.int32))
 
 
 def declared(tables=None, features=None):
