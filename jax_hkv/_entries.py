@@ -17,7 +17,14 @@ from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement
 from jax_hkv.index import Policy
 from jax_hkv.operations import counts_of
-from jax_hkv.table import Counts, Table, check_one_device, scatter_optimizer, scatter_values
+from jax_hkv.table import (
+    Counts,
+    Table,
+    check_one_device,
+    check_table,
+    scatter_optimizer,
+    scatter_values,
+)
 from jax_hkv.whole_table import export_batch
 
 _CHUNK = 65536  # slots read, and entries written, at a time
@@ -73,30 +80,63 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
         raise ValueError(
             "sharding.export_entries: tables must be a table or parts of one, got none"
         )
-    chunks = [chunk for part in parts for chunk in _chunks(part)]
-    keys, scores, values, *optimizer = map(np.concatenate, zip(*chunks, strict=True))
-    first = parts[0]
-    counters = None
-    if first.admission is not None and first.admission.counters is not None:
-        # A key is counted by its owner alone, so that the highest count is never too low for it.
-        counters = functools.reduce(np.maximum, [np.asarray(_counters(part)) for part in parts])
+    return join_entries([_exported(part) for part in parts])
+
+
+def join_entries(parts: Sequence[Exported]) -> Exported:
+    """The entries of several exports as one: of the processes that each saved their own.
+
+    Args:
+      parts: of the parts of one table, at least one.
+
+    Raises:
+      ValueError: if there is none, or if they are of different tables.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> tables = [hkv.find_or_insert(hkv.create(128, 2), np.array([i], np.int32))[0]
+      ...           for i in (5, 6)]
+      >>> join_entries([export_entries(table) for table in tables]).keys.tolist()
+      [5, 6]
+    """
+    if not parts:
+        raise ValueError("sharding.join_entries: parts must be exported entries, got none")
+    rows = [(part.keys, part.scores, part.values, *part.optimizer) for part in parts]
+    kinds = [[(leaf.shape[1:], leaf.dtype) for leaf in own] for own in rows]
+    sketches = [None if part.counters is None else part.counters.shape for part in parts]
+    if any(own != kinds[0] for own in kinds) or any(own != sketches[0] for own in sketches):
+        raise ValueError(
+            "sharding.join_entries: parts must be of one table, with the same rows, optimizer rows "
+            f"and sightings, got {kinds} and {sketches}"
+        )
+    keys, scores, values, *optimizer = map(np.concatenate, zip(*rows, strict=True))
+    counters = [part.counters for part in parts if part.counters is not None]
     return Exported(
         keys=keys,
         scores=scores,
         values=values,
         optimizer=tuple(optimizer),
-        shared=tuple(np.asarray(leaf) for leaf in first.optimizer.shared)
-        if first.optimizer
-        else (),
-        clock=max(_number(part.clock) for part in parts),
-        epoch=max(int(np.asarray(part.epoch)[0]) for part in parts),
-        counters=counters,
+        shared=parts[0].shared,
+        clock=max(part.clock for part in parts),
+        epoch=max(part.epoch for part in parts),
+        counters=functools.reduce(np.maximum, counters) if counters else None,
     )
 
 
-def _counters(table: Table) -> Any:
-    assert table.admission is not None
-    return table.admission.counters
+def _exported(part: Table) -> Exported:
+    keys, scores, values, *optimizer = map(np.concatenate, zip(*_chunks(part), strict=True))
+    # A key is counted by its owner alone, so that the highest count of all parts is never too low.
+    counters = None if part.admission is None else part.admission.counters
+    return Exported(
+        keys=keys,
+        scores=scores,
+        values=values,
+        optimizer=tuple(optimizer),
+        shared=tuple(map(np.asarray, part.optimizer.shared)) if part.optimizer else (),
+        clock=_number(part.clock),
+        epoch=int(np.asarray(part.epoch)[0]),
+        counters=None if counters is None else np.asarray(counters),
+    )
 
 
 def _number(words: Any) -> int:
@@ -138,6 +178,7 @@ def import_entries(
       room.
 
     Raises:
+      TypeError: naming the argument.
       ValueError: if rows, optimizer rows or sightings have another shape than the table's.
 
     Example:
@@ -147,6 +188,18 @@ def import_entries(
       >>> int(counts.inserted), int(hkv.size(other))
       (2, 2)
     """
+    call = "sharding.import_entries"
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(
+            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
+            f"device, got {type(placement).__name__}: the order is (placement, table, exported)"
+        )
+    check_table(call, table)
+    if not isinstance(exported, Exported):
+        raise TypeError(
+            f"{call}: exported must be what export_entries returned, got "
+            f"{type(exported).__name__}: make one of a restored dict by Exported(**restored)"
+        )
     parts = [table] if placement is None else placement.shards(table)
     for part in parts:
         _check_fits(part, exported)

@@ -76,6 +76,13 @@ class Exchange:
         if len(set(names)) < len(names):
             raise ValueError(f"sharding.Exchange: axis_name names an axis twice: {names}")
         object.__setattr__(self, "axis_name", tuple(names))
+        for flag in ("replicas", "strict", "deduplicate", "levels", "partial", "ragged"):
+            value, optional = getattr(self, flag), flag in ("partial", "ragged")
+            if not isinstance(value, bool) and not (optional and value is None):
+                raise TypeError(
+                    f"sharding.Exchange: {flag} must be True or False{' or None' * optional}, got "
+                    f"{value!r}"
+                )
         _check_number("distinct", self.distinct, 1.0)
         _check_number("slack", self.slack, math.inf)
 

@@ -199,10 +199,11 @@ class Devices(NamedTuple):
                 f"trains a table of its own: give its layer axis_name={self.axes[-1]!r}"
             )
         for each in results if self.axes else ():
-            if set(each.exchange.axes) != set(self.axes):
+            if each.exchange.axes != self.axes:
                 raise ValueError(
                     f"train_step: {where} was looked up over the axes {each.exchange.axes}, but "
-                    f"the placement spreads it over {self.axes}: name the same axes in both"
+                    f"the placement spreads it over {self.axes}: name the same axes in both, in "
+                    "the same order"
                 )
         overflow = sum((jnp.sum(each.overflow) for each in results), 0) if self.axes else 0
         own = metrics.of(table, results, overflow)

@@ -54,6 +54,11 @@ class Placement:
     mode: Mode = "shard_map"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(
+                "sharding.Placement: mesh must be a jax.sharding.Mesh, got "
+                f"{type(self.mesh).__name__}: make one with jax.make_mesh((4,), ('device',)), say"
+            )
         name = self.mesh.axis_names if self.axis_name is None else self.axis_name
         axes = (name,) if isinstance(name, str) else tuple(name)
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
@@ -126,10 +131,47 @@ class Placement:
           make: returns any pytree; what is no table must not depend on the device. Tables have the
             capacity of one device; layers with an axis name divide theirs by themselves.
         """
+        if not callable(make):
+            raise TypeError(
+                "Placement.create: make must be a function without arguments that returns the "
+                f"state, got {type(make).__name__}: write lambda: jax_hkv.create(...)"
+            )
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
             return on_each(np.arange(len(self.local_devices)))
-        trees = []
+        leaves, trees, specs = self._leaves_of(make)
+        made = jax.jit(self._mapped(leaves, (), specs))()
+        return jax.tree.unflatten(jax.tree.structure(trees[-1]), made)
+
+    def abstract(self, make: Callable[[], Any]) -> Any:
+        """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
+
+        This is what Orbax restores a state into, without a second one in memory.
+
+        Args:
+          make: see :meth:`create`.
+
+        Raises:
+          ValueError: with "pmap", whose arrays have no such sharding.
+        """
+        if self.mode == "pmap":
+            raise ValueError(
+                "Placement.abstract: mode must be 'shard_map', got 'pmap', whose arrays are laid "
+                "out by position: restore into a state made by create"
+            )
+        leaves, trees, specs = self._leaves_of(make)
+        shapes = jax.eval_shape(self._mapped(leaves, (), specs))
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+            for leaf, spec in zip(shapes, specs, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(trees[-1]), shapes)
+
+    def _leaves_of(
+        self, make: Callable[[], Any]
+    ) -> tuple[Callable[[], tuple[Any, ...]], list[Any], tuple[P, ...]]:
+        """A function to a state's leaves, the states that it has made, and the leaves' specs."""
+        trees: list[Any] = []
 
         def leaves() -> tuple[Any, ...]:
             # What is static of a state (functions, say) may differ from call to call.
@@ -137,9 +179,7 @@ class Placement:
             return tuple(jax.tree.leaves(trees[-1]))
 
         jax.eval_shape(self._mapped(leaves, (), P()))
-        specs = tuple(jax.tree.leaves(self._leaf_specs(trees[-1])))
-        made = jax.jit(self._mapped(leaves, (), specs))()
-        return jax.tree.unflatten(jax.tree.structure(trees[-1]), made)
+        return leaves, trees, tuple(jax.tree.leaves(self._leaf_specs(trees[-1])))
 
     def step(self, fn: Callable[..., tuple[Any, Any]], *, donate: bool = True) -> Any:
         """A compiled training step.
@@ -153,16 +193,21 @@ class Placement:
         Returns:
           A function of (state, *batch) whose batches come from :meth:`put`; single numbers and
           random keys among them are the same for all devices. It has ``lower`` as jitted functions.
+
+        Raises:
+          TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
+            these devices, or if JAX would cut 64-bit integers of a batch.
         """
+        fn = _with_pair(fn)
         if self.mode == "pmap":
-            return _Pmapped(self, fn, _with_one_report, donate=donate)
+            return _Checked(self, "step", _Pmapped(self, fn, _with_one_report, donate=donate))
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
             specs = self.specs(state)
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
 
-        return jax.jit(on_all, donate_argnums=(0,) if donate else ())
+        return _Checked(self, "step", jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """A compiled function that changes nothing: an evaluation.
@@ -179,13 +224,13 @@ class Placement:
         """
         fn = _with_leading_axes(fn)
         if self.mode == "pmap":
-            return _Pmapped(self, fn)
+            return _Checked(self, "run", _Pmapped(self, fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
-        return jax.jit(on_all)
+        return _Checked(self, "run", jax.jit(on_all))
 
     def put(self, batch: Any) -> Any:
         """The batch of this process's devices, as steps take it.
@@ -224,7 +269,7 @@ class Placement:
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
             return leaf
-        _check_not_cut(leaf)
+        _check_not_cut("Placement.put", leaf)
         count = len(self.local_parts)
         if leaf.shape[0] % count:
             raise ValueError(
@@ -239,7 +284,18 @@ class Placement:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     def shards(self, tree: Any) -> list[Any]:
-        """What the devices of this process hold of a state, each part once, in order."""
+        """What the devices of this process hold of a state, each part once, in order.
+
+        Raises:
+          ValueError: if the state lies on other devices than the mesh's.
+        """
+        for leaf in jax.tree.leaves(tree):
+            if leaf.sharding.device_set != set(self.mesh.devices.flat):
+                raise ValueError(
+                    f"Placement.shards: the state must lie on the {self.mesh.devices.size} devices "
+                    f"of the mesh, got an array on {len(leaf.sharding.device_set)}: use the "
+                    "placement that it was made with (None stands for a table of one device)"
+                )
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
@@ -250,6 +306,11 @@ class Placement:
 
     def join(self, shards: Sequence[Table]) -> Table:
         """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
+        if len(shards) != len(self.local_parts):
+            raise ValueError(
+                f"Placement.join: shards must be one for each of this process's "
+                f"{len(self.local_parts)} parts, got {len(shards)}"
+            )
         spec = P(self.mesh.axis_names) if self.mode == "pmap" else P(self.axes)
         sharding = NamedSharding(self.mesh, spec)
 
@@ -320,6 +381,34 @@ def _digesting(placement: Placement) -> Callable[[Any], Any]:
     return jax.jit(lambda state: placement._mapped(one, (placement.specs(state),), P())(state))
 
 
+class _Checked:
+    """A compiled function of (state, *batch) that looks at its arguments first."""
+
+    def __init__(self, placement: Placement, call: str, compiled: Any):
+        self._placement = placement
+        self._call = f"Placement.{call}"
+        self._compiled = compiled
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        placement = self._placement
+        shape = (2 * placement.devices,)
+        if placement.mode == "pmap":
+            shape = (len(placement.local_devices), 2)
+        for node in jax.tree.leaves(state, is_leaf=_is_table):
+            if _is_table(node) and node.clock.shape != shape:
+                raise TypeError(
+                    f"{self._call}: a table must be spread over the {placement.devices} devices of "
+                    f"the placement by {placement.mode}, with clocks uint32{list(shape)}, got "
+                    f"uint32{list(node.clock.shape)}: make it by placement.create(lambda: ...)"
+                )
+        for leaf in jax.tree.leaves(batch):
+            _check_not_cut(self._call, leaf)
+        return self._compiled(state, *batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
 class _Pmapped:
     """A pmapped function of (state, *batch), and what is done with its outputs."""
 
@@ -358,11 +447,22 @@ def concatenate(batches: Sequence[Any]) -> Any:
     Args:
       batches: one for each device, pytrees of arrays of equal shapes.
 
+    Raises:
+      ValueError: if their shapes differ.
+
     Example:
       >>> bags = [[[5, 6], []], [[7], [8]]]
       >>> concatenate([Jagged.from_lists(own, capacity=4) for own in bags]).row_splits.tolist()
       [0, 2, 2, 0, 1, 2]
     """
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
+    for number, own in enumerate(shapes):
+        if own != shapes[0]:
+            raise ValueError(
+                "sharding.concatenate: batches must have arrays of equal shapes, got "
+                f"{shapes[0]} for device 0 and {own} for device {number}: make all Jagged with the "
+                "same capacity= and number of bags, and pad other arrays"
+            )
     return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
 
 
@@ -374,10 +474,10 @@ def _is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
 
-def _check_not_cut(leaf: Any) -> None:
+def _check_not_cut(call: str, leaf: Any) -> None:
     if would_cut(leaf):
         raise TypeError(
-            f"Placement.put: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
+            f"{call}: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
             "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
         )
 
@@ -389,6 +489,19 @@ def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 "Placement.run: the function must return arrays with a leading axis, which those "
                 "of the devices are put along, got a single number: return it as x[None]"
+            )
+        return outputs
+
+    return checked
+
+
+def _with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def checked(*args: Any) -> Any:
+        outputs = fn(*args)
+        if not isinstance(outputs, tuple) or len(outputs) != 2 or hasattr(outputs, "_fields"):
+            raise TypeError(
+                "Placement.step: the function must return (state, report), got "
+                f"{type(outputs).__name__}: return state, None where there is nothing to report"
             )
         return outputs
 

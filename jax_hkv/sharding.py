@@ -26,12 +26,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _checks, _sharded, pooled
-from jax_hkv._entries import Exported, export_entries, import_entries
+from jax_hkv import _checks, _sharded, pooled, whole_table
+from jax_hkv._entries import Exported, export_entries, import_entries, join_entries
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._placement import Mode, Placement, concatenate, digest
@@ -61,6 +62,8 @@ __all__ = [
     "find_or_insert_pooled",
     "find_pooled",
     "import_entries",
+    "join_entries",
+    "misplaced",
     "owners",
     "skew_in",
     "synchronized",
@@ -106,6 +109,29 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
     mask = np.ones(owner.shape, bool) if valid is None else np.asarray(valid).reshape(-1)
     counts = np.bincount(owner[mask], minlength=devices)
     return float(counts.max() / max(1.0, counts.mean()))
+
+
+def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:
+    """As :func:`jax_hkv.misplaced`, of a table over devices; inside shard_map or pmap.
+
+    Entries on a device that does not own their key are counted too: those that an operation of
+    one device put into a part (``jax_hkv.insert_or_assign`` in place of :func:`find_or_insert`), or
+    that lie there because axes were named in another order.
+
+    Args:
+      table: this device's part.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+
+    Returns:
+      The entries of all devices that a lookup of their own key does not find, the same on each
+      device; of replicas, those of the worst one.
+    """
+    exchange = _exchange("sharding.misplaced", table, axis_name)
+    if exchange.replicas:
+        return jax.lax.pmax(whole_table.misplaced(table), exchange.axes)
+    own = jax.lax.axis_index(exchange.axes).astype(jnp.int32)
+    count = whole_table.count_misplaced(table, lambda keys: owners(keys, exchange.devices) != own)
+    return jax.lax.psum(count, exchange.axes)
 
 
 class ExchangeOverflow(OverflowError):

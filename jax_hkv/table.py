@@ -341,9 +341,10 @@ def check_one_device(call: str, table: Any) -> None:
         raise TypeError(
             f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
             f"uint32{list(table.clock.shape)} of a table over several devices (or of several "
-            "tables that were stacked): call it inside jax.shard_map, jax.pmap, Placement.step or "
-            "Placement.run; to make one table of them, use import_entries of "
-            "jax_hkv.sharding.export_entries(placement.shards(table))"
+            "tables that were stacked). Inside jax.shard_map, jax.pmap, Placement.step or "
+            "Placement.run it is this device's part: there keys are looked up by the functions of "
+            "jax_hkv.sharding, which know whose they are. To make one table of the parts, use "
+            "import_entries of jax_hkv.sharding.export_entries(placement.shards(table))"
         )
 
 

@@ -209,7 +209,8 @@ def misplaced(table: Table) -> Int32[Array, ""]:
 
     A checkpoint holds arrays only. Restored into a table that was made with other arguments, keys
     may stand in buckets where nobody looks for them (a smaller `choices`), and this counts them. It
-    cannot see another policy, seed or initializer. Inside shard_map it counts for each device.
+    cannot see another policy, seed or initializer. Of a table over devices it counts this device's
+    part alone, and does not ask who owns a key: :func:`jax_hkv.sharding.misplaced` does.
 
     Args:
       table: to read; rows are not.
@@ -235,11 +236,18 @@ def misplaced(table: Table) -> Int32[Array, ""]:
 
 @jitted()
 def _misplaced(table: Table) -> jax.Array:
+    return count_misplaced(table, lambda keys: jnp.zeros(keys.shape, jnp.bool_))
+
+
+def count_misplaced(table: Table, is_foreign: Callable[[Keys], jax.Array]) -> jax.Array:
+    """As :func:`misplaced`, with all entries whose keys do not belong into this table at all."""
+
     def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
         chunk = _chunk(table)
         index, keys, _, occupied = _index.read(table.index, offset, chunk)
         index, slots = _index.find(index, keys, occupied)
-        is_elsewhere = occupied & (slots != offset + _rows.positions(chunk))
+        is_elsewhere = is_foreign(keys) | (slots != offset + _rows.positions(chunk))
+        is_elsewhere &= occupied
         table = dataclasses.replace(table, index=index)
         return table, total + jnp.sum(is_elsewhere, dtype=jnp.int32)
 

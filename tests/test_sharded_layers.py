@@ -468,3 +468,56 @@ def test_an_optimizer_of_one_device_says_who_updates_a_table_of_several():
     table = placement.create(lambda: OPTIMIZER.init(hkv.create(128, 4)))
     with pytest.raises(TypeError, match=r"got ShardedResult.*jax_hkv\.sharding\.update"):
         placement.step(step)(table, placement.put(np.arange(4, dtype=np.int32)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_batches_train_as_one_batch_without_padding(mode):
+    """As docs/sharding.md says: the sum of a device's losses by the mean number of examples."""
+
+    def loss_of(apply, batch, labels, total):
+        logits = apply(batch, train=True)
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+        return jnp.sum(losses, where=batch["real"]) / total(jnp.sum(batch["real"]))
+
+    class Masked(nn.Module):
+        axis_name: str | None = None
+
+        @nn.compact
+        def __call__(self, batch, *, train=False):
+            layer = hkv.linen.Embed(1024, 4, optimizer=hkv.optim.sgd(1.0), axis_name=self.axis_name)
+            return nn.Dense(1)(layer(batch["ids"], valid=batch["real"], train=train))[:, 0]
+
+    rng = np.random.default_rng(0)
+    real = np.repeat([1, 1, 0, 1], 4) * (np.arange(16) % 5 != 3) > 0
+    ids = rng.integers(0, 30, 16, dtype=np.int32)
+    batch, labels = {"ids": ids, "real": real}, (ids % 2).astype(np.float32)
+    placement = Placement(mesh_of(4), mode=mode)
+
+    def make(axis_name=None, count=16):
+        inputs = {"ids": np.zeros(count, np.int32), "real": np.ones(count, bool)}
+        return hkv.linen.TrainState.create(
+            Masked(axis_name), jax.random.key(0), inputs, tx=optax.sgd(1.0)
+        )
+
+    def mean_of_devices(count):
+        return jax.lax.pmean(count, AXIS)
+
+    one, own = hkv.linen.train_step(functools.partial(loss_of, total=lambda n: n))(
+        make(), batch, labels
+    )
+    many, info = hkv.linen.train_step(
+        functools.partial(loss_of, total=mean_of_devices), placement=placement
+    )(placement.create(lambda: make(AXIS, 4)), *placement.put((batch, labels)))
+    np.testing.assert_allclose(info.loss, own.loss, rtol=1e-6)
+    params = placement.shards(many.params)[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, one.params)
+    rows = [
+        hkv.sharding.export_entries(tables)
+        for tables in (
+            one.tables["Embed_0"]["table"],
+            placement.shards(many.tables["Embed_0"]["table"]),
+        )
+    ]
+    order = [np.argsort(each.keys) for each in rows]
+    np.testing.assert_array_equal(rows[0].keys[order[0]], rows[1].keys[order[1]])
+    np.testing.assert_allclose(rows[0].values[order[0]], rows[1].values[order[1]], rtol=1e-5)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -310,3 +311,162 @@ def test_whether_a_step_over_devices_is_applied_is_one_bool(apply):
     table = placement.create(epoch_table)
     with pytest.raises(TypeError, match=r"sharding\.update: apply must be one bool"):
         placement.step(step)(table, placement.put(hkv.Keys.from_numpy(np.arange(4))))
+
+
+# What people who meet the library get wrong
+
+
+def one_part(placement, capacity=1024):
+    return placement.create(lambda: hkv.create(capacity, 4))
+
+
+def misplaced_in(placement, table, axis_name="device"):
+    count = placement.run(lambda table: sharding.misplaced(table, axis_name=axis_name)[None])
+    return np.asarray(count(table)).tolist()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_keys_on_a_device_that_does_not_own_them_are_counted(mode, rng):
+    """An operation of one device, called on a part, puts keys where nobody looks for them."""
+    placement = Placement(mesh_of(4), mode=mode)
+    keys = hkv.Keys.from_numpy(rng.integers(0, 2**63, 512))
+    own = np.asarray(sharding.owners(keys, 4))
+    foreign = int((own != np.repeat(np.arange(4), 128)).sum())
+    insert = placement.step(
+        lambda table, keys: (
+            hkv.insert_or_assign(table, keys, jnp.ones((*keys.shape, 4)))[0],
+            None,
+        )
+    )
+    table = insert(one_part(placement), placement.put(keys))[0]
+    assert np.ravel(misplaced_in(placement, table)).tolist() == 4 * [foreign] and foreign > 300
+    look_up = placement.step(
+        lambda table, keys: (sharding.find_or_insert(table, keys, axis_name="device")[0], None)
+    )
+    table = look_up(one_part(placement), placement.put(keys))[0]
+    assert not np.any(misplaced_in(placement, table))
+
+
+def test_axes_in_another_order_leave_keys_with_others(rng):
+    mesh = jax.make_mesh((2, 2), ("node", "device"), devices=jax.devices()[:4])
+    placement = Placement(mesh)
+    keys = placement.put(hkv.Keys.from_numpy(rng.integers(0, 2**63, 512)))
+    swapped = ("device", "node")
+    step = placement.step(
+        lambda table, keys: (sharding.find_or_insert(table, keys, axis_name=swapped)[0], None)
+    )
+    table = step(one_part(placement), keys)[0]
+    assert not np.any(misplaced_in(placement, table, swapped))
+    assert np.all(np.asarray(misplaced_in(placement, table, ("node", "device"))) > 200)
+    replicas = sharding.Exchange(("node", "device"), replicas=True)
+    assert not np.any(misplaced_in(placement, table, replicas))
+
+
+def test_an_abstract_state_is_what_orbax_restores_into(tmp_path, rng):
+    """With a state beside the table, and no second table in memory."""
+    placement = Placement(mesh_of(4))
+
+    def make():
+        return {"table": ADAM.init(hkv.create(1024, 4)), "step": jnp.int32(0)}
+
+    step = placement.step(
+        lambda state, keys: (
+            {
+                "table": sharding.find_or_insert(state["table"], keys, axis_name="device")[0],
+                "step": state["step"] + 1,
+            },
+            None,
+        )
+    )
+    keys = placement.put(hkv.Keys.from_numpy(rng.integers(0, 2**63, 512)))
+    state, _ = step(placement.create(make), keys)
+    target = placement.abstract(make)
+    for leaf, own in zip(jax.tree.leaves(target), jax.tree.leaves(state), strict=True):
+        assert (leaf.shape, leaf.dtype) == (own.shape, own.dtype)
+        assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.is_equivalent_to(
+            own.sharding, own.ndim
+        )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", target)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert int(step(restored, keys)[0]["step"]) == 2
+    with pytest.raises(ValueError, match="abstract: mode must be 'shard_map', got 'pmap'"):
+        Placement(mesh_of(4), mode="pmap").abstract(make)
+
+
+def test_bags_of_unequal_capacity_are_refused():
+    """One after the other their ids would go to other devices, or to none."""
+    bags = [hkv.Jagged.from_lists([[1, 2], [3]], capacity=own) for own in (8, 24, 8, 24)]
+    with pytest.raises(ValueError, match=r"batches must have arrays of equal shapes.*device 1"):
+        sharding.concatenate(bags)
+
+
+WRONG = {
+    "a mesh that is none": (
+        lambda p: Placement(4), TypeError, "mesh must be a jax.sharding.Mesh, got int"),
+    "a state that is made": (
+        lambda p: p.create(hkv.create(128, 4)), TypeError, "make must be a function .* got Table"),
+    "ids that JAX would cut": (
+        lambda p: p.step(lambda t, i: (t, None))(one_part(p), np.arange(4) * 2**40),
+        TypeError, r"Placement\.step: the batch has a NumPy int64 array"),
+    "a read of ids that JAX would cut": (
+        lambda p: p.run(lambda t, i: t.clock)(one_part(p), np.arange(4) * 2**40),
+        TypeError, r"Placement\.run: the batch has a NumPy int64 array"),
+    "a table of one device": (
+        lambda p: p.step(lambda t: (t, None))(hkv.create(128, 4)),
+        TypeError, r"spread over the 4 devices .*\[2\]: make it by placement\.create"),
+    "a step without a report": (
+        lambda p: p.step(lambda t: t)(one_part(p)),
+        TypeError, r"must return \(state, report\), got Table"),
+    "a table on other devices": (
+        lambda p: Placement(mesh_of(2)).shards(one_part(p)),
+        ValueError, "on the 2 devices of the mesh, got an array on 4"),
+    "a table of one device, in parts": (
+        lambda p: p.shards(hkv.create(128, 4)), ValueError, "got an array on 1"),
+    "a part too few": (
+        lambda p: p.join(p.shards(one_part(p))[:3]), ValueError, "this process's 4 parts, got 3"),
+    "a flag that is none": (
+        lambda p: Exchange("device", strict="no"), TypeError, "strict must be True or False, got"),
+    "a choice that is none": (
+        lambda p: Exchange("device", partial=1), TypeError, "True or False or None, got 1"),
+    "arguments in another order": (
+        lambda p: sharding.import_entries(one_part(p), p, None),
+        TypeError, r"placement must be .* got Table: the order is"),
+    "entries that are none": (
+        lambda p: sharding.import_entries(p, one_part(p), {"keys": []}),
+        TypeError, r"exported must be what .* got dict: .*Exported\(\*\*restored\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_what_is_wrong_with_a_placement_is_named(name, mode):
+    call, kind, message = WRONG[name]
+    placement = Placement(mesh_of(4), mode=mode)
+    with pytest.raises(kind, match=message):
+        call(placement)
+
+
+def test_exports_of_several_processes_are_joined(rng):
+    """Sightings and clocks are those of the latest, as in an export of all parts."""
+    placement = Placement(mesh_of(4))
+    rule = hkv.admission.frequency(2, width=64)
+    table = placement.create(lambda: ADAM.init(hkv.create(1024, 4, admission=rule)))
+    look_up = placement.step(
+        lambda table, keys: (sharding.find_or_insert(table, keys, axis_name="device")[0], None)
+    )
+    for _ in range(3):
+        table = look_up(table, placement.put(zipf(rng, 256)))[0]
+    parts = placement.shards(table)
+    whole = sharding.export_entries(parts)
+    joined = sharding.join_entries([sharding.export_entries(parts[:3]), *map(
+        sharding.export_entries, parts[3:]
+    )])  # fmt: skip
+    assert len(whole.keys) > 20 and whole.counters is not None and whole.counters.any()
+    jax.tree.map(np.testing.assert_array_equal, joined, whole)
+    with pytest.raises(ValueError, match="parts must be exported entries, got none"):
+        sharding.join_entries([])
+    with pytest.raises(ValueError, match="parts must be of one table"):
+        sharding.join_entries([whole, whole._replace(counters=None)])

@@ -147,6 +147,30 @@ def test_a_scan_over_steps_trains_alike(made, expected):
     np.testing.assert_allclose(infos.loss, losses, rtol=1e-6)
 
 
+def test_a_scan_over_nnx_steps_trains_alike(made):
+    """In one program, with the state's arrays as the carry."""
+
+    def nnx_loss(model, inputs, labels):
+        return loss_of(model(inputs, train=True), labels)
+
+    step = hkv.nnx.train_step(nnx_loss, donate=False)
+    one, other = (hkv.nnx.TrainState(NnxModel(nnx.Rngs(0)), optax.sgd(0.1)) for _ in range(2))
+    losses = [float(step(one, *batch).loss) for batch in made]
+    graph, values = nnx.split(other)
+
+    def turn(values, batch):
+        state = nnx.merge(graph, values)
+        info = step(state, *batch)
+        return nnx.state(state), info.loss
+
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *made)
+    values, scanned = jax.jit(lambda v, b: jax.lax.scan(turn, v, b))(values, stacked)
+    np.testing.assert_allclose(scanned, losses, rtol=1e-6)
+    nnx.update(other, values)
+    for left, right in zip(*(jax.tree.leaves(nnx.state(own)) for own in (one, other)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+
+
 def test_remat_trains_alike_and_inserts_once(made, expected):
     state, infos = run(fresh_state(made[0][0], Model(is_remat=True)), made)
     assert_same_training(state, expected[0])
