@@ -235,10 +235,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path, default=measure.RESULTS)
+    parser.add_argument("--out", type=Path, default=measure.RESULTS, help="a folder")
     parser.add_argument("--peer-python", help="an interpreter with tensorflow_recommenders_addons")
     parser.add_argument("--only-find", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rows < 10 * ADAM_BATCH:
+        parser.error(f"--rows must be {10 * ADAM_BATCH} or more, got {options.rows}")
     rng = np.random.default_rng(0)
     rows, batch = options.rows, options.batch
     if options.only_find:

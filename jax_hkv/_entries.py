@@ -164,8 +164,9 @@ def import_entries(
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
     Entries keep their scores and rows; keys that are present are overwritten. Clock, epoch, the
-    optimizer's shared state and the sightings of absent keys become the exported ones. Full buckets
-    keep the entries of highest score.
+    optimizer's shared state and the sightings of absent keys become the exported ones (sightings
+    that one side has not are left as they are). Full buckets keep the entries of highest score.
+    Scores are not translated: counts of LFU mean nothing to a table of another policy.
 
     Args:
       placement: of the table, or None for a table of one device.

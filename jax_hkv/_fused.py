@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
 from jax_hkv._checks import as_flag, as_float_dtype, as_integer
+from jax_hkv._compat import is_traced
 from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
@@ -184,7 +186,8 @@ def _optimizer(
     is_rowwise: bool = False,
 ) -> FusedOptimizer:
     """An optimizer; `call` is the function that errors name, `name` the native operation's."""
-    if isinstance(learning_rate, numbers.Real):
+    is_one = isinstance(learning_rate, jax.Array) and learning_rate.shape == ()
+    if isinstance(learning_rate, numbers.Real) or (is_one and not is_traced(learning_rate)):
         learning_rate = _as_float(learning_rate)
     if not callable(learning_rate) and not isinstance(learning_rate, float):
         raise TypeError(

@@ -290,10 +290,11 @@ class Placement:
           ValueError: if the state lies on other devices than the mesh's.
         """
         for leaf in jax.tree.leaves(tree):
-            if leaf.sharding.device_set != set(self.mesh.devices.flat):
+            devices = leaf.sharding.addressable_devices
+            if devices != set(self.local_devices):
                 raise ValueError(
-                    f"Placement.shards: the state must lie on the {self.mesh.devices.size} devices "
-                    f"of the mesh, got an array on {len(leaf.sharding.device_set)}: use the "
+                    f"Placement.shards: the state must lie on the {len(self.local_devices)} "
+                    f"devices of the mesh in this process, got an array on {len(devices)}: use the "
                     "placement that it was made with (None stands for a table of one device)"
                 )
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -150,10 +151,10 @@ def environment(
 def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
     """This process's batches, and empty ones until every process has run out.
 
-    A step over several processes needs all of them, as often as each other. Before each batch they
-    tell each other whether they have one, which is one byte of a process; nothing waits in a run of
-    one process. Prefetch what is given, not what is returned: collectives of two threads may meet
-    in another order elsewhere.
+    A step over several processes needs all of them, as often as each other and with batches of the
+    same shapes. Before each batch they tell each other whether they have one, and a digest of its
+    shapes, which is eight bytes of a process; nothing waits in a run of one process. Prefetch what
+    is given, not what is returned: collectives of two threads may meet in another order elsewhere.
 
     Args:
       batches: of this process, all of the shapes of `empty`: pad a short last one, with a mask
@@ -162,6 +163,10 @@ def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
 
     Yields:
       Batches, equally many on every process.
+
+    Raises:
+      ValueError: on every process, before any of them takes a step that the others could not
+        follow: if a batch has other shapes than `empty`, or than those of other processes.
 
     Example:
       >>> none = np.zeros(2, np.int32), np.zeros(2, bool)
@@ -172,13 +177,37 @@ def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
     own = iter(batches)
     end = object()
     while True:
-        batch = next(own, end)
-        if not _any_process(batch is not end):
+        batch: Any = next(own, end)
+        has_batch = batch is not end
+        batch = batch if has_batch else empty
+        if not _any_process(has_batch, batch):
             return
-        yield empty if batch is end else batch  # pyright: ignore[reportReturnType]
+        if _shapes(batch) != _shapes(empty):
+            raise ValueError(
+                f"sharding.synchronized: batches must have the shapes of empty, {_shapes(empty)}, "
+                f"got {_shapes(batch)}: pad a short batch, with a mask that says so"
+            )
+        yield batch
 
 
-def _any_process(has_batch: bool) -> bool:
+def _shapes(batch: Any) -> str:
+    return ", ".join(
+        f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
+        for leaf in jax.tree.leaves(batch)
+    )
+
+
+def _any_process(has_batch: bool, batch: Any) -> bool:
     if jax.process_count() == 1:
         return has_batch
-    return bool(np.any(multihost_utils.process_allgather(np.array([has_batch]))))
+    own = _shapes(batch)
+    told = np.array([has_batch, zlib.crc32(own.encode())], np.uint32)
+    flags, digests = np.asarray(multihost_utils.process_allgather(told)).reshape(-1, 2).T
+    others = np.flatnonzero(digests != digests[jax.process_index()])
+    if np.any(flags) and len(others):
+        raise ValueError(
+            "sharding.synchronized: batches must have the same shapes on every process, got "
+            f"{own} on process {jax.process_index()} and others on processes {others.tolist()}: "
+            "pad them to one shape, with a mask that says so"
+        )
+    return bool(np.any(flags))

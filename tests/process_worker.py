@@ -65,6 +65,11 @@ def backwards(batch: Batch) -> Batch:
     return Batch(*(leaf[::-1] for leaf in batch))
 
 
+def halved(batch: Batch) -> Batch:
+    """Its first half."""
+    return Batch(*(leaf[: LOCAL_BATCH // 2] for leaf in batch))
+
+
 def train_step(table: Any, batch: Batch) -> Any:
     table, result = hkv.sharding.find_or_insert(
         table, batch.ids, valid=batch.valid, axis_name="device"
@@ -102,6 +107,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--restore", action="store_true", help="what was exported, too")
     parser.add_argument("--other-order", action="store_true")
     parser.add_argument("--death", nargs=2, metavar=("PROCESS", "HOW"), default=("-1", ""))
+    parser.add_argument("--half", type=int, default=-1, help="a process with smaller batches")
     parser.add_argument("--heartbeat", type=int, help="seconds, instead of the library's")
     return parser.parse_args()
 
@@ -118,7 +124,10 @@ def main() -> None:
     step = placement.step(train_step)
     steps = 0
     part = 1 - own if given.other_order else own
-    for batch in hkv.sharding.synchronized(batches(part), NONE):
+    given_batches, none = batches(part), NONE
+    if given.half == own:
+        given_batches, none = map(halved, given_batches), halved(NONE)
+    for batch in hkv.sharding.synchronized(given_batches, none):
         batch = backwards(batch) if given.other_order else batch
         table, counts = step(table, placement.put(batch))
         steps += 1

@@ -560,6 +560,10 @@ def test_wrong_options_are_named():
         hkv.optim.sgd(0.1, stochastic_rounding=True).init(hkv.create(128, 2))
     with pytest.raises(TypeError, match=r"arguments are \['learning_rate', .*got \['momentun'\]"):
         hkv.optim.sgd(0.1, momentun=0.9)
+    assert hkv.optim.sgd(jnp.float32(0.5)) == hkv.optim.sgd(0.5)
+    for arrays in (jnp.ones(3), jax.eval_shape(lambda: jnp.float32(1))):
+        with pytest.raises(TypeError, match=r"learning_rate must be a number.*update\(learning"):
+            hkv.optim.sgd(arrays)
     with pytest.raises(TypeError, match="learning_rate must be a number.*str"):
         hkv.optim.adam("fast")
     with pytest.raises(ValueError, match="b2 must be below 1, got 1.5"):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -307,3 +308,20 @@ def test_one_process_is_in_step_with_itself():
     """`synchronized` gives what it is given, and asks nobody."""
     assert list(hkv.sharding.synchronized(iter([1, 2, 3]), 0)) == [1, 2, 3]
     assert list(hkv.sharding.synchronized([], 0)) == []
+
+
+def test_a_batch_of_other_shapes_than_the_empty_one_is_refused():
+    given = [np.zeros(4, np.int32), np.zeros(3, np.int32)]
+    batches = hkv.sharding.synchronized(given, np.zeros(4, np.int32))
+    next(batches)
+    with pytest.raises(ValueError, match=r"shapes of empty, int32\[4\], got int32\[3\]: pad"):
+        next(batches)
+
+
+def test_processes_with_batches_of_different_shapes_say_so(tmp_path):
+    """Their collectives would wait for each other for ever."""
+    ends = ends_of_unsupervised(tmp_path, ("-1", ""), "--half", "1", survivors=[0, 1])
+    for own, (status, log) in ends.items():
+        shape = rf"int32\[{worker.LOCAL_BATCH // (1 + own)}\]"
+        assert status != 0
+        assert re.search(rf"same shapes.*got {shape}.* process {own} .*\[{1 - own}\]", log), log
