@@ -99,6 +99,13 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       >>> join_entries([export_entries(table) for table in tables]).keys.tolist()
       [5, 6]
     """
+    parts = list(parts)
+    for part in parts:
+        if not isinstance(part, Exported):
+            raise TypeError(
+                "sharding.join_entries: parts must be a list of exported entries, got one of "
+                f"{type(part).__name__}"
+            )
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
     rows = [(part.keys, part.scores, part.values, *part.optimizer) for part in parts]
@@ -121,6 +128,49 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         epoch=max(part.epoch for part in parts),
         counters=functools.reduce(np.maximum, counters) if counters else None,
     )
+
+
+def save_entries(path: Any, exported: Exported) -> None:
+    """Writes exported entries as one file of NumPy arrays (``.npz``), without pickles.
+
+    Args:
+      path: of the file, a path or its name; each process has one of its own.
+      exported: of :func:`export_entries`.
+    """
+    rows: dict[str, Any] = {"values": exported.values}
+    rows |= {f"optimizer{number}": leaf for number, leaf in enumerate(exported.optimizer)}
+    rows |= {f"shared{number}": leaf for number, leaf in enumerate(exported.shared)}
+    if exported.counters is not None:
+        rows["counters"] = exported.counters
+    # NumPy forgets the name of bfloat16, whose bits are written.
+    types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
+    arrays: dict[str, Any] = {
+        name: leaf.view(f"u{leaf.dtype.itemsize}") for name, leaf in rows.items()
+    }
+    arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
+    arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
+    np.savez(path, **arrays)
+
+
+def load_entries(path: Any) -> Exported:
+    """What :func:`save_entries` wrote, in every bit."""
+    with np.load(path) as saved:
+        types = dict(entry.split("=") for entry in saved["types"].tolist())
+        rows = {name: saved[name].view(jnp.dtype(kind)) for name, kind in types.items()}
+
+        def leaves(kind: str) -> tuple[np.ndarray, ...]:
+            return tuple(leaf for name, leaf in rows.items() if name.startswith(kind))
+
+        return Exported(
+            keys=saved["keys"],
+            scores=saved["scores"],
+            values=rows["values"],
+            optimizer=leaves("optimizer"),
+            shared=leaves("shared"),
+            clock=int(saved["clock"]),
+            epoch=int(saved["epoch"]),
+            counters=rows.get("counters"),
+        )
 
 
 def _exported(part: Table) -> Exported:

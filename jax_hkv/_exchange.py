@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
 
 from jax_hkv import _checks, _ffi
@@ -78,11 +79,14 @@ class Exchange:
         object.__setattr__(self, "axis_name", tuple(names))
         for flag in ("replicas", "strict", "deduplicate", "levels", "partial", "ragged"):
             value, optional = getattr(self, flag), flag in ("partial", "ragged")
-            if not isinstance(value, bool) and not (optional and value is None):
+            if optional and value is None:
+                continue
+            if not isinstance(value, (bool, np.bool_)):
                 raise TypeError(
                     f"sharding.Exchange: {flag} must be True or False{' or None' * optional}, got "
                     f"{value!r}"
                 )
+            object.__setattr__(self, flag, bool(value))
         _check_number("distinct", self.distinct, 1.0)
         _check_number("slack", self.slack, math.inf)
 

@@ -176,7 +176,7 @@ def _constant(call: str, argument: str, value: Any) -> float:
 
 
 def _optimizer(
-    call: str,
+    make: Callable[..., FusedOptimizer],
     name: str,
     learning_rate: Any,
     constants: dict[str, Any],
@@ -185,7 +185,8 @@ def _optimizer(
     *,
     is_rowwise: bool = False,
 ) -> FusedOptimizer:
-    """An optimizer; `call` is the function that errors name, `name` the native operation's."""
+    """An optimizer; `make` is the function that errors name, `name` the native operation's."""
+    call = f"optim.{make.__name__}"
     is_one = isinstance(learning_rate, jax.Array) and learning_rate.shape == ()
     if isinstance(learning_rate, numbers.Real) or (is_one and not is_traced(learning_rate)):
         learning_rate = _as_float(learning_rate)
@@ -198,7 +199,7 @@ def _optimizer(
         raise ValueError(f"{call}: learning_rate must be finite, got {learning_rate}")
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
-        own = [n for n in inspect.signature(globals()[call[6:]]).parameters if n != "options"]
+        own = [name for name in inspect.signature(make).parameters if name != "options"]
         remedy = ": optim.adamw has a weight_decay" if "weight_decay" in options else ""
         raise TypeError(
             f"{call}: arguments are {own + sorted(known)}, got {sorted(options.keys() - known)}"
@@ -236,9 +237,9 @@ def sgd(
       **options: see :func:`adam`.
     """
     if momentum is None:
-        return _optimizer("optim.sgd", "sgd", learning_rate, {}, (), options)
+        return _optimizer(sgd, "sgd", learning_rate, {}, (), options)
     constants = {"momentum": momentum, "nesterov": int(nesterov)}
-    return _optimizer("optim.sgd", "momentum", learning_rate, constants, (0.0,), options)
+    return _optimizer(sgd, "momentum", learning_rate, constants, (0.0,), options)
 
 
 def adagrad(
@@ -257,7 +258,7 @@ def adagrad(
     """
     call = "optim.adagrad"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
-    return _optimizer(call, "adagrad", learning_rate, {"eps": eps}, (start,), options)
+    return _optimizer(adagrad, "adagrad", learning_rate, {"eps": eps}, (start,), options)
 
 
 def rowwise_adagrad(
@@ -278,7 +279,13 @@ def rowwise_adagrad(
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     constants = {"eps": eps}
     return _optimizer(
-        call, "rowwise_adagrad", learning_rate, constants, (start,), options, is_rowwise=True
+        rowwise_adagrad,
+        "rowwise_adagrad",
+        learning_rate,
+        constants,
+        (start,),
+        options,
+        is_rowwise=True,
     )
 
 
@@ -316,7 +323,7 @@ def adam(
       1
     """
     constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": 0.0}
-    return _adam("optim.adam", learning_rate, constants, options)
+    return _adam(adam, learning_rate, constants, options)
 
 
 def adamw(
@@ -340,16 +347,20 @@ def adamw(
       **options: see :func:`adam`.
     """
     constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
-    return _adam("optim.adamw", learning_rate, constants, options)
+    return _adam(adamw, learning_rate, constants, options)
 
 
 def _adam(
-    call: str, learning_rate: LearningRate, constants: dict[str, Any], options: dict[str, Any]
+    make: Callable[..., FusedOptimizer],
+    learning_rate: LearningRate,
+    constants: dict[str, Any],
+    options: dict[str, Any],
 ) -> FusedOptimizer:
+    call = f"optim.{make.__name__}"
     for name in ("b1", "b2"):
         if not _constant(call, name, constants[name]) < 1:
             raise ValueError(f"{call}: {name} must be below 1, got {constants[name]}")
-    return _optimizer(call, "adam", learning_rate, constants, (0.0, 0.0), options)
+    return _optimizer(make, "adam", learning_rate, constants, (0.0, 0.0), options)
 
 
 def ftrl(
@@ -373,5 +384,5 @@ def ftrl(
     call = "optim.ftrl"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     return _optimizer(
-        call, "ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, (start, 0.0), options
+        ftrl, "ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, (start, 0.0), options
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_hkv import _sharded, _updates
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
+from jax_hkv.table import is_one_result
 
 _MOST_SCALE = np.float32(2.0**127)  # twice as much is no float32
 
@@ -51,10 +52,10 @@ def clip_by_global_norm(
     if not is_traced(max_norm) and not float(max_norm) > 0:
         raise ValueError(f"optim.clip_by_global_norm: max_norm must be positive, got {max_norm}")
     for name, given in (("results", results), ("row_gradients", row_gradients)):
-        if not isinstance(given, (list, tuple)) or hasattr(given, "_fields"):
+        if isinstance(given, dict) or is_one_result(given):
             raise TypeError(
                 f"optim.clip_by_global_norm: {name} must be a list with one entry for each table, "
-                f"got {type(given).__name__}: write [{name}]"
+                f"got {type(given).__name__}: write [{name}], or the values of a dict in one order"
             )
     if len(results) != len(row_gradients):
         raise ValueError(
@@ -72,7 +73,8 @@ def clip_by_global_norm(
 def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
     if _sharded.is_sharded(result):
         return _sharded.square_norm(result, row_gradients)
-    return _updates.square_norm(*_updates.listed(result, row_gradients))
+    pairs = _updates.listed(result, row_gradients, call="optim.clip_by_global_norm")
+    return _updates.square_norm(*pairs)
 
 
 def all_finite(*trees: Any) -> Bool[Array, ""]:

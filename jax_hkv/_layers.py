@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -22,6 +23,8 @@ from jax_hkv.features import Jagged, as_splits
 from jax_hkv.index import NO_SLOT
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Table
+
+_OWN_FRAMES = ("jax_hkv.", "flax.")
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -199,7 +202,8 @@ class Devices(NamedTuple):
                 f"trains a table of its own: give its layer axis_name={self.axes[-1]!r}"
             )
         for each in results if self.axes else ():
-            if each.exchange.axes != self.axes:
+            order = sorted if each.exchange.replicas else tuple
+            if order(each.exchange.axes) != order(self.axes):
                 raise ValueError(
                     f"train_step: {where} was looked up over the axes {each.exchange.axes}, but "
                     f"the placement spreads it over {self.axes}: name the same axes in both, in "
@@ -331,27 +335,33 @@ def changed(fn: Callable[[Table], Any], table: Table) -> Table:
     return after
 
 
-def check_dense_state(call: str, state: Any) -> None:
+def _warn(message: str) -> None:
+    """Where the caller of this library (and of Flax, which may stand between) can see it."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN_FRAMES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
     """Warns of optax.MultiSteps for dense parameters, beside tables that are updated every step."""
-    if has_micro_steps(state):
-        warnings.warn(
+    if trainable and has_micro_steps(state):
+        _warn(
             f"{call}: tx is an optax.MultiSteps, which changes dense parameters once in several "
             "steps, but tables are updated in every step. To train both on several batches at "
             "once, look all of them up in one loss_fn (the model can be called as often as need "
             "be), and average their losses; if rows are meant to move on, silence this with "
-            "warnings.filterwarnings",
-            stacklevel=3,
+            "warnings.filterwarnings"
         )
 
 
 def warn_of_no_update(layer: str) -> None:
     """Of nnx, whose own gradients pass tables by."""
-    warnings.warn(
+    _warn(
         f"{layer}: train=True outside hkv.nnx.train_step and hkv.nnx.value_and_grad inserts ids, "
         "but nothing trains their rows: nnx.grad and nnx.value_and_grad see dense parameters only. "
         "Take gradients with hkv.nnx.value_and_grad, and give them to hkv.nnx.update_tables; where "
-        "ids are only to be inserted, silence this with warnings.filterwarnings",
-        stacklevel=4,
+        "ids are only to be inserted, silence this with warnings.filterwarnings"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
@@ -54,7 +54,7 @@ class Placement:
     mode: Mode = "shard_map"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh):
+        if not isinstance(self.mesh, (Mesh, AbstractMesh)):
             raise TypeError(
                 "sharding.Placement: mesh must be a jax.sharding.Mesh, got "
                 f"{type(self.mesh).__name__}: make one with jax.make_mesh((4,), ('device',)), say"
@@ -200,14 +200,15 @@ class Placement:
         """
         fn = _with_pair(fn)
         if self.mode == "pmap":
-            return _Checked(self, "step", _Pmapped(self, fn, _with_one_report, donate=donate))
+            return _Checked("Placement.step", _Pmapped(self, fn, _with_one_report, donate=donate))
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
+            self._check_tables("Placement.step", state, ())
             specs = self.specs(state)
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
 
-        return _Checked(self, "step", jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+        return _Checked("Placement.step", jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """A compiled function that changes nothing: an evaluation.
@@ -224,13 +225,14 @@ class Placement:
         """
         fn = _with_leading_axes(fn)
         if self.mode == "pmap":
-            return _Checked(self, "run", _Pmapped(self, fn))
+            return _Checked("Placement.run", _Pmapped(self, fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
+            self._check_tables("Placement.run", state, ())
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
-        return _Checked(self, "run", jax.jit(on_all))
+        return _Checked("Placement.run", jax.jit(on_all))
 
     def put(self, batch: Any) -> Any:
         """The batch of this process's devices, as steps take it.
@@ -361,6 +363,19 @@ class Placement:
     def _batch_spec(self, leaf: Any) -> Any:
         return P() if _is_shared(leaf) else P(self.axes)
 
+    def _check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
+        """Raises if a table is that of one device, or is spread over others."""
+        expected = leading or (2 * self.devices,)
+        for node in jax.tree.leaves(state, is_leaf=_is_table):
+            shape = node.clock.shape if _is_table(node) else expected
+            # Stacked tables have an axis more, wherever their user has put it.
+            if len(shape) == 1 and shape != expected or shape[: len(leading)] != leading:
+                raise TypeError(
+                    f"{call}: a table must be spread over the {self.devices} devices of the "
+                    f"placement by {self.mode}, got a clock uint32{list(shape)}, which is 2 words "
+                    "of each device: make it by placement.create(lambda: ...)"
+                )
+
     def _mapped(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -383,30 +398,21 @@ def _digesting(placement: Placement) -> Callable[[Any], Any]:
 
 
 class _Checked:
-    """A compiled function of (state, *batch) that looks at its arguments first."""
+    """A compiled function of (state, *batch) that looks first at what only the host sees."""
 
-    def __init__(self, placement: Placement, call: str, compiled: Any):
-        self._placement = placement
-        self._call = f"Placement.{call}"
+    def __init__(self, call: str, compiled: Any):
+        self._call = call
         self._compiled = compiled
 
     def __call__(self, state: Any, *batch: Any) -> Any:
-        placement = self._placement
-        shape = (2 * placement.devices,)
-        if placement.mode == "pmap":
-            shape = (len(placement.local_devices), 2)
-        for node in jax.tree.leaves(state, is_leaf=_is_table):
-            if _is_table(node) and node.clock.shape != shape:
-                raise TypeError(
-                    f"{self._call}: a table must be spread over the {placement.devices} devices of "
-                    f"the placement by {placement.mode}, with clocks uint32{list(shape)}, got "
-                    f"uint32{list(node.clock.shape)}: make it by placement.create(lambda: ...)"
-                )
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         return self._compiled(state, *batch)
 
     def __getattr__(self, name: str) -> Any:
+        """What else the compiled function has: `lower`, `trace`."""
+        if name.startswith("_"):  # copies ask before they have any attribute
+            raise AttributeError(name)
         return getattr(self._compiled, name)
 
 
@@ -421,14 +427,16 @@ class _Pmapped:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, *batch: Any) -> Any:
-        outputs = self._of(batch)(state, *batch)
+        outputs = self._of(state, batch)(state, *batch)
         return outputs if self._finish is None else self._finish(outputs)
 
     def lower(self, state: Any, *batch: Any) -> Any:
         """As of jitted functions."""
-        return self._of(batch).lower(state, *batch)
+        return self._of(state, batch).lower(state, *batch)
 
-    def _of(self, batch: tuple[Any, ...]) -> Any:
+    def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
+        local = (len(self._placement.local_devices),)
+        self._placement._check_tables("Placement.step or run", state, local)
         leaves, tree = jax.tree.flatten(batch)
         axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
         if (tree, axes) not in self._compiled:
@@ -456,6 +464,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
       >>> concatenate([Jagged.from_lists(own, capacity=4) for own in bags]).row_splits.tolist()
       [0, 2, 2, 0, 1, 2]
     """
+    batches = list(batches)
     shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
     for number, own in enumerate(shapes):
         if own != shapes[0]:
@@ -484,6 +493,7 @@ def _check_not_cut(call: str, leaf: Any) -> None:
 
 
 def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
     def checked(*args: Any) -> Any:
         outputs = fn(*args)
         if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(outputs)):
@@ -497,11 +507,12 @@ def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    @functools.wraps(fn)
     def checked(*args: Any) -> Any:
         outputs = fn(*args)
         if not isinstance(outputs, tuple) or len(outputs) != 2 or hasattr(outputs, "_fields"):
             raise TypeError(
-                "Placement.step: the function must return (state, report), got "
+                "Placement.step: the function must return a plain tuple (state, report), got "
                 f"{type(outputs).__name__}: return state, None where there is nothing to report"
             )
         return outputs

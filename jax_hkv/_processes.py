@@ -166,7 +166,7 @@ def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
 
     Raises:
       ValueError: on every process, before any of them takes a step that the others could not
-        follow: if a batch has other shapes than `empty`, or than those of other processes.
+        follow, if their batches differ in shape.
 
     Example:
       >>> none = np.zeros(2, np.int32), np.zeros(2, bool)
@@ -182,17 +182,13 @@ def synchronized(batches: Iterable[Batch], empty: Batch) -> Iterator[Batch]:
         batch = batch if has_batch else empty
         if not _any_process(has_batch, batch):
             return
-        if _shapes(batch) != _shapes(empty):
-            raise ValueError(
-                f"sharding.synchronized: batches must have the shapes of empty, {_shapes(empty)}, "
-                f"got {_shapes(batch)}: pad a short batch, with a mask that says so"
-            )
         yield batch
 
 
 def _shapes(batch: Any) -> str:
+    """Numbers may come as Python's here and as NumPy's there."""
     return ", ".join(
-        f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
+        f"{leaf.dtype}{list(leaf.shape)}" if np.ndim(leaf) else "a number"
         for leaf in jax.tree.leaves(batch)
     )
 

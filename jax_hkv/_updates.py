@@ -17,7 +17,7 @@ from jax_hkv._checks import as_rows
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.index import NO_SLOT
-from jax_hkv.table import InsertResult, OptimizerRows, Table
+from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result
 
 Result = TypeVar("Result")
 
@@ -152,8 +152,14 @@ def listed(
       call: for errors.
       lookup: what returns such results, for errors.
     """
-    is_one = hasattr(result, "_fields") and not isinstance(result[0], kind)
+    is_one = is_one_result(result)
     results = [result] if is_one else list(result)
+    if not is_one and hasattr(row_gradients, "shape") and len(row_gradients) != len(results):
+        raise TypeError(
+            f"{call}: row_gradients must be a list, one for each result, where result is a "
+            f"sequence, got {row_gradients.dtype}{list(row_gradients.shape)} for {len(results)} "
+            "results: write [row_gradients], or give one result and its gradients"
+        )
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:
         if not isinstance(each, kind):
@@ -162,12 +168,6 @@ def listed(
                 f"{type(each).__name__}: results of a table over several devices go to "
                 "jax_hkv.sharding.update, others to the update of an optimizer"
             )
-    if not is_one and not isinstance(row_gradients, (list, tuple)):
-        raise TypeError(
-            f"{call}: row_gradients must be a list, one for each result, where result is a "
-            f"sequence, got {type(row_gradients).__name__}: write [row_gradients], or give one "
-            "result and its gradients"
-        )
     if not results or len(results) != len(gradients):
         raise ValueError(
             f"{call}: row_gradients must be one for each result, got {len(gradients)} for "

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv.index import LANES
-from jax_hkv.table import Counts, InsertResult, Table, WriteResult, check_table
+from jax_hkv.table import Counts, InsertResult, Table, WriteResult, check_table, is_one_result
 from jax_hkv.whole_table import load_factor
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -65,7 +65,7 @@ def of(
       (2, 2, 0.015625)
     """
     check_table("metrics.of", table)
-    is_one = hasattr(result, "_fields")
+    is_one = is_one_result(result)
     results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
     for each in results:
         if not isinstance(getattr(each, "counts", None), Counts):

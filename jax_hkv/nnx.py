@@ -330,7 +330,10 @@ class EmbedCollection(_Layer):
     @property
     def tables(self) -> dict[str, Table]:
         """The physical tables, by the names of their groups."""
-        return {own.name: getattr(self, own.attribute).get_value() for own in self._owners()}
+        pairs = zip(self._owners(), self.collection.groups, strict=True)
+        own = {group: getattr(self, owner.attribute) for owner, group in pairs}
+        name = type(self).__name__
+        return {g.name: _layers.checked_table(name, own[g], g.tables[0].dim) for g in own}
 
     def _owners(self) -> Iterator[Owner]:
         for number, group in enumerate(self.collection.groups):
@@ -516,7 +519,7 @@ class TrainState(nnx.Module):
         check_transformation("TrainState", tx)
         self.model = model
         self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        _layers.check_dense_state("TrainState", self.optimizer.opt_state)
+        _layers.check_dense_state("TrainState", self.optimizer.opt_state, _trainable(model))
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 

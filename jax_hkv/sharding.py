@@ -32,7 +32,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _checks, _sharded, pooled, whole_table
-from jax_hkv._entries import Exported, export_entries, import_entries, join_entries
+from jax_hkv._entries import (
+    Exported,
+    export_entries,
+    import_entries,
+    join_entries,
+    load_entries,
+    save_entries,
+)
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._placement import Mode, Placement, concatenate, digest
@@ -63,8 +70,10 @@ __all__ = [
     "find_pooled",
     "import_entries",
     "join_entries",
+    "load_entries",
     "misplaced",
     "owners",
+    "save_entries",
     "skew_in",
     "synchronized",
     "traffic",

@@ -319,6 +319,11 @@ def create(
     )
 
 
+def is_one_result(result: Any) -> bool:
+    """Whether it is what an operation returned, and no sequence (or NamedTuple) of such."""
+    return hasattr(result, "_fields") and not hasattr(result[0], "_fields")
+
+
 def check_table(call: str, table: Any) -> None:
     """Raises unless `table` is a Table."""
     if isinstance(table, Table):

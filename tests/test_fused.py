@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from functools import partial
 
 import jax
@@ -590,6 +591,12 @@ def test_wrong_options_are_named():
         hkv.optim.clip_by_global_norm(1.0, {}, result, gradients)  # pyright: ignore
     with pytest.raises(TypeError, match=r"row_gradients must be a list.*write \[row_gradients\]"):
         hkv.optim.adam(0.1).update(table, [result], gradients)
+    pair = namedtuple("Pair", ["one", "other"])(result, result)
+    stacked = jnp.stack([gradients, gradients])
+    for several in (pair, [result, result]):  # as good as lists
+        hkv.optim.clip_by_global_norm(1.0, {}, several, stacked)
+        hkv.optim.adam(0.1).update(table, several, stacked)
+    assert int(hkv.metrics.of(table, pair).unique) == 2 * int(result.counts.unique)
 
 
 CONSTANTS = {

@@ -592,11 +592,19 @@ def test_a_table_that_does_not_fit_an_nnx_layer_is_refused():
 def test_dense_parameters_that_wait_for_micro_steps_are_noted(api):
     """Rows do not wait with them."""
     tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation())
-    with pytest.warns(UserWarning, match="TrainState.*MultiSteps.*tables are updated in every"):
+
+    def state_of(linen, of_nnx):
         if api == "nnx":
-            hkv.nnx.TrainState(NnxTowers(), tx)
-        else:
-            hkv.linen.TrainState.create(LinenTowers(), jax.random.key(0), IDS, tx=tx)
+            return hkv.nnx.TrainState(of_nnx(), tx)
+        return hkv.linen.TrainState.create(linen(), jax.random.key(0), IDS, tx=tx)
+
+    message = "TrainState.*MultiSteps.*tables are updated in every"
+    with pytest.warns(UserWarning, match=message) as caught:
+        state_of(LinenTowers, NnxTowers)
+    assert [Path(warning.filename).name for warning in caught] == ["test_layer_edges.py"]
+    with warnings.catch_warnings():  # a table that nothing trains waits for nobody
+        warnings.simplefilter("error")
+        state_of(lambda: hkv.linen.Embed(128, DIM), lambda: hkv.nnx.Embed(128, DIM))
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])

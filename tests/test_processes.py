@@ -310,14 +310,6 @@ def test_one_process_is_in_step_with_itself():
     assert list(hkv.sharding.synchronized([], 0)) == []
 
 
-def test_a_batch_of_other_shapes_than_the_empty_one_is_refused():
-    given = [np.zeros(4, np.int32), np.zeros(3, np.int32)]
-    batches = hkv.sharding.synchronized(given, np.zeros(4, np.int32))
-    next(batches)
-    with pytest.raises(ValueError, match=r"shapes of empty, int32\[4\], got int32\[3\]: pad"):
-        next(batches)
-
-
 def test_processes_with_batches_of_different_shapes_say_so(tmp_path):
     """Their collectives would wait for each other for ever."""
     ends = ends_of_unsupervised(tmp_path, ("-1", ""), "--half", "1", survivors=[0, 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -396,6 +398,28 @@ def test_an_abstract_state_is_what_orbax_restores_into(tmp_path, rng):
         Placement(mesh_of(4), mode="pmap").abstract(make)
 
 
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_a_step_takes_stacked_tables_and_is_copied_as_a_function(mode, rng):
+    placement = Placement(mesh_of(4), mode=mode)
+
+    def make():
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[hkv.create(256, 4)] * 3)
+
+    def all_of_them(tables, keys):
+        def one(_, table):
+            return None, sharding.find_or_insert(table, keys, axis_name="device")[0]
+
+        return jax.lax.scan(one, None, tables)[1], None
+
+    step = placement.step(all_of_them, donate=False)
+    keys = placement.put(hkv.Keys.from_numpy(rng.integers(0, 2**63, 64)))
+    tables = placement.create(make)
+    for own in (step, copy.copy(step), copy.deepcopy(step)):
+        after, _ = own(tables, keys)
+        assert int(jnp.sum(after.occupancy)) == 3 * 64
+    assert "all_to_all" in step.lower(tables, keys).as_text()
+
+
 def test_bags_of_unequal_capacity_are_refused():
     """One after the other their ids would go to other devices, or to none."""
     bags = [hkv.Jagged.from_lists([[1, 2], [3]], capacity=own) for own in (8, 24, 8, 24)]
@@ -416,10 +440,10 @@ WRONG = {
         TypeError, r"Placement\.run: the batch has a NumPy int64 array"),
     "a table of one device": (
         lambda p: p.step(lambda t: (t, None))(hkv.create(128, 4)),
-        TypeError, r"spread over the 4 devices .*\[2\]: make it by placement\.create"),
+        TypeError, r"spread over the 4 devices .*\[2\], which .* make it by placement\.create"),
     "a step without a report": (
         lambda p: p.step(lambda t: t)(one_part(p)),
-        TypeError, r"must return \(state, report\), got Table"),
+        TypeError, r"must return a plain tuple \(state, report\), got Table"),
     "a table on other devices": (
         lambda p: Placement(mesh_of(2)).shards(one_part(p)),
         ValueError, "on the 2 devices of the mesh .*got an array on 4"),
@@ -449,23 +473,42 @@ def test_what_is_wrong_with_a_placement_is_named(name, mode):
         call(placement)
 
 
-def test_exports_of_several_processes_are_joined(rng):
+def test_exports_of_several_processes_are_saved_and_joined(rng, tmp_path):
     """Sightings and clocks are those of the latest, as in an export of all parts."""
     placement = Placement(mesh_of(4))
     rule = hkv.admission.frequency(2, width=64)
-    table = placement.create(lambda: ADAM.init(hkv.create(1024, 4, admission=rule)))
+    opt = hkv.optim.adam(0.1, count_per_row=True)  # leaves of several shapes and types
+    table = placement.create(
+        lambda: opt.init(hkv.create(1024, 4, dtype=jnp.bfloat16, admission=rule))
+    )
     look_up = placement.step(
         lambda table, keys: (sharding.find_or_insert(table, keys, axis_name="device")[0], None)
     )
     for _ in range(3):
         table = look_up(table, placement.put(zipf(rng, 256)))[0]
     parts = placement.shards(table)
+    files = [tmp_path / f"{number}.npz" for number in range(2)]
+    for file, own in zip(files, (parts[:3], parts[3:]), strict=True):
+        sharding.save_entries(file, sharding.export_entries(own))
+    joined = sharding.join_entries([sharding.load_entries(file) for file in files])
+    occupied = [np.asarray(part.digests) != 0 for part in parts]
+    keys = [np.asarray(part.keys)[own] for part, own in zip(parts, occupied, strict=True)]
+    np.testing.assert_array_equal(joined.keys, np.concatenate(keys).view("<u8").reshape(-1))
+    rows = [
+        np.asarray(part.values).reshape(-1, 128, 4)[own]
+        for part, own in zip(parts, occupied, strict=True)
+    ]
+    np.testing.assert_array_equal(joined.values, np.concatenate(rows))
+    counters = np.stack([np.asarray(part.admission.counters) for part in parts])
+    assert (counters != counters[0]).any() and joined.counters is not None
+    np.testing.assert_array_equal(joined.counters, counters.max(axis=0))
+    clocks = [int(hkv.Keys(part.clock).to_numpy()) for part in parts]
+    assert joined.clock == max(clocks) and joined.epoch == 0
     whole = sharding.export_entries(parts)
-    joined = sharding.join_entries([sharding.export_entries(parts[:3]), *map(
-        sharding.export_entries, parts[3:]
-    )])  # fmt: skip
-    assert len(whole.keys) > 20 and whole.counters is not None and whole.counters.any()
+    assert joined.values.dtype == jnp.bfloat16 and len(joined.optimizer) == 3
     jax.tree.map(np.testing.assert_array_equal, joined, whole)
+    with pytest.raises(TypeError, match="parts must be a list .* got one of ndarray"):
+        sharding.join_entries(whole)
     with pytest.raises(ValueError, match="parts must be exported entries, got none"):
         sharding.join_entries([])
     with pytest.raises(ValueError, match="parts must be of one table"):
