@@ -365,18 +365,19 @@ def warn_of_no_update(layer: str) -> None:
     )
 
 
-def checked_table(layer: str, variable: Any, features: int) -> Table:
-    """The table of an nnx layer, which its owner may have set."""
+def checked_table(layer: Any, attribute: str, dim: int) -> Table:
+    """The table of an nnx layer, which the layer's user may have set."""
+    call, variable = type(layer).__name__, getattr(layer, attribute)
     if isinstance(variable, Table):
         raise TypeError(
-            f"{layer}: table must be an nnx Variable, got a Table: change a layer's table by "
-            "layer.table.set_value(table), and read it by layer.table.get_value()"
+            f"{call}: {attribute} must be an nnx Variable, got a Table: change a layer's table by "
+            f"layer.{attribute}.set_value(table), and read it by layer.{attribute}.get_value()"
         )
     table = variable.get_value()
-    if table.dim != features:
+    if table.dim != dim:
         raise ValueError(
-            f"{layer}: table must have rows of {features} elements, the layer's features, got dim "
-            f"{table.dim}: give layer.table.set_value(table) one that was made with dim={features}"
+            f"{call}: {attribute} must have rows of {dim} elements, got dim {table.dim}: give "
+            f"layer.{attribute}.set_value(table) one that was made with dim={dim}"
         )
     return table
 

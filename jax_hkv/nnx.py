@@ -201,7 +201,7 @@ class Embed(_Layer):
         return _layers.cast(rows, self.dtype)
 
     def _own(self) -> Table:
-        return _layers.checked_table(type(self).__name__, self.table, self.features)
+        return _layers.checked_table(self, "table", self.features)
 
     def _unseen_row(self) -> Any:
         if self.unseen == "learned":
@@ -330,10 +330,10 @@ class EmbedCollection(_Layer):
     @property
     def tables(self) -> dict[str, Table]:
         """The physical tables, by the names of their groups."""
-        pairs = zip(self._owners(), self.collection.groups, strict=True)
-        own = {group: getattr(self, owner.attribute) for owner, group in pairs}
-        name = type(self).__name__
-        return {g.name: _layers.checked_table(name, own[g], g.tables[0].dim) for g in own}
+        return {
+            group.name: _layers.checked_table(self, owner.attribute, group.tables[0].dim)
+            for owner, group in zip(self._owners(), self.collection.groups, strict=True)
+        }
 
     def _owners(self) -> Iterator[Owner]:
         for number, group in enumerate(self.collection.groups):

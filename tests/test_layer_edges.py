@@ -586,6 +586,10 @@ def test_a_table_that_does_not_fit_an_nnx_layer_is_refused():
     model.user.table = hkv.create(128, DIM)
     with pytest.raises(TypeError, match=r"Embed: table .*\.set_value\(table\)"):
         model(IDS)
+    features = hkv.nnx.EmbedCollection(collection("a"))
+    features.table_0.set_value(hkv.create(128, DIM + 1))
+    with pytest.raises(ValueError, match=rf"EmbedCollection: table_0 .* {DIM} .*dim {DIM + 1}"):
+        features({"f_a": IDS})
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
