@@ -28,7 +28,7 @@ def find_compiler():
 def run(command):
     """Runs a command; members of a tile that wait for each other for ever end with the limit.
 
-    Host threads in place of a warp take five times as long where a machine has other work.
+    Where a machine has other work they take longer, however little.
     """
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
