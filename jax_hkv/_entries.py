@@ -108,6 +108,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
             )
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
+    if len(parts) == 1:
+        return parts[0]  # a table of one device may fill the host's memory: no second copy
     rows = [(part.keys, part.scores, part.values, *part.optimizer) for part in parts]
     kinds = [[(leaf.shape[1:], leaf.dtype) for leaf in own] for own in rows]
     sketches = [None if part.counters is None else part.counters.shape for part in parts]
