@@ -163,7 +163,7 @@ def test_features_weighed_together_get_the_bits_of_each_by_itself(rng):
             flat = hkv.Jagged.from_lists(lists, capacity=250)
             own = np.asarray(rng.normal(size=250), np.float32)
             return dataclasses.replace(flat, weights=jnp.asarray(own)) if weights else flat
-        shape = (BATCH, int(rng.integers(1, 40)))
+        shape = (BATCH, int(rng.integers(8, 40)))
         own = jnp.asarray(rng.normal(size=shape), jnp.float32) if weights else None
         return hkv.Padded(rng.choice(ids, shape), valid=rng.random(shape) < 0.7, weights=own)
 
