@@ -171,6 +171,24 @@ def test_a_scan_over_nnx_steps_trains_alike(made):
         np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
+def test_an_nnx_step_takes_a_state_that_flax_has_cached(made):
+    """By ``nnx.cached_partial``: the same bits, the state itself is trained, traced once more."""
+    traced = []
+
+    def nnx_loss(model, inputs, labels):
+        traced.append(model)
+        return loss_of(model(inputs, train=True), labels)
+
+    step = hkv.nnx.train_step(nnx_loss)
+    one, other = (hkv.nnx.TrainState(NnxModel(nnx.Rngs(0)), optax.sgd(0.1)) for _ in range(2))
+    infos = [step(one, *batch) for batch in made]
+    once = len(traced)
+    cached = nnx.cached_partial(step, other)
+    assert_equal_trees([cached(*batch) for batch in made], infos)
+    assert_equal_trees(nnx.state(one), nnx.state(other))
+    assert len(traced) == 2 * once
+
+
 def test_remat_trains_alike_and_inserts_once(made, expected):
     state, infos = run(fresh_state(made[0][0], Model(is_remat=True)), made)
     assert_same_training(state, expected[0])
