@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -136,8 +137,16 @@ def save_entries(path: Any, exported: Exported) -> None:
     """Writes exported entries as one file of NumPy arrays (``.npz``), without pickles.
 
     Args:
-      path: of the file, a path or its name; each process has one of its own.
+      path: of the file, a path or its name; each process has one of its own. Until everything is
+        written it is the path with ".writing" behind it, so that no half of a file is found.
       exported: of :func:`export_entries`.
+
+    Example:
+      >>> import tempfile, jax_hkv as hkv
+      >>> path = tempfile.mkdtemp() + "/entries"
+      >>> save_entries(path, export_entries(hkv.create(128, 2)))
+      >>> load_entries(path).values.shape
+      (0, 2)
     """
     rows: dict[str, Any] = {"values": exported.values}
     rows |= {f"optimizer{number}": leaf for number, leaf in enumerate(exported.optimizer)}
@@ -151,7 +160,10 @@ def save_entries(path: Any, exported: Exported) -> None:
     }
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
-    np.savez(path, **arrays)
+    unfinished = f"{os.fspath(path)}.writing"
+    with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
+        np.savez(file, **arrays)
+    os.replace(unfinished, path)
 
 
 def load_entries(path: Any) -> Exported:
@@ -215,14 +227,16 @@ def import_entries(
 ) -> tuple[Table, Counts]:
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
-    Entries keep their scores and rows; keys that are present are overwritten. Clock, epoch, the
-    optimizer's shared state and the sightings of absent keys become the exported ones (sightings
-    that one side has not are left as they are). Full buckets keep the entries of highest score.
-    Scores are not translated: counts of LFU mean nothing to a table of another policy.
+    Entries keep their scores and rows; keys that are present are overwritten. Of the table's own
+    clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold;
+    what rows share of the optimizer's state (a step count) comes from the side whose clock is
+    later. So a fresh table takes all that was exported. Full buckets keep the entries of highest
+    score. Scores are not translated: under LRU entries of a younger table are the oldest of an
+    older one, and counts of LFU mean nothing to a table of another policy.
 
     Args:
       placement: of the table, or None for a table of one device.
-      table: to fill, usually empty; it is used up.
+      table: to fill; it is used up.
       exported: of :func:`export_entries`; every process gives all entries.
       replicas: whether every device holds the whole table, and so gets all entries.
 
@@ -271,15 +285,14 @@ def import_entries(
 def _check_fits(table: Table, exported: Exported) -> None:
     check_one_device("sharding.import_entries", table)
     rows, shared = (table.optimizer.rows, table.optimizer.shared) if table.optimizer else ((), ())
-    wanted = [leaf.shape[1:] for leaf in (table.values, *rows)], _kinds((table.values, *rows))
-    given = (
-        [leaf.shape[1:] for leaf in (exported.values, *exported.optimizer)],
-        _kinds((exported.values, *exported.optimizer)),
-    )
-    if wanted != given or _kinds(shared) != _kinds(exported.shared):
+    wanted = _forms((table.values, *rows), shared)
+    given = _forms((exported.values, *exported.optimizer), exported.shared)
+    if wanted != given:
         raise ValueError(
-            "sharding.import_entries: exported must have rows and optimizer rows like the table's, "
-            f"{wanted}, got {given}: create the table with the same dim, dtype and optimizer"
+            "sharding.import_entries: exported must have rows, optimizer rows and shared state "
+            f"like the table's, {wanted}, got {given}: create the table with the same dim, dtype "
+            "and optimizer. A table for inference takes exported._replace(optimizer=(), "
+            "shared=()), and one of another dtype values=exported.values.astype(dtype)"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
@@ -290,8 +303,10 @@ def _check_fits(table: Table, exported: Exported) -> None:
         )
 
 
-def _kinds(leaves: Any) -> list[Any]:
-    return [np.dtype(leaf.dtype) for leaf in leaves]
+def _forms(rows: Any, shared: Any) -> str:
+    """What the rows of a table look like, and what they share."""
+    names = [f"{leaf.dtype.name}{['n', *leaf.shape[1:]]}" for leaf in rows]
+    return f"rows {names} and shared {[f'{s.dtype.name}{list(np.shape(s))}' for s in shared]}"
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:
@@ -356,21 +371,23 @@ _write = jax.jit(_write_entries, donate_argnums=0)
 
 
 def _with_common(table: Table, exported: Exported, device: Any) -> Table:
-    clock = np.array([exported.clock & 0xFFFFFFFF, exported.clock >> 32], np.uint32)
+    own_clock, own_epoch = _number(table.clock), int(np.asarray(table.epoch)[0])
+    clock = max(own_clock, exported.clock)
+    epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)
     index = dataclasses.replace(
         table.index,
-        clock=jax.device_put(clock, device),
-        epoch=jax.device_put(np.array([exported.epoch], np.uint32), device),
+        clock=jax.device_put(np.array([clock & 0xFFFFFFFF, clock >> 32], np.uint32), device),
+        epoch=jax.device_put(epoch, device),
     )
     table = dataclasses.replace(table, index=index)
-    if table.optimizer is not None:
+    if table.optimizer is not None and exported.clock >= own_clock:
         shared = tuple(jax.device_put(leaf, device) for leaf in exported.shared)
         table = dataclasses.replace(
             table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
         )
-    if table.admission is not None and exported.counters is not None:
-        counters = jax.device_put(exported.counters, device)
-        table = dataclasses.replace(
-            table, admission=dataclasses.replace(table.admission, counters=counters)
-        )
+    own = None if table.admission is None else table.admission.counters
+    if own is not None and exported.counters is not None:
+        counters = jax.device_put(np.maximum(np.asarray(own), exported.counters), device)
+        admission = dataclasses.replace(table.admission, counters=counters)
+        table = dataclasses.replace(table, admission=admission)
     return table

@@ -8,6 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from many_devices import (
     ADAM,
@@ -180,6 +181,78 @@ def test_rows_of_another_shape_are_an_error():
         sharding.import_entries(None, table, source("shard_map"))
     with pytest.raises(ValueError, match="optimizer"):
         sharding.import_entries(None, hkv.create(1024, DIM), source("shard_map"))
+
+
+def trained(batches, **options):
+    """A table after a step on each of the given arrays of ids."""
+    table = ADAM.init(hkv.create(options.pop("capacity", 128), DIM, **options))
+    for ids in batches:
+        table, result = hkv.find_or_insert(table, np.asarray(ids, np.int32))
+        table = ADAM.update(table, result, jnp.ones(result.values.shape))
+    return table
+
+
+def test_a_live_table_goes_on_from_its_own_time_when_it_is_given_entries():
+    """Else LRU would evict what comes now, and expire would erase it."""
+    for policy in (Policy.LRU, Policy.EPOCH_LRU):
+        live = trained([[number] for number in range(100)], policy=policy)
+        live = hkv.advance_epoch(live)
+        given = sharding.export_entries(trained([range(900, 910)], policy=policy))
+        live, counts = sharding.import_entries(None, live, given)
+        assert int(counts.inserted) == 10
+        after = sharding.export_entries(live)
+        assert (after.clock, after.epoch, after.shared[0].tolist()) == (100, 1, [100])
+        for number in range(1000, 1100):
+            live, _ = hkv.find_or_insert(live, np.array([number], np.int32))
+        assert hkv.contains(live, np.arange(1000, 1100, dtype=np.int32))[1].all()
+
+
+def test_a_younger_table_takes_the_time_of_the_entries():
+    given = sharding.export_entries(trained([[number] for number in range(30)]))
+    young, _ = sharding.import_entries(None, trained([[500]]), given)
+    after = sharding.export_entries(young)
+    assert (after.clock, after.shared[0].tolist()) == (30, [30])
+
+
+def test_sightings_are_the_higher_ones_and_stay_where_one_side_has_none():
+    rule = hkv.admission.frequency(3, width=64)
+    one, other = (
+        sharding.export_entries(hkv.find_or_insert(table, ids)[0])
+        for table, ids in (
+            (hkv.create(128, DIM, admission=rule), np.array([7, 7], np.int32)),
+            (hkv.create(128, DIM, admission=rule), np.array([8], np.int32)),
+        )
+    )
+    table, _ = sharding.import_entries(None, hkv.create(128, DIM, admission=rule), one)
+    table, _ = sharding.import_entries(None, table, other)
+    expected = np.maximum(one.counters, other.counters)
+    np.testing.assert_array_equal(table.admission.counters, expected)
+    by_chance = hkv.create(128, DIM, admission=hkv.admission.probability(0.5))
+    table, _ = sharding.import_entries(None, by_chance, one)
+    assert table.admission.counters is None
+    hkv.find_or_insert(table, np.array([9], np.int32))
+
+
+def test_what_rows_share_is_named_where_it_differs():
+    """The rows are alike: native Adagrad's and optax's."""
+    exported = sharding.export_entries(hkv.optim.adagrad(0.1).init(hkv.create(128, DIM)))
+    sparse = hkv.optim.sparse(optax.adagrad(lambda _: 0.1)).init(hkv.create(128, DIM))
+    with pytest.raises(ValueError, match=r"shared \['int32\[1\]'\], got .* shared \["):
+        sharding.import_entries(None, sparse, exported)
+
+
+def test_entries_are_imported_for_inference_as_the_error_says():
+    exported = sharding.export_entries(trained([range(20)]))
+    serving = hkv.create(128, DIM, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"optimizer=\(\), shared=\(\).*values=exported"):
+        sharding.import_entries(None, serving, exported)
+    exported = exported._replace(
+        optimizer=(), shared=(), values=exported.values.astype(jnp.bfloat16)
+    )
+    serving, counts = sharding.import_entries(None, serving, exported)
+    assert int(counts.inserted) == 20
+    _, found = hkv.find(serving, hkv.Keys.from_numpy(exported.keys))
+    np.testing.assert_array_equal(found.values, exported.values.astype(np.float32))
 
 
 def test_what_is_no_table_is_an_error():
