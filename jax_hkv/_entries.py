@@ -385,9 +385,9 @@ def _with_common(table: Table, exported: Exported, device: Any) -> Table:
         table = dataclasses.replace(
             table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
         )
-    own = None if table.admission is None else table.admission.counters
-    if own is not None and exported.counters is not None:
-        counters = jax.device_put(np.maximum(np.asarray(own), exported.counters), device)
-        admission = dataclasses.replace(table.admission, counters=counters)
+    admission = table.admission
+    if admission and admission.counters is not None and exported.counters is not None:
+        counters = np.maximum(np.asarray(admission.counters), exported.counters)
+        admission = dataclasses.replace(admission, counters=jax.device_put(counters, device))
         table = dataclasses.replace(table, admission=admission)
     return table

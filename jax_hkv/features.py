@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_hkv import _checks
+from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags
@@ -342,6 +343,65 @@ class Unique(NamedTuple):
     count: Int32[Array, ""]
     overflow: Int32[Array, ""]
 
+    @property
+    def valid(self) -> Bool[Array, " size"]:
+        """Which of `keys` are keys: the mask that a lookup of them needs."""
+        return jnp.arange(self.keys.shape[0]) < self.count
+
+    def expand(self, rows: Any) -> Float[Array, "*batch ..."]:
+        """What belongs to the distinct keys, for each position of the batch; differentiable.
+
+        The derivative sums the positions of each key by the fixed tree of docs/semantics.md,
+        section 8: the same bits on every run, which XLA's derivative of ``rows[inverse]`` does not
+        promise on a GPU.
+
+        Args:
+          rows: float32, bfloat16 or float16 ``[size, ...]``, in the order of `keys`.
+
+        Returns:
+          ``[*batch, ...]``; zeros where a position is masked or its key was left out (a negative
+          index of JAX would be the last row).
+
+        Raises:
+          TypeError: if there is not a row for each key.
+        """
+        array = jnp.asarray(rows)
+        size = self.keys.shape[0]
+        if array.dtype not in _ffi.FLOATS or not array.ndim or array.shape[0] != size:
+            raise TypeError(
+                f"Unique.expand: rows must be float32, bfloat16 or float16 of shape [{size}, ...], "
+                f"a row for each of `keys`, got {array.dtype}{list(array.shape)}"
+            )
+        of_keys, *groups = match_varying((array, self.inverse.reshape(-1), self.count))
+        expanded = _expanded(of_keys.reshape(size, math.prod(array.shape[1:])), *groups)
+        return expanded.reshape(*self.inverse.shape, *array.shape[1:])
+
+
+@jax.custom_vjp
+def _expanded(
+    rows: Float[Array, "size dim"], inverse: Int32[Array, " n"], count: Int32[Array, ""]
+) -> Float[Array, "n dim"]:
+    del count
+    if not rows.shape[0]:
+        return jnp.zeros((inverse.shape[0], rows.shape[1]), rows.dtype)
+    return jnp.where(inverse[:, None] >= 0, _index.take(rows, inverse), jnp.zeros((), rows.dtype))
+
+
+def _expanded_forward(rows: Any, inverse: Any, count: Any) -> Any:
+    return _expanded(rows, inverse, count), (rows, inverse, count)
+
+
+def _expanded_backward(saved: Any, of_positions: jax.Array) -> Any:
+    rows, inverse, count = saved
+    size, positions = rows.shape[0], inverse.shape[0]
+    groups = _index.Groups(rows, inverse, inverse, inverse, count[None])
+    sums = _index.combine(groups, _index.Terms(of_positions))[:size]
+    missing = max(size - positions, 0)
+    return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype), None, None
+
+
+_expanded.defvjp(_expanded_forward, _expanded_backward)
+
 
 def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
     """The distinct keys of a batch, in order of first occurrence (docs/semantics.md, section 6).
@@ -352,13 +412,19 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
       size: room for distinct keys, by default as many as there are positions. Where there are more
         distinct keys, those of the latest first occurrences are left out, and counted.
 
+    Returns:
+      The keys. Behind the last one they are zeros, which are ids like any others: look them up with
+      ``valid=found.valid``, and give the rows to the batch by ``found.expand(rows)``.
+
     Raises:
       TypeError, ValueError: naming the argument.
 
     Example:
-      >>> found = unique(np.array([7, 5, 7], np.int32), size=2)
+      >>> found = unique(np.array([7, 5, 7], np.int32))
       >>> found.keys.to_numpy().tolist(), found.inverse.tolist(), found.counts.tolist()
-      ([7, 5], [0, 1, 0], [2, 1])
+      ([7, 5, 0], [0, 1, 0], [2, 1, 0])
+      >>> found.valid.tolist(), found.expand(jnp.array([1.0, 2.0, 3.0])).tolist()
+      ([True, True, False], [1.0, 2.0, 1.0])
     """
     given = as_keys("unique", "keys", keys)
     flat = given.reshape(-1)

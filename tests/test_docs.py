@@ -96,7 +96,8 @@ def test_the_code_in_the_guide_runs():
     assert len(blocks) >= 5
     after = run("docs/guide.md", blocks, given)
     assert int(after["erased"]) == 2  # the keys of `more`
-    assert int(jax_hkv.size(after["table"])) == 3  # the ids of `bags`
+    assert int(jax_hkv.size(after["table"])) == 6  # the ids of `bags`, and `keys`
+    np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
     assert int(after["info"].tables["embed/table"].inserted) == 2
     assert [group.name for group in after["collection"].groups] == ["users+items"]
 

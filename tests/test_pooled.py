@@ -462,25 +462,6 @@ def test_ids_of_any_batch_shape_pool_their_last_axis(rng):
     assert result.bags.weights is None and result.bags.splits.tolist() == list(range(0, 25, 4))
 
 
-@pytest.mark.parametrize("size", [None, 0, 5, 60, 300])
-def test_unique_gives_distinct_keys_in_order_of_first_occurrence(rng, platform, size):
-    """Those beyond the size are left out and counted."""
-    ids = rng.integers(0, 50, 200).astype(np.uint64) << np.uint64(40)
-    valid = rng.random(200) < 0.8
-    found = jax.jit(hkv.unique, static_argnames="size")(
-        hkv.Keys.from_numpy(ids), valid=valid, size=size
-    )
-    keys, inverse, counts, count, overflow = oracle_pooled.unique(
-        ids, valid, 200 if size is None else size
-    )
-    np.testing.assert_array_equal(found.keys.to_numpy(), keys)
-    np.testing.assert_array_equal(found.inverse, inverse)
-    np.testing.assert_array_equal(found.counts, counts)
-    assert (int(found.count), int(found.overflow)) == (count, overflow)
-    square = hkv.unique(hkv.Keys.from_numpy(ids.reshape(10, 20)))
-    assert square.inverse.shape == (10, 20) and int(square.overflow) == 0
-
-
 def test_jagged_from_lists_keeps_64_bits_and_pads():
     """Numbers from -2^63 to 2^64 - 1, in lists and in arrays."""
     lists = [[2**64 - 1, -1], [], np.array([-(2**63), 7]), np.array([2**63], np.uint64)]
