@@ -66,7 +66,9 @@ def rows_of(table: Table, structure: Any) -> OptimizerRows:
         raise ValueError(
             "optim.update: the table has no optimizer rows of this optimizer, but of another: "
             f"{table.optimizer.structure}, got {structure}. Take the one that made them (its "
-            "learning rate may be another); opt.init(table) would begin anew and drop them"
+            "learning rate may be another number; a native optimizer takes it at every update, "
+            "and one of optax if optax.inject_hyperparams made it). opt.init(table) would begin "
+            "anew and drop them"
         )
     return table.optimizer
 

@@ -63,11 +63,12 @@ class Jagged:
         Raises:
           TypeError, ValueError: naming the bag, or the argument.
         """
-        words = [_words(number, bag) for number, bag in enumerate(lists)]
+        call = "Jagged.from_lists"
+        words = [_words(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
         lengths = [len(bag) for bag in words]
         factors = None if weights is None else _weights(weights, lengths)
         ids = np.concatenate([*words, np.zeros(0, np.uint64)])
-        return _packed("Jagged.from_lists", ids, np.array(lengths, np.int64), capacity, factors)
+        return _packed(call, ids, np.array(lengths, np.int64), capacity, factors)
 
     @classmethod
     def from_lengths(
@@ -97,8 +98,12 @@ class Jagged:
           [0, 2, 2, 3]
         """
         call = "Jagged.from_lengths"
-        keys = values if isinstance(values, Keys) else _flat(call, "values", values, "iu")
-        ids = (keys if isinstance(keys, Keys) else Keys.from_numpy(keys)).to_numpy()
+        if isinstance(values, Keys):
+            ids = values.to_numpy()
+        elif isinstance(values, (list, tuple)):
+            ids = _words(f"{call}: values", values)
+        else:
+            ids = Keys.from_numpy(_flat(call, "values", values, "iu")).to_numpy()
         if ids.ndim != 1:
             raise ValueError(
                 f"{call}: values must be flat, the ids of one bag after the other, got "
@@ -135,28 +140,27 @@ class Padded:
     weights: Float32[Array, "*batch hotness"] | None = None
 
 
-def _words(number: int, bag: Any) -> np.ndarray:
-    """The ids of a bag as 64-bit words."""
-    if isinstance(bag, np.ndarray):
-        if bag.ndim == 1 and bag.dtype.kind in "iu":
-            return bag.astype(np.int64 if bag.dtype.kind == "i" else np.uint64).view(np.uint64)
+def _words(what: str, ids: Any) -> np.ndarray:
+    """Ids as 64-bit words; errors begin with what they are."""
+    if isinstance(ids, np.ndarray):
+        if ids.ndim == 1 and ids.dtype.kind in "iu":
+            return ids.astype(np.int64 if ids.dtype.kind == "i" else np.uint64).view(np.uint64)
         raise TypeError(
-            f"Jagged.from_lists: bag {number} must hold integers along one axis, got {bag.dtype}"
-            f"{list(bag.shape)}: hash or cast its ids to int64 or uint64 first"
+            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
+            "cast its ids to int64 or uint64 first"
         )
-    words = np.zeros(len(bag), np.uint64)
-    for position, given in enumerate(bag):
+    words = np.zeros(len(ids), np.uint64)
+    for position, given in enumerate(ids):
         try:
             word = operator.index(given)
         except TypeError:
             raise TypeError(
-                f"Jagged.from_lists: bag {number} must hold integers, got "
-                f"{type(given).__name__} {given!r}: hash or cast its ids to int first"
+                f"{what} must hold integers, got {type(given).__name__} {given!r}: hash or cast "
+                "its ids to int first"
             ) from None
         if not _LOWEST_ID <= word <= _HIGHEST_ID:
             raise ValueError(
-                f"Jagged.from_lists: bag {number} must hold integers of 64 bits, got {word}: hash "
-                "its ids to 64 bits first"
+                f"{what} must hold integers of 64 bits, got {word}: hash its ids to 64 bits first"
             )
         words[position] = word & _HIGHEST_ID
     return words

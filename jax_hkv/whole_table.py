@@ -43,7 +43,9 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
         it returns ``bool[c]``. Compare 64-bit numbers with :func:`less`, :func:`less_equal`,
         :func:`equal`. If it does not use the rows, they are not read. It is static: a program is
         compiled for each function, and what one closes over or reads from globals stays as it was
-        when it was first called. Where such a number changes, make a new function.
+        when it was first called. Where such a number changes, call this inside a jitted function
+        that takes the number: ``jax.jit(lambda table, oldest: hkv.erase_if(table, lambda keys,
+        scores, rows: hkv.less(scores, oldest)), donate_argnums=0)`` is compiled once.
 
     Returns:
       The table, and how many entries were removed.

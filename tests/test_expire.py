@@ -120,3 +120,23 @@ def test_epochs_that_are_no_count_are_named():
         TypeError, match=r"expire: epochs must be one integer, got float(32|64)\[\]"
     ):
         jax.jit(hkv.expire)(table, 1.5)
+
+
+def test_a_predicate_takes_a_number_that_changes_and_is_compiled_once():
+    """As the docstring of erase_if says: the number is an argument of a jitted function."""
+    traced = []
+
+    def older(table, oldest):
+        traced.append(oldest)
+        return hkv.erase_if(table, lambda keys, scores, rows: hkv.less(scores, oldest))
+
+    erase_older = jax.jit(older, donate_argnums=0)
+    table = hkv.create(128, 2)
+    for number in range(1, 11):  # scored by their number
+        table, _ = hkv.find_or_insert(table, np.array([number], np.int32))
+    left = []
+    for oldest in (4, 9):
+        table, erased = erase_older(table, numbers(oldest)[0])
+        left.append((int(erased), int(hkv.size(table))))
+    assert left == [(3, 7), (5, 2)]
+    assert len(traced) == 1

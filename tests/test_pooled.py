@@ -625,14 +625,19 @@ BAD_CALLS = {
         r"lengths must be integers along one axis, got float64\[1\]: give an array whose dtype",
     ),
     "values with axes": (
-        lambda t: hkv.Jagged.from_lengths([[1], [2]], [1, 1]),
+        lambda t: hkv.Jagged.from_lengths(np.array([[1], [2]]), [1, 1]),
         TypeError,
         r"from_lengths: values must be integers along one axis, got int64\[2, 1\]: flatten them",
     ),
     "values of floats": (
-        lambda t: hkv.Jagged.from_lengths([2**63, 1], [2]),
+        lambda t: hkv.Jagged.from_lengths(np.ones(2), [2]),
         TypeError,
         "from_lengths: values must be integers.*float64",
+    ),
+    "a list with a float": (
+        lambda t: hkv.Jagged.from_lengths([1, 1.5], [2]),
+        TypeError,
+        "from_lengths: values must hold integers, got float 1.5: hash or cast",
     ),
     "weights of other values": (
         lambda t: hkv.Jagged.from_lengths([1, 2], [2], weights=[1.0]),
