@@ -527,8 +527,8 @@ class TrainState(nnx.Module):
         """Changes every table by a function.
 
         Args:
-          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or
-            ``lambda table: jax_hkv.expire(table, 30)[0]``.
+          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
+            jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table.
 
         Raises:
           TypeError: if `fn` returns anything else; no table has changed then.

@@ -75,8 +75,10 @@ def test_the_code_in_the_guide_runs():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, ids, train=False):
-            rows = jax_hkv.linen.Embed(256, 4, optimizer=opt, name="embed")(ids, train=train)
-            return nn.Dense(1)(rows)[:, 0]
+            embed = jax_hkv.linen.Embed(
+                256, 4, optimizer=opt, policy=jax_hkv.Policy.EPOCH_LRU, name="embed"
+            )
+            return nn.Dense(1)(embed(ids, train=train))[:, 0]
 
     given = {
         "hkv": jax_hkv,
@@ -99,6 +101,7 @@ def test_the_code_in_the_guide_runs():
     assert int(jax_hkv.size(after["table"])) == 6  # the ids of `bags`, and `keys`
     np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
     assert int(after["info"].tables["embed/table"].inserted) == 2
+    assert int(after["state"].tables["embed"]["table"].epoch[0]) == 1  # a day later
     assert [group.name for group in after["collection"].groups] == ["users+items"]
 
 

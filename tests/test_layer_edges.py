@@ -421,9 +421,12 @@ def test_a_function_of_tables_that_returns_a_pair_is_refused_before_anything_cha
             own.map_tables(lambda table: hkv.expire(table, 30))
         with pytest.raises(TypeError, match="map_tables: fn must return a Table, got NoneType"):
             own.map_tables(print)
-    twin.map_tables(lambda table: hkv.expire(table, 30)[0])
+    in_place = jax.jit(lambda table: hkv.expire(table, 30)[0], donate_argnums=0)
+    twin.map_tables(in_place)
     assert isinstance(twin.model.tables["a"], hkv.Table)
-    state = state.map_tables(lambda table: hkv.expire(table, 30)[0])
+    rows = state.tables["table"].values
+    state = state.map_tables(in_place)
+    assert rows.is_deleted()
     hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
 
 
