@@ -20,14 +20,24 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_hkv import _sharded, initializers, pooled, whole_table
 from jax_hkv._checks import as_integer
 from jax_hkv._exchange import as_exchange
-from jax_hkv._keys import Keys, as_keys, less
+from jax_hkv._keys import Keys, as_keys
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
-from jax_hkv.table import Bags, Counts, InsertResult, Settings, Table, create, jitted
+from jax_hkv.table import (
+    Bags,
+    Counts,
+    InsertResult,
+    Settings,
+    Table,
+    check_one_device,
+    create,
+    jitted,
+)
 
 _WORD_BITS = 32
+_MOST_BITS = 16
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
 _SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
 
@@ -106,16 +116,13 @@ class Group:
       name: of the physical table.
       tables: that it holds, in the order of their numbers in the keys.
       features: that are looked up in it.
+      bits: the highest bits of a key, which hold the number of the table.
     """
 
     name: str
     tables: tuple[TableConfig, ...]
     features: tuple[Feature, ...]
-
-    @property
-    def bits(self) -> int:
-        """Highest bits of a key that hold the number of the table."""
-        return (len(self.tables) - 1).bit_length()
+    bits: int
 
     @property
     def optimizer(self) -> Any:
@@ -165,7 +172,7 @@ class Group:
         number = self.number(table)
         keys = as_keys("Group.ids", "keys", keys)
         mask = np.uint32((1 << (_WORD_BITS - self.bits)) - 1)
-        own = _IsOfTable(number, self.bits)(keys, keys, None)
+        own = _NumberOf(self.bits)(keys) == number
         return Keys(jnp.stack([keys.low, keys.high & mask], axis=-1)), own
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
@@ -179,7 +186,7 @@ class Group:
             return {self.tables[0].name: result.counts}
         groups = result.groups
         status = take(result.status.reshape(-1), groups.first)
-        number = (groups.keys[:, 1] >> np.uint32(_WORD_BITS - self.bits)).astype(jnp.int32)
+        number = _NumberOf(self.bits)(Keys(groups.keys))
         kinds = len(Status)
         size = len(self.tables) * kinds
         code = jnp.where(all_of(groups), number * kinds + status, size)
@@ -242,9 +249,13 @@ class Collection:
         below 2**(64 - b), b the bits of the number of tables (5 for 26), and ids above (64-bit
         hashes, negative numbers) are folded to 64 - b bits: of 10**8 hashes a table any two meet
         with probability 0.9 %.
+      table_bits: of a key for the number of its table, where tables are fused; None: as few as they
+        need. Keys of another number of bits are others, and so are folded ids, so a collection that
+        will have more tables later on keeps what it has trained if the bits are given from the
+        start (8 for 256 tables) and new tables are added behind the others: see docs/guide.md.
 
     Raises:
-      ValueError: naming what disagrees.
+      TypeError, ValueError: naming what disagrees.
 
     Example:
       >>> collection = Collection(
@@ -257,11 +268,19 @@ class Collection:
     tables: Sequence[TableConfig]
     features: Sequence[Feature]
     fuse: bool = True
+    table_bits: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
         object.__setattr__(self, "features", tuple(self.features))
         _check(self.tables, self.features)
+        if self.table_bits is not None:
+            as_integer("Collection", "table_bits", self.table_bits, 0, _MOST_BITS)
+            if not self.fuse:
+                raise ValueError(
+                    "Collection: table_bits must be None where fuse=False, whose keys hold no "
+                    f"number of a table, got {self.table_bits}"
+                )
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -278,8 +297,20 @@ class Collection:
         for configs in together.values():
             names = [config.name for config in configs]
             own = tuple(feature for feature in self.features if feature.table in names)
-            groups.append(Group(_name_of(names), tuple(configs), own))
+            groups.append(Group(_name_of(names), tuple(configs), own, self._bits(names)))
         return tuple(groups)
+
+    def _bits(self, names: list[str]) -> int:
+        """Of the keys of a physical table."""
+        needed = (len(names) - 1).bit_length()
+        if self.table_bits is None:
+            return needed
+        if needed > self.table_bits:
+            raise ValueError(
+                f"Collection: table_bits must be {needed} at least for the {len(names)} tables "
+                f"{names}, which are fused, got {self.table_bits}"
+            )
+        return self.table_bits
 
     def group_of(self, table: str) -> Group:
         """The physical table that holds a table, by the table's own name.
@@ -303,12 +334,13 @@ class Collection:
 
     def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
         """Entries of each table, by its own name."""
+        self._check_tables("Collection.sizes", tables)
         found = {}
         for group in self.groups:
-            for number, config in enumerate(group.tables):
-                found[config.name] = whole_table.size_if(
-                    tables[group.name], _IsOfTable(number, group.bits)
-                )
+            table = tables[group.name]
+            check_one_device("Collection.sizes", table)
+            sizes = whole_table.sizes_by(table, _NumberOf(group.bits), len(group.tables))
+            found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
 
     def lookup(
@@ -339,7 +371,7 @@ class Collection:
           TypeError: naming the feature, for inputs of another form.
         """
         self._check_names(inputs)
-        self._check_tables(tables)
+        self._check_tables("Collection.lookup", tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
@@ -400,11 +432,11 @@ class Collection:
                 outputs[name] = own.reshape(*shape, own.shape[-1])
         return {feature.name: outputs[feature.name] for feature in self.features}
 
-    def _check_tables(self, tables: Mapping[str, Any]) -> None:
+    def _check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
         names = [group.name for group in self.groups]
         if set(tables) != set(names):
             raise ValueError(
-                f"Collection.lookup: tables must be those of create(), {names}, got "
+                f"{call}: tables must be those of create(), {names}, got "
                 f"{list(tables)}: were they made by a collection with other tables?"
             )
 
@@ -502,19 +534,15 @@ def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
 
 
 @dataclasses.dataclass(frozen=True)
-class _IsOfTable:
-    """A predicate, equal for equal tables, so that it is compiled once."""
+class _NumberOf:
+    """The number of the table that a key is of; functions of equal bits are equal, for jit."""
 
-    number: int
     bits: int
 
-    def __call__(self, keys: Keys, scores: Keys, values: Any) -> Any:
-        del scores, values
-        everything = jnp.ones(keys.shape, jnp.bool_)
-        first, behind = (n << (64 - self.bits) for n in (self.number, self.number + 1))
+    def __call__(self, keys: Keys) -> Int32[Array, "*shape"]:
         if self.bits == 0:
-            return everything
-        return ~less(keys, first) & (less(keys, behind) if behind < 2**64 else everything)
+            return jnp.zeros(keys.shape, jnp.int32)
+        return (keys.high >> np.uint32(_WORD_BITS - self.bits)).astype(jnp.int32)
 
 
 def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...], bool]:

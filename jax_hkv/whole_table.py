@@ -197,6 +197,20 @@ def _check_predicate(call: str, table: Any, predicate: Any) -> None:
         )
 
 
+@jitted("kind_of", "kinds")
+def sizes_by(
+    table: Table, kind_of: Callable[[Keys], Int32[Array, " c"]], kinds: int
+) -> Int32[Array, " kinds"]:
+    """Entries by the kinds that a function gives their keys, 0 to `kinds` - 1, in one pass."""
+
+    def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
+        index, keys, _, occupied = _index.read(table.index, offset, _chunk(table))
+        counted = _index.tally(jnp.where(occupied, kind_of(keys), -1), kinds)
+        return dataclasses.replace(table, index=index), total + counted
+
+    return _over_chunks(table, body, (kinds,))[1]
+
+
 @jitted("predicate")
 def _size_if(table: Table, predicate: Predicate) -> jax.Array:
     def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
@@ -333,15 +347,17 @@ def _looks_at_rows(predicate: Predicate, keys: Keys, scores: Keys, rows: jax.Arr
 
 
 def _over_chunks(
-    table: Table, body: Callable[[Table, jax.Array, jax.Array], tuple[Table, jax.Array]]
+    table: Table,
+    body: Callable[[Table, jax.Array, jax.Array], tuple[Table, jax.Array]],
+    shape: tuple[int, ...] = (),
 ) -> tuple[Table, jax.Array]:
-    """Folds over all slots of a table, chunk by chunk, with a count."""
+    """Folds over all slots of a table, chunk by chunk, with counts of that shape."""
     chunk = _chunk(table)
 
     def step(number: jax.Array, carry: tuple[Table, jax.Array]) -> tuple[Table, jax.Array]:
         return body(carry[0], number * chunk, carry[1])
 
-    # The count takes part of the clock's type, so that it varies over devices as the table does.
-    start = (table.index.clock[0] * 0).astype(jnp.int32)
+    # The counts take part of the clock's type, so that they vary over devices as the table does.
+    start = jnp.broadcast_to((table.index.clock[0] * 0).astype(jnp.int32), shape)
     chunks = jnp.int32(-(-table.capacity // chunk))
     return jax.lax.fori_loop(jnp.int32(0), chunks, step, (table, start))

@@ -14,6 +14,7 @@ import pytest
 import jax_hkv as hkv
 from jax_hkv import collection as collections
 from jax_hkv import index as _index
+from jax_hkv import sharding
 
 DIM = 8
 ADAM = hkv.optim.adam(1e-2)
@@ -281,6 +282,45 @@ def test_sizes_count_the_entries_of_each_table(rng):
     sizes = {name: int(size) for name, size in collection.sizes(tables).items()}
     assert sizes["users"] == 3 and sizes["items"] == len(items)
     assert sum(sizes.values()) == sum(int(hkv.size(table)) for table in tables.values())
+
+
+def test_a_collection_with_room_for_tables_gets_one_and_keeps_what_it_has(rng):
+    """Rows of hashed ids, which are folded; the bits of the table's number stay what they were."""
+    ids = hkv.Keys.from_numpy(rng.integers(0, 2**64, 100, np.uint64))
+    names = ["users", "items", "shops"]
+
+    def declared(count):
+        return hkv.Collection(
+            [hkv.TableConfig(name, 1024, DIM) for name in names[:count]],
+            [hkv.Feature(name, name) for name in names[:count]],
+            table_bits=6,
+        )
+
+    for before in (1, 2):
+        old, new = declared(before), declared(3)
+        (was,), (group,) = old.groups, new.groups
+        assert (was.bits, group.bits) == (6, 6)
+        tables = old.create()
+        rows = {name: rng.standard_normal((100, DIM), np.float32) for name in names[:before]}
+        for name, own in rows.items():
+            tables[was.name], _ = hkv.insert_or_assign(tables[was.name], was.keys(name, ids), own)
+        exported = sharding.export_entries(tables[was.name])
+        moved, counts = sharding.import_entries(None, new.create()[group.name], exported)
+        assert int(counts.inserted) == 100 * before
+        _, found = new.lookup({group.name: moved}, dict.fromkeys(names, ids), fill=0.0)
+        spread = new.spread(found.rows, found.parts)
+        for name in names:
+            np.testing.assert_array_equal(spread[name], rows.get(name, np.zeros((100, DIM))))
+        sizes = {name: int(size) for name, size in new.sizes({group.name: moved}).items()}
+        assert sizes == {name: 100 * (name in rows) for name in names}
+
+
+def test_bits_that_do_not_hold_the_tables_are_refused():
+    for bits, error in {0: ValueError, 17: ValueError, "8": TypeError}.items():
+        with pytest.raises(error, match="Collection: table_bits must be"):
+            hkv.Collection(TABLES, FEATURES, table_bits=bits)
+    with pytest.raises(ValueError, match="table_bits must be None where fuse=False"):
+        hkv.Collection(TABLES, FEATURES, fuse=False, table_bits=4)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

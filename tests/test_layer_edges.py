@@ -371,9 +371,9 @@ def test_a_lookup_of_a_collection_can_be_jitted_and_sizes_compile_once():
     tables, found = lookup(tables, inputs, train=True)
     assert declared.spread(found.rows, found.parts)["f_a"].shape == (3, DIM)
     declared.sizes(tables)
-    before = whole_table._size_if._cache_size()
+    before = whole_table.sizes_by._cache_size()
     assert {name: int(size) for name, size in declared.sizes(tables).items()} == {"a": 3, "b": 3}
-    assert whole_table._size_if._cache_size() == before > 0
+    assert whole_table.sizes_by._cache_size() == before > 0
 
 
 def test_a_loss_scale_ends_below_infinity_and_serves_two_states():
