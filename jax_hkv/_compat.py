@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["ad", "agreed", "batching", "is_traced", "match_varying", "mlir", "result_aval", "vary"]
+__all__ = [
+    "ad",
+    "agreed",
+    "batching",
+    "check_elements",
+    "is_traced",
+    "match_varying",
+    "mlir",
+    "result_aval",
+    "vary",
+]
+
+
+# Its Shardy (ManualComputationUnusedInputsPattern) crashes; 0.11.0, 0.11.1 and 0.12.0 do not.
+_CRASHES_WITHOUT_ELEMENTS = metadata.version("jaxlib") == "0.11.2"
+
+
+def check_elements(call: str, batch: Any) -> None:
+    """Raises for a batch that would end the process: jaxlib 0.11.2 splits none without elements."""
+    if _CRASHES_WITHOUT_ELEMENTS and not all(map(np.size, jax.tree.leaves(batch))):
+        raise ValueError(
+            f"{call}: the batch must have elements in every array: jaxlib 0.11.2 ends the process "
+            "where it compiles shard_map of an array without any. Pad and mask it (valid=), or "
+            "install another jaxlib: 0.11.1 and 0.12 do not"
+        )
 
 
 def is_traced(array: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from jax_hkv._compat import check_elements
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged
 from jax_hkv.table import Table
@@ -407,6 +408,7 @@ class _Checked:
     def __call__(self, state: Any, *batch: Any) -> Any:
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
+        check_elements(self._call, batch)
         return self._compiled(state, *batch)
 
     def __getattr__(self, name: str) -> Any:

@@ -30,7 +30,7 @@ from oracle import U64_MAX
 from oracle_sharding import owner_of
 
 import jax_hkv as hkv
-from jax_hkv import sharding
+from jax_hkv import _compat, sharding
 from jax_hkv.sharding import Exchange, Placement
 
 AXES = ("node", "device")
@@ -187,6 +187,15 @@ def test_reading_finds_what_one_table_finds_and_inserts_nothing(mode, fill, rng)
     assert_same_bits(many.parts, before)
 
 
+def test_a_batch_without_positions_is_refused_where_it_would_end_the_process(monkeypatch):
+    monkeypatch.setattr(_compat, "_CRASHES_WITHOUT_ELEMENTS", True)
+    for mode in ("shard_map", "pmap"):
+        many = Many(dataclasses.replace(PARTIAL["rows"], mode=mode))
+        with pytest.raises(ValueError, match="batch must have elements.*jaxlib 0.11.2.*valid="):
+            many.step(Batch(np.zeros((0,), np.uint64), np.zeros((0, DIM), np.float32)))
+
+
+@pytest.mark.skipif(_compat._CRASHES_WITHOUT_ELEMENTS, reason="this jaxlib ends the process")
 @pytest.mark.parametrize("name", ["sums", "rows", "replicas"])
 def test_a_batch_without_positions_ticks_the_clock_and_no_more(name):
     many, bags = Many(PARTIAL[name]), Many(dataclasses.replace(PARTIAL[name], combiner="mean"))
