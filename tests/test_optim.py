@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jax_hkv as hkv
+from jax_hkv import index as _index
 
 DIM = 6
 VOCABULARY = 64
@@ -433,3 +434,49 @@ def test_refused_and_masked_positions_are_not_updated(rng):
     changed = np.flatnonzero((np.asarray(updated.values) != np.asarray(table.values)).any(axis=1))
     np.testing.assert_array_equal(changed, np.asarray(result.slots)[:1])
     assert int(updated.optimizer.skipped[0]) == 0
+
+
+@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.sgd(0.1))])
+def test_results_that_no_lookup_has_returned_change_no_row_that_is_not_theirs(platform, rng, opt):
+    """A delayed update starts from zeros, say; numbers that are no key's mask their position."""
+    ids = np.arange(50, dtype=np.int32)
+    start = opt.init(hkv.create(256, DIM))
+    table, result = hkv.find_or_insert(start, ids)
+    nothing = jax.tree.map(jnp.zeros_like, result)
+    after = opt.update(table, nothing, result.values)
+    np.testing.assert_array_equal(after.values, table.values)
+    for wild in (
+        jax.tree.map(lambda leaf: leaf[:25] if leaf.ndim else leaf, result),
+        jax.tree.map(
+            lambda leaf: jnp.full_like(leaf, -1 if leaf.dtype == jnp.int32 else 1), result
+        ),
+        result._replace(
+            groups=result.groups._replace(
+                inverse=jnp.asarray(rng.integers(-60, 60, 50), jnp.int32),
+                count=jnp.array([1000], jnp.int32),
+            )
+        ),
+    ):
+        after = opt.update(table, wild, jnp.ones(wild.values.shape, jnp.float32))
+        assert np.isfinite(after.values).all()
+        clipped = hkv.optim.clip_by_global_norm(1.0, {}, [wild], [wild.values])
+        assert np.isfinite(clipped[2])
+
+
+def test_positions_are_listed_by_numbers_that_a_caller_made_up(platform, rng):
+    """As semantics.md, section 6, says of numbers that are none, and of keys without a position."""
+    for n in (1, 40, 3000):
+        for count in (-2, 0, n // 2, n, n + 7):
+            inverse = rng.integers(-3, n + 3, n).astype(np.int32)
+            empty = jnp.zeros((n,), jnp.int32)
+            words = jnp.zeros((n, 2), jnp.uint32)
+            groups = _index.Groups(words, jnp.asarray(inverse), empty, empty, jnp.array([count]))
+            listed = jax.jit(_index.occurrences)(groups)
+            keys = min(max(count, 0), n)
+            own = [np.flatnonzero(inverse == number) for number in range(keys)]
+            expected = np.concatenate([*own, np.zeros(0, int)])
+            offsets = np.full(n + 1, len(expected))
+            offsets[: keys + 1] = np.cumsum([0, *map(len, own)])
+            np.testing.assert_array_equal(listed.offsets, offsets)
+            behind = np.full(n - len(expected), -1)
+            np.testing.assert_array_equal(listed.order, np.concatenate([expected, behind]))

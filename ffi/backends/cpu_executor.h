@@ -191,12 +191,11 @@ class CpuExecutor {
     const ListScratch scratch(arena, n);
     Partition partition(n);
     // A part has the keys that agree in all but their lowest bits.
-    const int64_t keys = *batch.count;
+    const int64_t keys = batch.keys(n);
     const int bits = partition.low_bits(keys);
-    const int32_t* inverse = batch.inverse;
     partition.run(
-        workers_, scratch.table, [=](int64_t i) { return int64_t{inverse[i] >> bits}; },
-        [=](int64_t i, int64_t at) { scratch.items[at] = {inverse[i], static_cast<int32_t>(i)}; });
+        workers_, scratch.table, [=](int64_t i) { return batch.number(i, keys) >> bits; },
+        [=](int64_t i, int64_t at) { scratch.items[at] = {batch.inverse[i], static_cast<int32_t>(i)}; });
     workers_.run(partition.parts(), [&](int64_t part) {
       const int64_t end = std::min(keys, (part + 1) << bits);
       list_part(scratch, partition, part, part << bits, end, batch);

@@ -153,10 +153,11 @@ namespace occurrences {
 struct NameKeys {
   static constexpr int kGroup = 1;
   Groups groups;
-  const int32_t* inverse;
+  Occurrences batch;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    groups.set(i, inverse[i] < 0 ? groups.limit : inverse[i]);
+    const int64_t number = batch.number(i, batch.keys(groups.n));
+    groups.set(i, number < 0 ? groups.limit : number);
   }
 };
 
@@ -167,9 +168,13 @@ struct MarkGroups {
   Occurrences batch;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
-    if (j >= *batch.count) batch.offsets[j] = static_cast<int32_t>(groups.items_with_target());
-    const int64_t key = groups.head_target(j);
-    if (key >= 0) batch.offsets[key] = static_cast<int32_t>(j);
+    const int64_t keys = batch.keys(groups.n);
+    if (j >= keys) batch.offsets[j] = static_cast<int32_t>(groups.items_with_target());
+    // The key that begins here, and those before it that have no position; at the end those that are left.
+    const int64_t before = j > 0 ? groups.target(j - 1) : -1;
+    const int64_t here = j < groups.n ? groups.target(j) : groups.limit;
+    const int64_t end = here < keys ? here + 1 : keys;
+    HKV_ROLLED for (int64_t key = before + 1; key < end; ++key) batch.offsets[key] = static_cast<int32_t>(j);
     if (j < groups.n) batch.order[j] = groups.has_item(j) ? groups.item(j) : -1;
   }
 };
@@ -187,7 +192,7 @@ template <class Executor>
 void run(Executor& executor, int64_t n, const Occurrences& batch, char* memory) {
   Arena arena(memory);
   auto [groups, others] = Scratch::take<Executor>(arena, n);
-  executor.each(n, NameKeys{groups, batch.inverse});
+  executor.each(n, NameKeys{groups, batch});
   executor.group(groups, others);
   executor.each(n + 1, MarkGroups{groups, batch});
 }

@@ -5,12 +5,21 @@
 
 namespace hkv {
 
-// The arrays of `list_occurrences`: for n positions, offsets has n + 1 entries, count one.
+// The arrays of `list_occurrences`: for n positions, offsets has n + 1 entries, count one. Numbers and count
+// come back from callers: a position whose number is none of a key counts as masked, and keys may have none.
 struct Occurrences {
   const int32_t* inverse;
   const int32_t* count;
   int32_t* order;
   int32_t* offsets;
+
+  HKV_HOST_DEVICE int64_t keys(int64_t n) const {
+    const int64_t most = *count < n ? *count : n;
+    return most < 0 ? 0 : most;
+  }
+  HKV_HOST_DEVICE int64_t number(int64_t i, int64_t keys) const {
+    return inverse[i] >= 0 && inverse[i] < keys ? inverse[i] : -1;
+  }
 };
 
 struct ListOccurrences {

@@ -228,6 +228,7 @@ class Scenario {
     machines_.set("gradients", random_rows(n, form_.type));
     call<CombineRows>({}, {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}});
     call<AddRows>({}, {{"slots", "unique_slots"}, {"deltas", "sums"}});
+    if (random_.chance(0.2)) sums_of_any_numbers(n);
     weigh(n);
     call<CombineRows>({}, kTerms);
     update<SgdRule>();
@@ -236,6 +237,22 @@ class Scenario {
     update<RowwiseAdagradRule>();
     update<AdamRule>();
     update<FtrlRule>();
+  }
+
+  // Numbers and a count that `unique` has not made, as callers may give them.
+  void sums_of_any_numbers(int64_t n) {
+    const auto any = [&] { return static_cast<int32_t>(random_.below(n + 6)) - 3; };
+    std::vector<int32_t> inverse;
+    for (int64_t i = 0; i < n; ++i) inverse.push_back(any());
+    machines_.set("any_inverse", Buffer::of(inverse));
+    machines_.set("any_count", Buffer::of(std::vector<int32_t>{any()}));
+    Names names = {{"inverse", "any_inverse"},
+                   {"count", "any_count"},
+                   {"order", "any_order"},
+                   {"offsets", "any_offsets"}};
+    call<ListOccurrences>({}, names);
+    names.insert({{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}, {"sums", "any_sums"}});
+    call<CombineRows>({}, names);
   }
 
   // Pooled gradients: positions share rows, some have none, and there are weights now and then.
