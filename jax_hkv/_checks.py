@@ -89,7 +89,13 @@ def as_rows(
     call: str, argument: str, rows: Any, shape: tuple[int, ...], dtype: Any
 ) -> Float[Array, "*batch dim"]:
     """Rows of the given shape and type."""
-    array = jnp.asarray(rows)
+    try:
+        array = jnp.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{call}: {argument} must be an array of {np.dtype(dtype).name}, got "
+            f"{type(rows).__name__} ({error})"
+        ) from None
     if array.shape != shape:
         raise ValueError(
             f"{call}: {argument} must have shape {list(shape)} (the keys' shape, then dim), got "

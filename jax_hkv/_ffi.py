@@ -311,8 +311,14 @@ def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # under jax.disable_jit() it would come back here for ever
-        return _eager(primitive, tuple(sorted(params.items())))(*operands)
+    # Under jax.disable_jit() it would come back here for ever; so it would where JAX finds a NaN.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        outputs = _eager(primitive, tuple(sorted(params.items())))(*operands)
+    for name, is_special in (("nan", np.isnan), ("inf", np.isinf)):
+        is_searched = getattr(jax.config, f"jax_debug_{name}s")
+        if is_searched and any(is_special(x).any() for x in outputs if x.dtype in FLOATS):
+            raise FloatingPointError(f"invalid value ({name}) encountered in {primitive.name}")
+    return outputs
 
 
 def _make_primitive(signature: Signature) -> Primitive:

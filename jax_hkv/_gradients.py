@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _updates
@@ -16,7 +15,8 @@ from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
 from jax_hkv.table import is_one_result
 
-_MOST_SCALE = np.float32(2.0**127)  # twice as much is no float32
+# Between them 1 / scale is a normal float32: XLA may take subnormal ones for zero.
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
 
 
 def clip_by_global_norm(
@@ -52,7 +52,7 @@ def clip_by_global_norm(
     if not is_traced(max_norm) and not float(max_norm) > 0:
         raise ValueError(f"optim.clip_by_global_norm: max_norm must be positive, got {max_norm}")
     for name, given in (("results", results), ("row_gradients", row_gradients)):
-        if isinstance(given, dict) or is_one_result(given):
+        if not hasattr(given, "__len__") or isinstance(given, dict) or is_one_result(given):
             raise TypeError(
                 f"optim.clip_by_global_norm: {name} must be a list with one entry for each table, "
                 f"got {type(given).__name__}: write [{name}], or the values of a dict in one order"
@@ -62,6 +62,7 @@ def clip_by_global_norm(
             "optim.clip_by_global_norm: row_gradients must have one entry for each table, got "
             f"{len(row_gradients)} for {len(results)} results"
         )
+    gradients = jax.tree.map(jnp.asarray, gradients)
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)]
     squares += [_square_norm(*pair) for pair in zip(results, row_gradients, strict=True)]
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
@@ -108,17 +109,23 @@ class LossScale:
 
     @classmethod
     def create(cls, scale: float = 2.0**15, period: int = 2000) -> LossScale:
-        """The factor to begin with, and after how many finite steps it doubles."""
-        if not 0 < float(scale) < np.inf:
-            raise ValueError(f"LossScale.create: scale must be a positive number, got {scale}")
+        """The factor to begin with, 2**-126 to 2**126, and the finite steps until it doubles."""
+        if not _LEAST_SCALE <= float(scale) <= _MOST_SCALE:
+            raise ValueError(
+                f"LossScale.create: scale must be from 2**-126 to 2**126, got {scale}: gradients "
+                "are multiplied by its inverse, which float32 must hold"
+            )
         period = as_integer("LossScale.create", "period", period, 1, 2**31 - 1)
         return cls(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), period)
 
     def adjust(self, finite: Bool[Array, ""]) -> LossScale:
-        """After a step: halved if its gradients were not finite, doubled after a good period."""
+        """After a step: halved if its gradients were not finite, doubled after a good period.
+
+        It is not halved below 1, nor doubled above 2**126.
+        """
         steps = self.good_steps + 1
         grown = jnp.where(steps >= self.period, 2 * self.scale, self.scale)
         grown = jnp.minimum(grown, _MOST_SCALE)
-        scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, 1.0))
+        scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, jnp.minimum(self.scale, 1.0)))
         steps = jnp.where(finite & (steps < self.period), steps, 0)
         return dataclasses.replace(self, scale=scale, good_steps=steps)

@@ -179,6 +179,11 @@ def _read_only(words: Any) -> Any:
 
 def _integers(ids: Any) -> np.ndarray:
     """What a caller gave as ids, as an array of integers."""
+    if isinstance(ids, np.ma.MaskedArray):
+        raise TypeError(
+            "Keys.from_numpy: ids must not be a masked array, whose mask keys do not have: give "
+            "ids.filled(0), and valid=~np.ma.getmaskarray(ids) to the lookup"
+        )
     try:
         array = np.asarray(ids)
     except ValueError as error:

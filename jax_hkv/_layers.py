@@ -20,7 +20,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged, as_splits
-from jax_hkv.index import NO_SLOT
+from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Table
 
@@ -209,7 +209,7 @@ class Devices(NamedTuple):
                     f"the placement spreads it over {self.axes}: name the same axes in both, in "
                     "the same order"
                 )
-        overflow = sum((jnp.sum(each.overflow) for each in results), 0) if self.axes else 0
+        overflow = sum((total_of(each.overflow) for each in results), 0) if self.axes else 0
         own = metrics.of(table, results, overflow)
         is_copied = self.axes and results[0].exchange.replicas
         skipped = own.skipped if is_copied else self.total(own.skipped)
@@ -222,7 +222,7 @@ def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]
     for where, own in results.items():
         strict = [each for each in own if _sharded.is_strict(each)]
         if strict:
-            found[where] = sum((jnp.sum(each.overflow) for each in strict), jnp.int32(0))
+            found[where] = sum((total_of(each.overflow) for each in strict), jnp.int32(0))
     return found
 
 
@@ -344,14 +344,14 @@ def _warn(message: str) -> None:
 
 
 def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
-    """Warns of optax.MultiSteps for dense parameters, beside tables that are updated every step."""
+    """Warns of micro-steps of optax for dense parameters, beside tables updated every step."""
     if trainable and has_micro_steps(state):
         _warn(
-            f"{call}: tx is an optax.MultiSteps, which changes dense parameters once in several "
-            "steps, but tables are updated in every step. To train both on several batches at "
-            "once, look all of them up in one loss_fn (the model can be called as often as need "
-            "be), and average their losses; if rows are meant to move on, silence this with "
-            "warnings.filterwarnings"
+            f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "
+            "once in several steps, but tables are updated in every step. To train both on several "
+            "batches at once, look all of them up in one loss_fn (the model can be called as often "
+            "as need be), and average their losses; if rows are meant to move on, silence this "
+            "with warnings.filterwarnings"
         )
 
 
@@ -412,7 +412,7 @@ def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:
     for part in parts:
         for name, counts in part.items():
             where = f"{scope}/{name}" if scope else name
-            own = jax.tree.map(jnp.sum, counts)
+            own = jax.tree.map(total_of, counts)
             before = totals.get(where)
             totals[where] = own if before is None else jax.tree.map(jnp.add, before, own)
     return totals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -154,13 +154,18 @@ def listed(
       call: for errors.
       lookup: what returns such results, for errors.
     """
-    is_one = is_one_result(result)
+    is_one = is_one_result(result) or not isinstance(result, Iterable)
     results = [result] if is_one else list(result)
     if not is_one and hasattr(row_gradients, "shape") and len(row_gradients) != len(results):
         raise TypeError(
             f"{call}: row_gradients must be a list, one for each result, where result is a "
             f"sequence, got {row_gradients.dtype}{list(row_gradients.shape)} for {len(results)} "
             "results: write [row_gradients], or give one result and its gradients"
+        )
+    if row_gradients is None:
+        raise TypeError(
+            f"{call}: row_gradients must be the gradient by result.values, got None: take it by "
+            "jax.grad of a function of those rows"
         )
     gradients = [row_gradients] if is_one else list(row_gradients)
     for each in results:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
-from jax_hkv.index import Policy, Status, all_of, take, tally
+from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import (
     Bags,
@@ -193,7 +193,7 @@ class Group:
         counted = tally(code, size)
         return {
             config.name: Counts(
-                unique=jnp.sum(own),
+                unique=total_of(own),
                 hits=own[Status.FOUND],
                 inserted=own[Status.INSERTED] + own[Status.EVICTED],
                 evicted=own[Status.EVICTED],
@@ -271,8 +271,10 @@ class Collection:
     table_bits: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))
-        object.__setattr__(self, "features", tuple(self.features))
+        for name in ("tables", "features"):
+            given = getattr(self, name)
+            is_list = isinstance(given, Iterable)
+            object.__setattr__(self, name, tuple(given) if is_list else (given,))
         _check(self.tables, self.features)
         if self.table_bits is not None:
             as_integer("Collection", "table_bits", self.table_bits, 0, _MOST_BITS)
@@ -442,6 +444,11 @@ class Collection:
 
     def _check_names(self, inputs: Mapping[str, Any]) -> None:
         known = [feature.name for feature in self.features]
+        if not isinstance(inputs, Mapping):
+            raise TypeError(
+                f"Collection.lookup: inputs must be a dict of the features {known}, got "
+                f"{type(inputs).__name__}"
+            )
         if set(inputs) == set(known):
             return
         missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
@@ -474,6 +481,13 @@ class CollectionRows:
 
 def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
     call = "Collection"
+    for name, kind, given in (("tables", TableConfig, tables), ("features", Feature, features)):
+        for each in given:
+            if not isinstance(each, kind):
+                raise TypeError(
+                    f"{call}: {name} must be a list of {kind.__name__}, got one of "
+                    f"{type(each).__name__} {each!r}"
+                )
     by_name: dict[str, TableConfig] = {}
     for config in tables:
         other = by_name.get(config.name)

@@ -149,6 +149,11 @@ def _words(what: str, ids: Any) -> np.ndarray:
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
             "cast its ids to int64 or uint64 first"
         )
+    if not isinstance(ids, Sequence):
+        raise TypeError(
+            f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
+            "bag of one id is [id]"
+        )
     words = np.zeros(len(ids), np.uint64)
     for position, given in enumerate(ids):
         try:

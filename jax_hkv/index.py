@@ -145,6 +145,11 @@ def sum_by_key(groups: Groups, numbers: Int32[Array, " n"]) -> Int32[Array, " n"
     return jnp.zeros_like(numbers).at[target].add(numbers, mode="drop")
 
 
+def total_of(counts: Int32[Array, "*shape"]) -> Int32[Array, ""]:
+    """Their sum, with x64 on too of 32 bits."""
+    return jnp.sum(counts, dtype=jnp.int32)
+
+
 def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
     """How often each number from 0 to `kinds` - 1 occurs; others are not counted."""
     few = 1024

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import struct
 from typing import Literal
 
 _CONSTANT, _UNIFORM, _NORMAL, _TRUNCATED_NORMAL = range(4)
+
+_LARGEST = 3.4028234663852886e38  # of float32
 
 # The standard deviation of a standard normal variate truncated to (-2, 2).
 _TRUNCATED_STDDEV = 0.87962566103423978
@@ -61,7 +64,7 @@ class Initializer:
 
 def constant(value: float) -> Initializer:
     """Every element is `value`."""
-    return Initializer(_CONSTANT, float(value))
+    return Initializer(_CONSTANT, _number("constant", "value", value))
 
 
 def zeros() -> Initializer:
@@ -76,19 +79,24 @@ def ones() -> Initializer:
 
 def uniform(low: float, high: float) -> Initializer:
     """Uniform in [low, high)."""
-    if not low <= high:
-        raise ValueError(f"uniform: low must not exceed high, got low={low}, high={high}")
-    return Initializer(_UNIFORM, float(low), float(high))
+    low, high = _number("uniform", "low", low), _number("uniform", "high", high)
+    if not (low <= high and high - low <= _LARGEST):
+        raise ValueError(
+            "uniform: low must not exceed high, and their distance must be a float32, got "
+            f"low={low}, high={high}"
+        )
+    return Initializer(_UNIFORM, low, high)
 
 
 def normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
     """Normal; the first argument is the one of ``jax.nn.initializers.normal``."""
-    return Initializer(_NORMAL, float(mean), _checked_stddev("normal", stddev))
+    return Initializer(_NORMAL, _number("normal", "mean", mean), _stddev("normal", stddev))
 
 
 def truncated_normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
     """Normal, cut off at two standard deviations (`stddev` is that before the cut)."""
-    return Initializer(_TRUNCATED_NORMAL, float(mean), _checked_stddev("truncated_normal", stddev))
+    call = "truncated_normal"
+    return Initializer(_TRUNCATED_NORMAL, _number(call, "mean", mean), _stddev(call, stddev))
 
 
 def variance_scaling(
@@ -105,12 +113,25 @@ def variance_scaling(
         raise ValueError(
             f"variance_scaling: distribution must be one of {sorted(kinds)}, got {distribution!r}"
         )
+    scale = _number("variance_scaling", "scale", scale)
     if not scale > 0:
         raise ValueError(f"variance_scaling: scale must be positive, got {scale}")
-    return Initializer(kinds[distribution], scale=float(scale))
+    return Initializer(kinds[distribution], scale=scale)
 
 
-def _checked_stddev(call: str, stddev: float) -> float:
+def _stddev(call: str, stddev: float) -> float:
+    stddev = _number(call, "stddev", stddev)
     if not stddev >= 0:
         raise ValueError(f"{call}: stddev must not be negative, got {stddev}")
-    return float(stddev)
+    return stddev
+
+
+def _number(call: str, argument: str, value: float) -> float:
+    """A number that float32 holds, or infinity or NaN."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{call}: {argument} must be a number, got {type(value).__name__} {value!r}"
+        )
+    if _LARGEST < abs(value) < math.inf:
+        raise ValueError(f"{call}: {argument} must be a float32, {_LARGEST} at most, got {value}")
+    return float(value)

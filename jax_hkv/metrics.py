@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jax_hkv.index import LANES
+from jax_hkv.index import LANES, total_of
 from jax_hkv.table import Counts, InsertResult, Table, WriteResult, check_table, is_one_result
 from jax_hkv.whole_table import load_factor
 
@@ -66,7 +66,8 @@ def of(
     """
     check_table("metrics.of", table)
     is_one = is_one_result(result)
-    results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
+    is_many = isinstance(result, Iterable) and not is_one
+    results: list[Any] = list(result) if is_many else [result]
     for each in results:
         if not isinstance(getattr(each, "counts", None), Counts):
             raise TypeError(
@@ -74,8 +75,8 @@ def of(
                 f"of such), got {type(each).__name__}"
             )
     totals = Counts(*(jnp.int32(0) for _ in Counts._fields))
-    for each in results:  # jnp.sum: those that a scan stacked
-        totals = jax.tree.map(lambda total, own: total + jnp.sum(own), totals, each.counts)
+    for each in results:  # a scan may have stacked them
+        totals = jax.tree.map(lambda total, own: total + total_of(own), totals, each.counts)
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(overflow, jnp.int32),

@@ -200,8 +200,12 @@ def find(
       [[1.0, 1.0], [-1.0, -1.0]]
     """
     given, flat, mask = _batch("find", table, keys, valid)
-    if fill != "initial" and not isinstance(fill, numbers.Real):
-        raise ValueError(f'find: fill must be a number or "initial", got {fill!r}')
+    if not (fill == "initial" if isinstance(fill, str) else isinstance(fill, numbers.Real)):
+        raise ValueError(
+            f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
+            "in place of absent keys' rows by jnp.where(result.found[..., None], result.values, "
+            "other)"
+        )
     number = None if isinstance(fill, str) else _bits_of("find", fill)
     if touch:
         _checks.check_scores("find with touch=True", table.policy, None)

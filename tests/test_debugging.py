@@ -1,0 +1,238 @@
+"""What JAX offers to those who look for an error: no NaN, no jit, 64 bits; and what errors say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_hkv as hkv
+from jax_hkv import metrics
+
+DIM = 2
+IDS = np.arange(50, dtype=np.int32)
+ONES = jnp.ones((50, DIM), jnp.float32)
+OPT = hkv.optim.adam(0.1)
+
+
+def table_of(ids=IDS, opt=OPT, **options):
+    return hkv.find_or_insert(opt.init(hkv.create(256, DIM, **options)), ids)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_nan_is_reported_by_the_operation_that_returns_it(platform, is_jitted):
+    def found_rows(table, ids):
+        return hkv.find(table, ids)[1].values
+
+    find = jax.jit(found_rows) if is_jitted else found_rows
+    rows = jnp.full((3, DIM), jnp.nan)
+    table, _ = hkv.insert_or_assign(hkv.create(128, DIM), IDS[:3], rows)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="nan"):
+            find(table, IDS[:3])
+        assert not find(table, IDS[3:]).any()
+
+
+def test_an_infinity_is_reported_where_it_is_looked_for():
+    rows = jnp.full((3, DIM), jnp.inf)
+    table, _ = hkv.insert_or_assign(hkv.create(128, DIM), IDS[:3], rows)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        hkv.find(table, IDS[:3])
+    assert np.isinf(hkv.find(table, IDS[:3])[1].values).all()
+
+
+def test_transformations_are_tried_with_numbers_that_debug_nans_would_refuse():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        opt = hkv.optim.sparse(optax.sgd(0.0625, momentum=0.5))
+        table, result = table_of(opt=opt)
+        opt.update(table, result, ONES)
+
+
+def test_operations_over_the_whole_table_run_without_jit():
+    def old(keys, scores, rows):
+        return hkv.less(keys, 20)
+
+    table, _ = table_of(policy=hkv.Policy.EPOCH_LRU)
+    expected = hkv.size_if(table, old), hkv.erase_if(table, old)[1], hkv.expire(table, 3)[1]
+    with jax.disable_jit():
+        got = hkv.size_if(table, old), hkv.erase_if(table, old)[1], hkv.expire(table, 3)[1]
+        assert int(hkv.misplaced(table)) == 0
+    assert list(map(int, got)) == list(map(int, expected)) == [20, 20, 0]
+
+
+def test_counts_have_32_bits_with_x64_on_too():
+    with jax.enable_x64(True):
+        table, result = table_of()
+        found = metrics.of(table, [result, result])
+        assert {each.dtype for each in (*result.counts, found.unique, found.evicted)} == {
+            np.dtype(np.int32)
+        }
+        collection = hkv.Collection(
+            [hkv.TableConfig(name, 128, DIM, optimizer=OPT) for name in "ab"],
+            [hkv.Feature(name, name) for name in "ab"],
+        )
+        _, found = collection.lookup(collection.create(), {"a": IDS, "b": IDS}, train=True)
+        (group,) = collection.groups
+        for counts in group.counts(found.results[group.name]).values():
+            assert {each.dtype for each in counts} == {np.dtype(np.int32)}
+
+
+# --- Loss scales ---------------------------------------------------------------------------------
+
+
+def test_the_highest_loss_scale_still_trains():
+    """Its inverse is a normal number; that of 2**127 is not, and XLA takes it for zero."""
+    scale = hkv.optim.LossScale.create(2.0**120, period=1)
+    for _ in range(20):
+        scale = scale.adjust(jnp.bool_(True))
+    assert float(scale.scale) == 2.0**126
+    assert float(scale.adjust(jnp.bool_(False)).scale) == 2.0**125
+    gradient = jax.jit(jax.grad(lambda w: w * scale.scale))(jnp.float32(0.5))
+    assert float(gradient * (1.0 / scale.scale)) == 1.0
+
+
+def test_a_loss_scale_below_one_is_not_raised_by_a_step_that_is_not_finite():
+    scale = hkv.optim.LossScale.create(0.25).adjust(jnp.bool_(False))
+    assert float(scale.scale) == 0.25
+    assert float(hkv.optim.LossScale.create(1.5).adjust(jnp.bool_(False)).scale) == 1.0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-50, 1e300, 2.0**127, float("nan")])
+def test_a_loss_scale_without_an_inverse_is_refused(scale):
+    with pytest.raises(ValueError, match=r"LossScale.create: scale must be from .*inverse"):
+        hkv.optim.LossScale.create(scale)
+
+
+# --- What errors say -----------------------------------------------------------------------------
+
+
+def of_another_capacity(leaf):
+    """A table whose values, or optimizer rows, are those of a smaller one."""
+    table, _ = table_of()
+    smaller = OPT.init(hkv.create(128, DIM))
+    if leaf == "values":
+        return dataclasses.replace(table, values=smaller.values)
+    rows = dataclasses.replace(table.optimizer, rows=smaller.optimizer.rows)
+    return dataclasses.replace(table, optimizer=rows)
+
+
+@pytest.mark.parametrize("leaf", ["values", "optimizer"])
+def test_leaves_of_tables_of_different_capacities_are_refused(leaf):
+    table, (_, result) = of_another_capacity(leaf), table_of()
+    calls = {
+        "find": lambda: hkv.find(table, IDS),
+        "insert_or_assign": lambda: hkv.insert_or_assign(table, IDS, ONES),
+        "optim.update": lambda: OPT.update(table, result, ONES),
+        "sharding.export_entries": lambda: hkv.sharding.export_entries(table),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}: table must have a row in every.*\[.*128"):
+            call()
+
+
+EMBEDDINGS = hkv.Collection([hkv.TableConfig("t", 128, DIM)], [hkv.Feature("f", "t")])
+TABLE, RESULT = table_of()
+ERRORS = {
+    "a row to fill with": (
+        lambda: hkv.find(TABLE, IDS, fill=jnp.ones(DIM)),
+        ValueError,
+        r'find: fill must be a number of Python or "initial".*jnp.where\(result.found',
+    ),
+    "a row to fill bags with": (
+        lambda: hkv.find_pooled(TABLE, IDS[None], fill=jnp.ones(DIM)),
+        ValueError,
+        'find_pooled: fill must be "initial" or 0',
+    ),
+    "bags that are ids": (
+        lambda: hkv.Jagged.from_lists([1, 2]),
+        TypeError,
+        r"from_lists: bag 0 must be a list .* got int 1: a bag of one id is \[id\]",
+    ),
+    "inputs that are no dict": (
+        lambda: EMBEDDINGS.lookup(EMBEDDINGS.create(), IDS),
+        TypeError,
+        r"Collection.lookup: inputs must be a dict of the features \['f'\], got ndarray",
+    ),
+    "tables by name": (
+        lambda: hkv.Collection(["t"], [hkv.Feature("f", "t")]),
+        TypeError,
+        "Collection: tables must be a list of TableConfig, got one of str 't'",
+    ),
+    "no result": (lambda: OPT.update(TABLE, None, ONES), TypeError, "result must be what"),
+    "no gradients": (
+        lambda: OPT.update(TABLE, RESULT, None),
+        TypeError,
+        "optim.update: row_gradients must be the gradient by result.values, got None",
+    ),
+    "metrics of nothing": (lambda: metrics.of(TABLE, None), TypeError, "metrics.of: result must"),
+    "no rows": (
+        lambda: hkv.insert_or_assign(TABLE, IDS, None),
+        (TypeError, ValueError),
+        "insert_or_assign: values must",
+    ),
+    "rows that are text": (
+        lambda: hkv.insert_or_assign(TABLE, IDS, "abc"),
+        TypeError,
+        "insert_or_assign: values must be an array of float32, got str",
+    ),
+    "no results to clip": (
+        lambda: hkv.optim.clip_by_global_norm(1.0, {}, None, []),
+        TypeError,
+        "clip_by_global_norm: results must be a list",
+    ),
+    "a predicate without a hash": (
+        lambda: hkv.size_if(TABLE, Unhashable()),
+        TypeError,
+        "size_if: predicate must be hashable.*frozen dataclass",
+    ),
+    "a mean that is text": (
+        lambda: hkv.initializers.normal("a"),
+        TypeError,
+        "normal: stddev must be a number, got str 'a'",
+    ),
+    "bounds beyond float32": (
+        lambda: hkv.initializers.uniform(-1e308, 1e308),
+        ValueError,
+        "uniform: low must be a float32",
+    ),
+    "bounds too far apart": (
+        lambda: hkv.initializers.uniform(-3e38, 3e38),
+        ValueError,
+        "their distance must be a float32",
+    ),
+    "ids with a mask": (
+        lambda: hkv.Keys.from_numpy(np.ma.array([5, 6], mask=[0, 1])),
+        TypeError,
+        "ids must not be a masked array.*valid=",
+    ),
+    "micro-steps": (
+        lambda: hkv.optim.sparse(optax.chain(optax.sgd(0.1), optax.apply_every(2))).init(TABLE),
+        ValueError,
+        "optim.sparse: optax.MultiSteps and apply_every count",
+    ),
+}
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, keys, scores, rows):
+        return hkv.less(keys, 20)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_call_the_argument_and_the_remedy(name):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+        call()
+
+
+def test_dense_gradients_may_be_numbers_of_python():
+    clipped, _, norm = hkv.optim.clip_by_global_norm(1.0, {"w": 3.0, "b": 4.0}, [], [])
+    assert float(norm) == 5.0
+    np.testing.assert_allclose([clipped["w"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
