@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax_hkv import admission, initializers, metrics, optim, sharding, testing
+from jax_hkv._ffi import CUSTOM_CALLS
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CUSTOM_CALLS",
     "ROWS_NAME",
     "Bags",
     "Collection",

@@ -360,6 +360,9 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(signature for signature, _ in _OPERATIONS.values())
 
 
+CUSTOM_CALLS = tuple(_TARGET_PREFIX + signature.name for signature in signatures())
+
+
 def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: Any) -> list[Any]:
     """Binds the primitive of a native operation.
 

@@ -353,6 +353,7 @@ class Collection:
         train: bool = False,
         fill: float | str = "initial",
         axis_name: Any = None,
+        partial: bool = False,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -364,6 +365,8 @@ class Collection:
           fill: what ids without a row add: "initial", the rows that they would start with, or 0.
           axis_name: of the mesh axis that tables and batches are spread over, or a
             :class:`jax_hkv.sharding.Exchange`; inside shard_map or pmap.
+          partial: whether `inputs` may be of some features only (one tower of a model, in serving),
+            whose rows alone come back. Tables of none of them are returned as they are.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
@@ -372,7 +375,7 @@ class Collection:
           ValueError: if a feature is missing, or a name is none of a feature.
           TypeError: naming the feature, for inputs of another form.
         """
-        self._check_names(inputs)
+        self._check_names(inputs, partial)
         self._check_tables("Collection.lookup", tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
@@ -381,6 +384,10 @@ class Collection:
         batches: dict[str, Bagged] = {}
         slots: dict[str, Any] = {}
         for group in self.groups:
+            if all(feature.name not in inputs for feature in group.features):
+                parts.append(())
+                results[group.name] = None
+                continue
             batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
             tables[group.name], found = _sharded.of_batch(
@@ -412,6 +419,8 @@ class Collection:
         """
         added = {}
         for group, parts in zip(self.groups, found.parts, strict=True):
+            if not parts:
+                continue
             own = jnp.stack([jnp.asarray(unseen[config.name]) for config in group.tables])
             tables = {feature.name: group.number(feature.table) for feature in group.features}
             number = np.concatenate(
@@ -432,7 +441,7 @@ class Collection:
                 count = int(np.prod(shape, dtype=np.int64))
                 own = jax.lax.slice_in_dim(rows[group.name], first, first + count)
                 outputs[name] = own.reshape(*shape, own.shape[-1])
-        return {feature.name: outputs[feature.name] for feature in self.features}
+        return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
     def _check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
         names = [group.name for group in self.groups]
@@ -442,19 +451,19 @@ class Collection:
                 f"{list(tables)}: were they made by a collection with other tables?"
             )
 
-    def _check_names(self, inputs: Mapping[str, Any]) -> None:
+    def _check_names(self, inputs: Mapping[str, Any], partial: bool) -> None:
         known = [feature.name for feature in self.features]
         if not isinstance(inputs, Mapping):
             raise TypeError(
                 f"Collection.lookup: inputs must be a dict of the features {known}, got "
                 f"{type(inputs).__name__}"
             )
-        if set(inputs) == set(known):
+        if set(inputs) == set(known) or (partial and inputs and set(inputs) <= set(known)):
             return
         missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
         raise ValueError(
             f"Collection.lookup: inputs must be of the features {known}; missing: {missing}, "
-            f"unknown: {unknown}"
+            f"unknown: {unknown}" + ("; of some of them with partial=True" if not unknown else "")
         )
 
 
@@ -464,7 +473,8 @@ class CollectionRows:
     """What a collection looked up, by group.
 
     Attributes:
-      rows: ``float32[rows, dim]``; gradients by these train the table.
+      rows: ``float32[rows, dim]``; gradients by these train the table. Of the groups that were
+        looked up, as `batches` and `slots`.
       results: for the optimizers: an InsertResult (over several devices a ShardedResult) in
         training, else None.
       parts: static, of each group: which rows are whose.
@@ -563,7 +573,8 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     """All features of a group as one batch of bags, a bag for each row; whether any has weights."""
     batches, layouts, parts = [], [], []
     rows = 0
-    for feature in group.features:
+    features = [feature for feature in group.features if feature.name in inputs]
+    for feature in features:
         own, layout = _bags_of(feature, inputs[feature.name])
         batches.append(own)
         layouts.append(layout)
@@ -571,11 +582,11 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         rows += own.bags.splits.shape[0] - 1
     bags, valid = _weighed(
         [(own.bags, own.valid) for own in batches],
-        combiners=tuple(feature.combiner or "sum" for feature in group.features),
+        combiners=tuple(feature.combiner or "sum" for feature in features),
     )
     words = [
         in_namespace(own.keys, group.number(feature.table), group.bits).words
-        for feature, own in zip(group.features, batches, strict=True)
+        for feature, own in zip(features, batches, strict=True)
     ]
     is_weighted = any(layout.is_weighted for layout in layouts)
     return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted

@@ -253,13 +253,14 @@ class EmbedCollection(_Layer):
 
     @nn.compact
     def __call__(
-        self, inputs: Mapping[str, Any], *, train: bool = False
+        self, inputs: Mapping[str, Any], *, train: bool = False, partial: bool = False
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
         Args:
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
+          partial: whether `inputs` may be of some features only.
         """
         _layers.check_unseen(type(self).__name__, self.unseen)
         groups = self.collection.groups
@@ -273,6 +274,7 @@ class EmbedCollection(_Layer):
             train=is_training,
             fill=_layers.fill_of(self.unseen),
             axis_name=self.axis_name,
+            partial=partial,
         )
         rows = dict(looked_up.rows)
         for group in groups:

@@ -295,29 +295,29 @@ class EmbedCollection(_Layer):
             setattr(self, owner.attribute, TableVariable(group.create(axis_name)))
 
     def __call__(
-        self, inputs: Mapping[str, Any], *, train: bool = False
+        self, inputs: Mapping[str, Any], *, train: bool = False, partial: bool = False
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
         Args:
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
+          partial: whether `inputs` may be of some features only.
         """
-        groups = {group.name: group for group in self.collection.groups}
         tables, looked_up = self.collection.lookup(
             self.tables,
             inputs,
             train=train,
             fill=_layers.fill_of(self.unseen),
             axis_name=self.axis_name,
+            partial=partial,
         )
         rows = dict(looked_up.rows)
-        for owner in self._owners():
-            result = looked_up.results[owner.name]
-            self._store(owner.attribute, tables[owner.name], train)
+        for owner, group in zip(self._owners(), self.collection.groups, strict=True):
+            result = looked_up.results[group.name]
+            self._store(owner.attribute, tables[group.name], train)
             if result is not None:
-                counts = groups[owner.name].counts(result)
-                rows[owner.name] = self._record(owner.attribute, result, counts)
+                rows[group.name] = self._record(owner.attribute, result, group.counts(result))
         if self.unseen == "learned":
             learned = {
                 config.name: getattr(self, _UNSEEN.format(config.name)).get_value()

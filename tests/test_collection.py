@@ -323,6 +323,41 @@ def test_bits_that_do_not_hold_the_tables_are_refused():
         hkv.Collection(TABLES, FEATURES, fuse=False, table_bits=4)
 
 
+@pytest.mark.parametrize("unseen", ["initial", "learned"])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_some_features_get_the_rows_that_they_get_among_all(rng, fuse, unseen):
+    """Of a fused table, of one of its own; the layers of linen and of nnx too."""
+    collection = hkv.Collection(TABLES, FEATURES, fuse=fuse)
+    inputs = inputs_of(rng)
+    tables, found = collection.lookup(collection.create(), inputs, train=True)
+    every = collection.spread(found.rows, found.parts)
+    layer = hkv.linen.EmbedCollection(collection, unseen=unseen)
+    variables = layer.init(jax.random.key(0), inputs)
+    twin = hkv.nnx.EmbedCollection(collection, unseen=unseen)
+    by_layer, by_twin = layer.apply(variables, inputs), twin(inputs)
+    for names in (["title"], ["item", "user"], ["seen"]):
+        some = {name: inputs[name] for name in names}
+        after, found = collection.lookup(tables, some, partial=True)
+        rows = collection.spread(found.rows, found.parts)
+        assert set(rows) == set(names) and set(after) == set(tables)
+        assert list(rows) == [feature.name for feature in FEATURES if feature.name in names]
+        alone = layer.apply(variables, some, partial=True), twin(some, partial=True)
+        for name in names:
+            np.testing.assert_array_equal(rows[name], every[name])
+            np.testing.assert_array_equal(alone[0][name], by_layer[name])
+            np.testing.assert_array_equal(alone[1][name], by_twin[name])
+    untouched = [group.name for group in collection.groups if group.features[0].name == "title"]
+    _, found = collection.lookup(tables, {"user": inputs["user"]}, train=True, partial=True)
+    assert all(found.results[name] is None for name in untouched)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"user": 1, "city": 2}])
+def test_no_features_and_unknown_ones_are_refused_in_part_too(inputs):
+    collection = hkv.Collection(TABLES, FEATURES)
+    with pytest.raises(ValueError, match="inputs must be of the features"):
+        collection.lookup(collection.create(), inputs, partial=True)
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_fused_table_starts_warm_and_is_exported_by_its_own_ids(rng, fuse):
     """Two tables with the same ids, other rows; negative ids are folded and still found."""
@@ -423,7 +458,11 @@ WRONG = {
         ValueError,
         "missing: [], unknown: ['city']",
     ),
-    "a missing feature": (looked_up(seen=None), ValueError, "missing: ['seen'], unknown: []"),
+    "a missing feature": (
+        looked_up(seen=None),
+        ValueError,
+        "missing: ['seen'], unknown: []; of some of them with partial=True",
+    ),
     "ids of a float dtype": (
         looked_up(user=np.zeros(BATCH, np.float32)),
         TypeError,

@@ -210,6 +210,14 @@ ERRORS = {
         TypeError,
         "ids must not be a masked array.*valid=",
     ),
+    "a batch of any size": (
+        lambda: jax.eval_shape(
+            lambda ids: hkv.find(TABLE, ids),
+            jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.int32),
+        ),
+        TypeError,
+        r"find: keys must have a fixed shape, got \[n\].*Export a program for each batch size",
+    ),
     "micro-steps": (
         lambda: hkv.optim.sparse(optax.chain(optax.sgd(0.1), optax.apply_every(2))).init(TABLE),
         ValueError,
