@@ -155,7 +155,12 @@ def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> j
 
 
 def cast(rows: jax.Array, dtype: Any) -> jax.Array:
-    """In the dtype of the output; None: as they are."""
+    """In the dtype of the output, which is floating-point; None: as they are."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"Embed: dtype must be floating-point, got {jnp.dtype(dtype).name}, which would cut "
+            "embeddings to integers: give jnp.bfloat16, say, or None for that of the rows"
+        )
     return rows if dtype is None else rows.astype(dtype)
 
 

@@ -28,12 +28,15 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _sharded, initializers, pooled
 from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
+from jax_hkv._keys import Keys
 from jax_hkv._layers import StepInfo
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection, TableConfig
@@ -583,3 +586,35 @@ def _next_of(old: Any, new: Any, finite: Any) -> Any:
     if jax.tree.structure(old) != jax.tree.structure(new):
         return old
     return _layers.kept_unless(finite, new, old)
+
+
+# --- flax.serialization: to_bytes, from_bytes, to_state_dict, from_state_dict --------------------
+
+
+def _named(node: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves of a pytree by their paths, and its structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(node)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
+
+
+def _restored(target: Any, state: Mapping[str, Any]) -> Any:
+    expected, structure = _named(target)
+    if expected.keys() != state.keys():
+        raise ValueError(
+            f"flax.serialization: the state of a {type(target).__name__} must have the leaves of "
+            f"the target; missing: {sorted(expected.keys() - state.keys())}, unknown: "
+            f"{sorted(state.keys() - expected.keys())}: make the target with the same arguments"
+        )
+    for name, leaf in expected.items():
+        kinds = [(np.shape(array), jnp.result_type(array)) for array in (leaf, state[name])]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"flax.serialization: {type(target).__name__}{name} must be {kinds[0][1].name}"
+                f"{list(kinds[0][0])} as in the target, got {kinds[1][1].name}{list(kinds[1][0])}: "
+                "make the target with the same arguments"
+            )
+    return structure.unflatten([state[name] for name in expected])
+
+
+for _kind in (Table, TrainState, LossScale, Keys):
+    serialization.register_serialization_state(_kind, lambda node: _named(node)[0], _restored)

@@ -200,7 +200,8 @@ def find(
       [[1.0, 1.0], [-1.0, -1.0]]
     """
     given, flat, mask = _batch("find", table, keys, valid)
-    if not (fill == "initial" if isinstance(fill, str) else isinstance(fill, numbers.Real)):
+    is_number = isinstance(fill, numbers.Real) and not isinstance(fill, bool)
+    if not (fill == "initial" if isinstance(fill, str) else is_number):
         raise ValueError(
             f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
             "in place of absent keys' rows by jnp.where(result.found[..., None], result.values, "

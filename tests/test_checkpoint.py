@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 
 import jax_hkv as hkv
 from jax_hkv import sharding
+from jax_hkv.optim import LossScale
 
 ADAM = hkv.optim.adam(0.1)
 
@@ -208,3 +210,29 @@ def test_a_table_over_devices_given_to_a_call_for_one_names_the_remedy(call, mod
         ONE_DEVICE_CALLS[call](table, keys)
     with pytest.raises(TypeError, match=message):
         jax.eval_shape(lambda table: ONE_DEVICE_CALLS[call](table, keys), table)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flax_serialization_keeps_every_bit(dtype):
+    """Of a whole state, of a table and of keys, as bytes."""
+    model = hkv.linen.Embed(256, 4, optimizer=hkv.optim.adam(0.1), param_dtype=dtype)
+    ids, tx = np.arange(100, dtype=np.int32), optax.adam(0.1)
+
+    def make(model):
+        scale = LossScale.create()
+        return hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=tx, loss_scale=scale)
+
+    state, _ = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(
+        make(model), ids
+    )
+    saved = serialization.to_bytes(state)
+    restored = serialization.from_bytes(make(model), saved)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    keys = hkv.Keys.from_numpy(ids)
+    again = serialization.from_bytes(keys, serialization.to_bytes(keys))
+    np.testing.assert_array_equal(again.to_numpy(), ids)
+    with pytest.raises(ValueError, match=r"TrainState\.tables.* must be .* as in the target, got"):
+        serialization.from_bytes(make(model.clone(features=5)), saved)
+    with pytest.raises(ValueError, match="must have the leaves of the target; missing"):
+        serialization.from_bytes(make(model.clone(optimizer=hkv.optim.sgd(0.1))), saved)

@@ -143,6 +143,16 @@ ERRORS = {
         ValueError,
         r'find: fill must be a number of Python or "initial".*jnp.where\(result.found',
     ),
+    "a flag to fill with": (
+        lambda: hkv.find(TABLE, IDS, fill=True),
+        ValueError,
+        'find: fill must be a number of Python or "initial", got True',
+    ),
+    "embeddings that are integers": (
+        lambda: hkv.nnx.Embed(128, DIM, dtype=jnp.int32)(IDS),
+        TypeError,
+        "Embed: dtype must be floating-point, got int32",
+    ),
     "a row to fill bags with": (
         lambda: hkv.find_pooled(TABLE, IDS[None], fill=jnp.ones(DIM)),
         ValueError,
