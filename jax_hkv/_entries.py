@@ -305,8 +305,10 @@ def _check_fits(table: Table, exported: Exported) -> None:
 
 def _forms(rows: Any, shared: Any) -> str:
     """What the rows of a table look like, and what they share."""
-    names = [f"{leaf.dtype.name}{['n', *leaf.shape[1:]]}" for leaf in rows]
-    return f"rows {names} and shared {[f'{s.dtype.name}{list(np.shape(s))}' for s in shared]}"
+    own = [f"{leaf.dtype.name}[{', '.join(map(str, ('n', *leaf.shape[1:])))}]" for leaf in rows]
+    return (
+        f"rows {own} and shared {[f'{leaf.dtype.name}{list(np.shape(leaf))}' for leaf in shared]}"
+    )
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:

@@ -162,7 +162,7 @@ def listed(
             f"sequence, got {row_gradients.dtype}{list(row_gradients.shape)} for {len(results)} "
             "results: write [row_gradients], or give one result and its gradients"
         )
-    if row_gradients is None:
+    if row_gradients is None or any(each is None for each in _as_list(row_gradients)):
         raise TypeError(
             f"{call}: row_gradients must be the gradient by result.values, got None: take it by "
             "jax.grad of a function of those rows"
@@ -184,6 +184,10 @@ def listed(
     for pair in zip(results, gradients, strict=True):
         apart += _apart(*pair)
     return [own for own, _ in apart], [own for _, own in apart]
+
+
+def _as_list(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else ()
 
 
 def _apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:

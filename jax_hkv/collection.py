@@ -37,7 +37,7 @@ from jax_hkv.table import (
 )
 
 _WORD_BITS = 32
-_MOST_BITS = 16
+_MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
 _SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
 
@@ -336,7 +336,6 @@ class Collection:
 
     def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
         """Entries of each table, by its own name."""
-        self._check_tables("Collection.sizes", tables)
         found = {}
         for group in self.groups:
             table = tables[group.name]
@@ -462,8 +461,9 @@ class Collection:
             return
         missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
         raise ValueError(
-            f"Collection.lookup: inputs must be of the features {known}; missing: {missing}, "
-            f"unknown: {unknown}" + ("; of some of them with partial=True" if not unknown else "")
+            f"Collection.lookup: inputs must be of {'some of ' if partial else ''}the features "
+            f"{known}; missing: {missing}, "
+            f"unknown: {unknown}" + ("" if unknown or partial else "; of some with partial=True")
         )
 
 

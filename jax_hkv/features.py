@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +100,7 @@ class Jagged:
         call = "Jagged.from_lengths"
         if isinstance(values, Keys):
             ids = values.to_numpy()
-        elif isinstance(values, (list, tuple)):
+        elif _is_mixed(values):
             ids = _words(f"{call}: values", values)
         else:
             ids = Keys.from_numpy(_flat(call, "values", values, "iu")).to_numpy()
@@ -140,16 +140,24 @@ class Padded:
     weights: Float32[Array, "*batch hotness"] | None = None
 
 
+def _is_mixed(ids: Any) -> bool:
+    """Whether a list holds numbers that NumPy finds no integer type for."""
+    return isinstance(ids, (list, tuple)) and np.asarray(ids).dtype.kind in "fO"
+
+
 def _words(what: str, ids: Any) -> np.ndarray:
     """Ids as 64-bit words; errors begin with what they are."""
-    if isinstance(ids, np.ndarray):
+    if isinstance(ids, np.ma.MaskedArray):
+        raise TypeError(f"{what} must not be a masked array: leave the masked ids out")
+    if hasattr(ids, "__array__"):
+        ids = np.asarray(ids)
         if ids.ndim == 1 and ids.dtype.kind in "iu":
             return ids.astype(np.int64 if ids.dtype.kind == "i" else np.uint64).view(np.uint64)
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
             "cast its ids to int64 or uint64 first"
         )
-    if not isinstance(ids, Sequence):
+    if isinstance(ids, str) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
             "bag of one id is [id]"
@@ -188,6 +196,8 @@ def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
 
 def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
     """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError(f"{call}: {argument} must not be a masked array: leave what is masked out")
     array = np.asarray(given)
     if array.ndim == 1 and (array.dtype.kind in kinds or not np.size(given)):
         return array.astype(np.int64) if not array.size else array
@@ -362,7 +372,7 @@ class Unique(NamedTuple):
 
         The derivative sums the positions of each key by the fixed tree of docs/semantics.md,
         section 8: the same bits on every run, which XLA's derivative of ``rows[inverse]`` does not
-        promise on a GPU.
+        promise on a GPU. In reverse mode, not under ``jax.vmap``.
 
         Args:
           rows: float32, bfloat16 or float16 ``[size, ...]``, in the order of `keys`.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import struct
 from typing import Literal
+
+import numpy as np
 
 _CONSTANT, _UNIFORM, _NORMAL, _TRUNCATED_NORMAL = range(4)
 
@@ -80,7 +81,7 @@ def ones() -> Initializer:
 def uniform(low: float, high: float) -> Initializer:
     """Uniform in [low, high)."""
     low, high = _number("uniform", "low", low), _number("uniform", "high", high)
-    if not (low <= high and high - low <= _LARGEST):
+    if not (low <= high and math.isfinite(_rounded(high - low))):
         raise ValueError(
             "uniform: low must not exceed high, and their distance must be a float32, got "
             f"low={low}, high={high}"
@@ -128,10 +129,21 @@ def _stddev(call: str, stddev: float) -> float:
 
 def _number(call: str, argument: str, value: float) -> float:
     """A number that float32 holds, or infinity or NaN."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_text = isinstance(value, (str, bytes, bool))
+    try:
+        number = math.nan if is_text else float(value)
+    except (TypeError, ValueError):
+        is_text = True
+    if is_text:
         raise TypeError(
             f"{call}: {argument} must be a number, got {type(value).__name__} {value!r}"
         )
-    if _LARGEST < abs(value) < math.inf:
+    if math.isinf(_rounded(number)) and not math.isinf(number):
         raise ValueError(f"{call}: {argument} must be a float32, {_LARGEST} at most, got {value}")
-    return float(value)
+    return number
+
+
+def _rounded(number: float) -> float:
+    """As a float32."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))

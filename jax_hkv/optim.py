@@ -182,6 +182,9 @@ class SparseOptimizer:
             _check_rows_are_apart(self.transformation, table.dim, *_kinds_of(extra))
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
+        # As native updates: a key without a position (of a slice, say) stays as it is.
+        is_moved = _index.occurrences(batch.groups).counts > 0
+        batch = batch._replace(slots=jnp.where(is_moved, batch.slots, _index.NO_SLOT))
         table, params = gather_values(table, batch.slots)
         table, state_rows = gather_optimizer(table, batch.slots)
         dtype = self._dtype(table)

@@ -354,7 +354,7 @@ def test_some_features_get_the_rows_that_they_get_among_all(rng, fuse, unseen):
 @pytest.mark.parametrize("inputs", [{}, {"user": 1, "city": 2}])
 def test_no_features_and_unknown_ones_are_refused_in_part_too(inputs):
     collection = hkv.Collection(TABLES, FEATURES)
-    with pytest.raises(ValueError, match="inputs must be of the features"):
+    with pytest.raises(ValueError, match="inputs must be of some of the features"):
         collection.lookup(collection.create(), inputs, partial=True)
 
 
@@ -461,7 +461,7 @@ WRONG = {
     "a missing feature": (
         looked_up(seen=None),
         ValueError,
-        "missing: ['seen'], unknown: []; of some of them with partial=True",
+        "missing: ['seen'], unknown: []; of some with partial=True",
     ),
     "ids of a float dtype": (
         looked_up(user=np.zeros(BATCH, np.float32)),

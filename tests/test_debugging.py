@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from decimal import Decimal
 
 import jax
 import jax.numpy as jnp
@@ -228,6 +229,31 @@ ERRORS = {
         TypeError,
         r"find: keys must have a fixed shape, got \[n\].*Export a program for each batch size",
     ),
+    "flat ids with a mask": (
+        lambda: hkv.Jagged.from_lengths(np.ma.array([5, 6], mask=[0, 1]), [1, 1]),
+        TypeError,
+        "from_lengths: values must not be a masked array",
+    ),
+    "bags with a mask": (
+        lambda: hkv.Jagged.from_lists([np.ma.array([5, 6], mask=[0, 1])]),
+        TypeError,
+        "from_lists: bag 0 must not be a masked array",
+    ),
+    "a bag of text": (
+        lambda: hkv.Jagged.from_lists(["ab"]),
+        TypeError,
+        "from_lists: bag 0 must be a list .* got str 'ab'",
+    ),
+    "no gradients in a list": (
+        lambda: OPT.update(TABLE, [RESULT, RESULT], [ONES, None]),
+        TypeError,
+        "optim.update: row_gradients must be the gradient by result.values, got None",
+    ),
+    "no features at all": (
+        lambda: EMBEDDINGS.lookup(EMBEDDINGS.create(), {}, partial=True),
+        ValueError,
+        r"inputs must be of some of the features \['f'\]; missing: \['f'\], unknown: \[\]$",
+    ),
     "micro-steps": (
         lambda: hkv.optim.sparse(optax.chain(optax.sgd(0.1), optax.apply_every(2))).init(TABLE),
         ValueError,
@@ -248,6 +274,16 @@ def test_errors_name_the_call_the_argument_and_the_remedy(name):
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=re.compile(message, re.DOTALL)):
         call()
+
+
+def test_numbers_may_be_arrays_of_one_element_and_bags_anything_of_integers():
+    """As before errors were asked of them."""
+    for quarter in (np.array(0.25), jnp.bfloat16(0.25), 1 / jnp.sqrt(16.0), Decimal("0.25")):
+        assert hkv.initializers.normal(quarter) == hkv.initializers.normal(0.25)
+    assert hkv.initializers.constant(3.4028235e38).a == 3.4028235e38  # FLT_MAX, as it is spelt
+    expected = hkv.Jagged.from_lists([[5, 6], [7]])
+    for bags in ([jnp.array([5, 6]), [7]], [(5, 6), {7}], [{5: 0, 6: 0}.keys(), np.array([7])]):
+        jax.tree.map(np.testing.assert_array_equal, hkv.Jagged.from_lists(bags), expected)
 
 
 def test_dense_gradients_may_be_numbers_of_python():

@@ -436,31 +436,42 @@ def test_refused_and_masked_positions_are_not_updated(rng):
     assert int(updated.optimizer.skipped[0]) == 0
 
 
-@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.sgd(0.1))])
-def test_results_that_no_lookup_has_returned_change_no_row_that_is_not_theirs(platform, rng, opt):
+@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))])
+def test_results_that_no_lookup_has_returned_change_no_row_without_a_position(platform, rng, opt):
     """A delayed update starts from zeros, say; numbers that are no key's mask their position."""
-    ids = np.arange(50, dtype=np.int32)
-    start = opt.init(hkv.create(256, DIM))
-    table, result = hkv.find_or_insert(start, ids)
-    nothing = jax.tree.map(jnp.zeros_like, result)
-    after = opt.update(table, nothing, result.values)
-    np.testing.assert_array_equal(after.values, table.values)
-    for wild in (
-        jax.tree.map(lambda leaf: leaf[:25] if leaf.ndim else leaf, result),
-        jax.tree.map(
-            lambda leaf: jnp.full_like(leaf, -1 if leaf.dtype == jnp.int32 else 1), result
-        ),
-        result._replace(
-            groups=result.groups._replace(
-                inverse=jnp.asarray(rng.integers(-60, 60, 50), jnp.int32),
-                count=jnp.array([1000], jnp.int32),
-            )
-        ),
-    ):
-        after = opt.update(table, wild, jnp.ones(wild.values.shape, jnp.float32))
-        assert np.isfinite(after.values).all()
-        clipped = hkv.optim.clip_by_global_norm(1.0, {}, [wild], [wild.values])
+    ids = np.concatenate([np.zeros(25, np.int32), np.arange(1, 26, dtype=np.int32)])
+    table, result = hkv.find_or_insert(opt.init(hkv.create(256, DIM)), ids)
+    table = opt.update(table, result, jnp.ones(result.values.shape))  # momentum, which moves on
+
+    def moved(given):
+        """The ids whose rows change, or the rows of whose optimizer do."""
+        gradients = jnp.asarray(rng.standard_normal(given.values.shape), jnp.float32)
+        after = opt.update(table, given, gradients)
+        assert all(np.isfinite(leaf).all() for leaf in (after.values, *after.optimizer.rows))
+        leaves = [(table.values, after.values)]
+        leaves += zip(table.optimizer.rows, after.optimizer.rows, strict=True)
+        changed = [(np.asarray(a != b)).reshape(256, -1).any(axis=1) for a, b in leaves]
+        slots = np.asarray(hkv.find(table, np.arange(26, dtype=np.int32))[1].slots)
+        everywhere = np.flatnonzero(np.any(changed, axis=0))
+        assert set(everywhere) <= set(slots.tolist())
+        return {number for number, slot in enumerate(slots.tolist()) if slot in everywhere}
+
+    assert moved(result) == set(range(26))
+    assert moved(jax.tree.map(jnp.zeros_like, result)) == set()
+    assert moved(jax.tree.map(lambda leaf: leaf[:25] if leaf.ndim else leaf, result)) == {0}
+    assert moved(jax.tree.map(lambda leaf: leaf[-9:] if leaf.ndim else leaf, result)) == set()
+    inverse = rng.integers(-60, 60, 50)
+    groups = result.groups._replace(
+        inverse=jnp.asarray(inverse, jnp.int32), count=jnp.array([1000], jnp.int32)
+    )
+    assert moved(result._replace(groups=groups)) == set(range(26)) & set(inverse.tolist())
+    for wild in (nothing_but_minus_one(result), result._replace(groups=groups)):
+        clipped = hkv.optim.clip_by_global_norm(1.0, {}, [wild], [result.values])
         assert np.isfinite(clipped[2])
+
+
+def nothing_but_minus_one(result):
+    return jax.tree.map(lambda leaf: -jnp.ones_like(leaf) if leaf.dtype != bool else leaf, result)
 
 
 def test_positions_are_listed_by_numbers_that_a_caller_made_up(platform, rng):

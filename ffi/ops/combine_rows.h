@@ -67,7 +67,7 @@ struct SumTerms {
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
     constexpr int kAhead = kRowsAhead<kBlock>;
     const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
-    for (float& element : sum) element = 0.0f;  // what compilers do not see: there is a first term
+    for (float& element : sum) element = 0.0f;  // the sum of no terms
     int64_t term = 0;
     if (kAhead > 1 && columns == kBlock) {
       HKV_ROLLED for (; term + kAhead <= span.length; term += kAhead) {

@@ -253,6 +253,7 @@ struct UpdateRows {
       const Slot slot = slots[key];
       if (slot < 0 || slot >= values.count) return;
       const TermSpan span = terms.last_terms(key);
+      if (span.length == 0) return;  // no position says that it is to be updated
       const uint32_t before = counts_rows ? steps[slot] : 0;
       const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;
       const StepScales scale = counts_rows ? rule.scales(step) : *scales;
