@@ -98,12 +98,13 @@ class Jagged:
           [0, 2, 2, 3]
         """
         call = "Jagged.from_lengths"
+        given = np.asarray(values) if isinstance(values, (list, tuple)) else values
         if isinstance(values, Keys):
             ids = values.to_numpy()
-        elif _is_mixed(values):
+        elif given is not values and given.dtype.kind in "fO":  # NumPy finds no integer type
             ids = _words(f"{call}: values", values)
         else:
-            ids = Keys.from_numpy(_flat(call, "values", values, "iu")).to_numpy()
+            ids = Keys.from_numpy(_flat(call, "values", given, "iu")).to_numpy()
         if ids.ndim != 1:
             raise ValueError(
                 f"{call}: values must be flat, the ids of one bag after the other, got "
@@ -138,11 +139,6 @@ class Padded:
     ids: Any
     valid: Bool[Array, "*batch hotness"] | None = None
     weights: Float32[Array, "*batch hotness"] | None = None
-
-
-def _is_mixed(ids: Any) -> bool:
-    """Whether a list holds numbers that NumPy finds no integer type for."""
-    return isinstance(ids, (list, tuple)) and np.asarray(ids).dtype.kind in "fO"
 
 
 def _words(what: str, ids: Any) -> np.ndarray:
