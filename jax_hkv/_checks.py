@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from typing import Any
 
@@ -14,6 +15,11 @@ from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one of Python's or NumPy's, and no flag."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,8 +122,7 @@ def _is_name(name: Any) -> bool:
 
 
 def _check_number(argument: str, value: Any, most: float) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < float(value) <= most:
+    if not _checks.is_number(value) or not 0 < float(value) <= most:
         raise ValueError(
             f"sharding.Exchange: {argument} must be a number above 0"
             f"{'' if most == math.inf else f' and up to {most:g}'}, got {value!r}"

@@ -177,13 +177,18 @@ def _read_only(words: Any) -> Any:
     return words
 
 
+def check_unmasked(what: str, array: Any) -> None:
+    """Raises for a masked array, whose mask would be lost; errors begin with what it is."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{what} must not be a masked array, whose mask would be lost: leave out what it "
+            "masks, or give array.filled(0), and valid=~np.ma.getmaskarray(array) to the lookup"
+        )
+
+
 def _integers(ids: Any) -> np.ndarray:
     """What a caller gave as ids, as an array of integers."""
-    if isinstance(ids, np.ma.MaskedArray):
-        raise TypeError(
-            "Keys.from_numpy: ids must not be a masked array, whose mask keys do not have: give "
-            "ids.filled(0), and valid=~np.ma.getmaskarray(ids) to the lookup"
-        )
+    check_unmasked("Keys.from_numpy: ids", ids)
     try:
         array = np.asarray(ids)
     except ValueError as error:
@@ -222,6 +227,7 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
     if isinstance(ids, Keys):
         _check_words(call, argument, ids.words)
         return ids
+    check_unmasked(f"{call}: {argument}", ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
         return _from_array(call, argument, ids)
     kind = type(ids).__name__

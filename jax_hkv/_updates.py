@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -154,7 +154,7 @@ def listed(
       call: for errors.
       lookup: what returns such results, for errors.
     """
-    is_one = is_one_result(result) or not isinstance(result, Iterable)
+    is_one = is_one_result(result)
     results = [result] if is_one else list(result)
     if not is_one and hasattr(row_gradients, "shape") and len(row_gradients) != len(results):
         raise TypeError(
@@ -162,7 +162,8 @@ def listed(
             f"sequence, got {row_gradients.dtype}{list(row_gradients.shape)} for {len(results)} "
             "results: write [row_gradients], or give one result and its gradients"
         )
-    if row_gradients is None or any(each is None for each in _as_list(row_gradients)):
+    leaves = jax.tree.leaves(row_gradients, is_leaf=lambda leaf: leaf is None)
+    if any(leaf is None for leaf in leaves):
         raise TypeError(
             f"{call}: row_gradients must be the gradient by result.values, got None: take it by "
             "jax.grad of a function of those rows"
@@ -184,10 +185,6 @@ def listed(
     for pair in zip(results, gradients, strict=True):
         apart += _apart(*pair)
     return [own for own, _ in apart], [own for _, own in apart]
-
-
-def _as_list(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else ()
 
 
 def _apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_integer, is_number
 from jax_hkv._keys import Keys
 
 # The 32-bit finaliser of MurmurHash3 (Appleby: SMHasher, 2011), a bijection of the 32-bit words.
@@ -191,7 +190,7 @@ def probability(p: float) -> Probability:
       >>> probability(0.25).threshold == 2**30
       True
     """
-    if isinstance(p, bool) or not isinstance(p, numbers.Real):
+    if not is_number(p):
         raise TypeError(f"admission.probability: p must be a number, got {type(p).__name__} {p!r}")
     if not 2.0**-32 <= p <= 1.0:
         raise ValueError(

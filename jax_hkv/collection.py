@@ -375,7 +375,7 @@ class Collection:
           TypeError: naming the feature, for inputs of another form.
         """
         self._check_names(inputs, partial)
-        self._check_tables("Collection.lookup", tables)
+        self._check_tables(tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
@@ -442,11 +442,11 @@ class Collection:
                 outputs[name] = own.reshape(*shape, own.shape[-1])
         return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
-    def _check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
+    def _check_tables(self, tables: Mapping[str, Any]) -> None:
         names = [group.name for group in self.groups]
         if set(tables) != set(names):
             raise ValueError(
-                f"{call}: tables must be those of create(), {names}, got "
+                f"Collection.lookup: tables must be those of create(), {names}, got "
                 f"{list(tables)}: were they made by a collection with other tables?"
             )
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys, as_keys, check_unmasked
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags
 
@@ -143,8 +143,7 @@ class Padded:
 
 def _words(what: str, ids: Any) -> np.ndarray:
     """Ids as 64-bit words; errors begin with what they are."""
-    if isinstance(ids, np.ma.MaskedArray):
-        raise TypeError(f"{what} must not be a masked array: leave the masked ids out")
+    check_unmasked(what, ids)
     if hasattr(ids, "__array__"):
         ids = np.asarray(ids)
         if ids.ndim == 1 and ids.dtype.kind in "iu":
@@ -192,8 +191,7 @@ def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
 
 def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
     """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
-    if isinstance(given, np.ma.MaskedArray):
-        raise TypeError(f"{call}: {argument} must not be a masked array: leave what is masked out")
+    check_unmasked(f"{call}: {argument}", given)
     array = np.asarray(given)
     if array.ndim == 1 and (array.dtype.kind in kinds or not np.size(given)):
         return array.astype(np.int64) if not array.size else array

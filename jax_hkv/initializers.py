@@ -129,15 +129,14 @@ def _stddev(call: str, stddev: float) -> float:
 
 def _number(call: str, argument: str, value: float) -> float:
     """A number that float32 holds, or infinity or NaN."""
-    is_text = isinstance(value, (str, bytes, bool))
     try:
-        number = math.nan if is_text else float(value)
+        if isinstance(value, (str, bytes, bool)):  # float() takes these
+            raise TypeError
+        number = float(value)
     except (TypeError, ValueError):
-        is_text = True
-    if is_text:
         raise TypeError(
             f"{call}: {argument} must be a number, got {type(value).__name__} {value!r}"
-        )
+        ) from None
     if math.isinf(_rounded(number)) and not math.isinf(number):
         raise ValueError(f"{call}: {argument} must be a float32, {_LARGEST} at most, got {value}")
     return number

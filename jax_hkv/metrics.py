@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,8 +66,7 @@ def of(
     """
     check_table("metrics.of", table)
     is_one = is_one_result(result)
-    is_many = isinstance(result, Iterable) and not is_one
-    results: list[Any] = list(result) if is_many else [result]
+    results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
     for each in results:
         if not isinstance(getattr(each, "counts", None), Counts):
             raise TypeError(

@@ -7,7 +7,6 @@ underscore does the work, compiled.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -200,8 +199,7 @@ def find(
       [[1.0, 1.0], [-1.0, -1.0]]
     """
     given, flat, mask = _batch("find", table, keys, valid)
-    is_number = isinstance(fill, numbers.Real) and not isinstance(fill, bool)
-    if not (fill == "initial" if isinstance(fill, str) else is_number):
+    if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
         raise ValueError(
             f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
             "in place of absent keys' rows by jnp.where(result.found[..., None], result.values, "

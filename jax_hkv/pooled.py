@@ -9,7 +9,6 @@ and backend.
 from __future__ import annotations
 
 import functools
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -159,8 +158,7 @@ def _find_or_insert(
 
 def is_initial(call: str, fill: Any) -> bool:
     """Whether a fill is the rows that absent ids would start with; else they add nothing."""
-    is_number = isinstance(fill, numbers.Real) and not isinstance(fill, bool)
-    if not (is_number or isinstance(fill, str)) or fill not in ("initial", 0):
+    if not (_checks.is_number(fill) or isinstance(fill, str)) or fill not in ("initial", 0):
         raise ValueError(
             f'{call}: fill must be "initial" or 0, got {fill!r}: another row of absent ids is one '
             "of find, then pool"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -320,8 +320,9 @@ def create(
 
 
 def is_one_result(result: Any) -> bool:
-    """Whether it is what an operation returned, and no sequence (or NamedTuple) of such."""
-    return hasattr(result, "_fields") and not hasattr(result[0], "_fields")
+    """Whether it is what an operation returned, or nothing of the kind, and no sequence of such."""
+    is_tuple = hasattr(result, "_fields")
+    return not hasattr(result[0], "_fields") if is_tuple else not isinstance(result, Iterable)
 
 
 def check_table(call: str, table: Any) -> None:

@@ -229,6 +229,11 @@ ERRORS = {
         TypeError,
         r"find: keys must have a fixed shape, got \[n\].*Export a program for each batch size",
     ),
+    "ids of a lookup with a mask": (
+        lambda: hkv.find(TABLE, np.ma.array(IDS, mask=IDS > 9)),
+        TypeError,
+        "find: keys must not be a masked array.*valid=",
+    ),
     "flat ids with a mask": (
         lambda: hkv.Jagged.from_lengths(np.ma.array([5, 6], mask=[0, 1]), [1, 1]),
         TypeError,
