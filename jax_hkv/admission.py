@@ -95,11 +95,10 @@ class Admission:
         assert self.counters is not None
         rule = self.rule
         rows = jnp.arange(rule.depth, dtype=jnp.uint32)[:, None]
-        cells = (_hash(rows, *words, keys.low, keys.high) % jnp.uint32(rule.width)).astype(
-            jnp.int32
-        )
-        sketch = _Cells(rows, jnp.where(absent, cells, rule.width))
-        counters = sketch.add(self.counters, occurrences.astype(jnp.uint32), rule.sightings)
+        hashes = _hash(rows, *words, keys.low[None], keys.high[None])
+        cells = (hashes % jnp.uint32(rule.width)).astype(jnp.int32)
+        sketch = _Cells(rows, jnp.where(absent[None], cells, rule.width))
+        counters = sketch.add(self.counters, occurrences.astype(jnp.uint32)[None], rule.sightings)
         admitted = absent & (sketch.least(counters) >= jnp.uint32(rule.sightings))
         return dataclasses.replace(self, counters=counters), admitted
 

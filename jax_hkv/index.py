@@ -166,7 +166,7 @@ def _scattered(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"
 
 def _compared(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
     kind = jax.lax.iota(jnp.int32, kinds)
-    return jnp.sum(numbers[:, None] == kind, axis=0, dtype=jnp.int32)
+    return jnp.sum(numbers[:, None] == kind[None], axis=0, dtype=jnp.int32)
 
 
 def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:

@@ -215,7 +215,8 @@ def with_unseen(
     """
     if unseen is None or (isinstance(unseen, float) and unseen == 0.0):
         return rows
-    return rows + unseen_shares(batch, slots) * jnp.asarray(unseen, jnp.float32)
+    row = jnp.broadcast_to(jnp.asarray(unseen, jnp.float32), rows.shape)
+    return rows + unseen_shares(batch, slots) * row
 
 
 def unseen_shares(batch: Bagged, slots: Int32[Array, " n"]) -> Float32[Array, "b 1"]:

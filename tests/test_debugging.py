@@ -6,6 +6,7 @@ import dataclasses
 import re
 from decimal import Decimal
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +14,15 @@ import optax
 import pytest
 
 import jax_hkv as hkv
+import jax_hkv.linen
 from jax_hkv import metrics
 
 DIM = 2
 IDS = np.arange(50, dtype=np.int32)
 ONES = jnp.ones((50, DIM), jnp.float32)
 OPT = hkv.optim.adam(0.1)
+SCALE = hkv.optim.LossScale.create(8.0)
+SGD = optax.sgd(0.125)
 
 
 def table_of(ids=IDS, opt=OPT, **options):
@@ -81,6 +85,45 @@ def test_counts_have_32_bits_with_x64_on_too():
         (group,) = collection.groups
         for counts in group.counts(found.results[group.name]).values():
             assert {each.dtype for each in counts} == {np.dtype(np.int32)}
+
+
+class Clicks(nn.Module):
+    """Two features of fused tables, a bag of which ids may have no row."""
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        options = {"optimizer": OPT, "admission": hkv.admission.frequency(2, width=64)}
+        tables = [hkv.TableConfig(name, 128, DIM, **options) for name in "ab"]
+        features = [hkv.Feature("bag", "a", "mean"), hkv.Feature("one", "b")]
+        collection = hkv.Collection(tables, features)
+        rows = hkv.linen.EmbedCollection(collection, unseen="learned")(ids, train=train)
+        return nn.Dense(1)(jnp.concatenate([rows["bag"], rows["one"]], axis=-1))[:, 0]
+
+
+def trained():
+    """What two steps and an evaluation leave."""
+    ids = {"bag": IDS.reshape(25, 2), "one": IDS[:25]}
+    state = hkv.linen.TrainState.create(Clicks(), jax.random.key(0), ids, tx=SGD, loss_scale=SCALE)
+    step = hkv.linen.train_step(
+        lambda apply, ids: optax.squared_error(apply(ids, train=True)).mean(), max_norm=1.0
+    )
+    for _ in range(2):
+        state, info = step(state, ids)
+    sparse = hkv.optim.sparse(optax.sgd(0.125, momentum=0.5))
+    table, result = table_of(opt=sparse, choices=2, dtype=jnp.bfloat16)
+    return state, info, state.apply(ids), sparse.update(table, result, ONES)
+
+
+@pytest.mark.parametrize(
+    "strict",
+    [jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")],
+    ids=["ranks", "dtypes"],
+)
+def test_nothing_is_promoted_without_being_asked_for(strict):
+    expected = trained()
+    jax.clear_caches()
+    with strict:
+        jax.tree.map(np.testing.assert_array_equal, trained(), expected)
 
 
 # --- Loss scales ---------------------------------------------------------------------------------
