@@ -27,6 +27,7 @@ from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 LearningRate = float | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
+_MOST_STEPS = np.uint32(2**32 - 1)
 
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
@@ -66,8 +67,10 @@ class FusedOptimizer:
           table: whose rows will be optimized; optimizer rows that it has are replaced.
 
         Raises:
+          TypeError: if it is no table of one device.
           ValueError: if rows are to be rounded stochastically that are not bfloat16.
         """
+        check_one_device("optim.init", table)
         rule = self.rule
         if rule.stochastic_rounding and table.dtype != jnp.bfloat16:
             raise ValueError(
@@ -113,7 +116,8 @@ class FusedOptimizer:
         (count,) = before.shared
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = _rate(given, count)
-        ahead = count + (jnp.uint32(1) if apply is None else apply.astype(jnp.uint32))
+        is_counted = count < _MOST_STEPS if apply is None else (count < _MOST_STEPS) & apply
+        ahead = count + is_counted.astype(jnp.uint32)
         states = before.rows[: len(rule.starts)]
         steps = before.rows[-1] if rule.count_per_row else ahead
         groups = batch.groups

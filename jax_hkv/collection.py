@@ -85,6 +85,7 @@ class TableConfig:
         checked = given.checked(call)
         object.__setattr__(self, "dtype", checked.dtype)
         object.__setattr__(self, "policy", checked.policy)
+        object.__setattr__(self, "init", checked.init)
         check_optimizer(call, self.optimizer)
         if self.policy is Policy.CUSTOM:
             raise ValueError(

@@ -12,7 +12,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv.index import LANES, total_of
-from jax_hkv.table import Counts, InsertResult, Table, WriteResult, check_table, is_one_result
+from jax_hkv.table import (
+    Counts,
+    InsertResult,
+    Table,
+    WriteResult,
+    check_one_device,
+    check_table,
+    is_one_result,
+)
 from jax_hkv.whole_table import load_factor
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -139,7 +147,10 @@ def summarize(table: Table) -> Summary:
     Scores come to the host in chunks; 8 bytes an entry are needed there.
 
     Args:
-      table: to read; with known values, so not inside ``jit``.
+      table: of one device, to read; with known values, so not inside ``jit``.
+
+    Raises:
+      TypeError: if it is none, or spread over devices.
 
     Example:
       >>> import jax_hkv as hkv
@@ -161,7 +172,7 @@ def summarize(table: Table) -> Summary:
       admission bytes  0
       total bytes      8,468
     """
-    check_table("metrics.summarize", table)
+    check_one_device("metrics.summarize", table)
     occupancy = np.asarray(table.occupancy)
     size = int(occupancy.sum(dtype=np.int64))
     return Summary(

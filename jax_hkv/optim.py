@@ -123,10 +123,12 @@ class SparseOptimizer:
           table: whose rows will be optimized; optimizer rows that it has are replaced.
 
         Raises:
+          TypeError: if it is no table of one device.
           ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, if
             a row's first state depends on the row, if a row's update depends on other rows, or if
             the transformation does not take rows.
         """
+        check_one_device("optim.init", table)
         structure = self._structure(table)
         with jax.ensure_compile_time_eval():
             state = self._init(jnp.zeros((1, table.dim), self._dtype(table)))

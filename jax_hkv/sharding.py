@@ -96,7 +96,7 @@ def distinct_in(keys: Any, valid: Any = None) -> float:
     """
     words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
     mask = np.ones(len(words), bool) if valid is None else np.asarray(valid).reshape(-1)
-    return len(np.unique(words[mask], axis=0)) / max(1, len(words))
+    return max(1, len(np.unique(words[mask], axis=0))) / max(1, len(words))
 
 
 def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
@@ -117,7 +117,7 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
     owner = np.asarray(owners(keys, devices)).reshape(-1)
     mask = np.ones(owner.shape, bool) if valid is None else np.asarray(valid).reshape(-1)
     counts = np.bincount(owner[mask], minlength=devices)
-    return float(counts.max() / max(1.0, counts.mean()))
+    return float(max(1, counts.max()) / max(1.0, counts.mean()))
 
 
 def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:

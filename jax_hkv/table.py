@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,8 +69,8 @@ class Table:
 
     @property
     def capacity(self) -> int:
-        """Slots, a multiple of 128."""
-        return self.values.shape[-2]
+        """Slots, a multiple of 128; of all devices, seen from outside of them."""
+        return math.prod(self.values.shape[:-1])
 
     @property
     def dim(self) -> int:

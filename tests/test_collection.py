@@ -315,6 +315,13 @@ def test_a_collection_with_room_for_tables_gets_one_and_keeps_what_it_has(rng):
         assert sizes == {name: 100 * (name in rows) for name in names}
 
 
+def test_the_default_initializer_is_the_one_that_it_stands_for():
+    own = [None, hkv.initializers.variance_scaling(1.0, "normal")]
+    tables = [hkv.TableConfig(f"{each}", 128, DIM, init=each) for each in own]
+    features = [hkv.Feature(table.name, table.name) for table in tables]
+    assert len(hkv.Collection(tables, features).groups) == 1
+
+
 def test_bits_that_do_not_hold_the_tables_are_refused():
     for bits, error in {0: ValueError, 17: ValueError, "8": TypeError}.items():
         with pytest.raises(error, match="Collection: table_bits must be"):

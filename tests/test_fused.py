@@ -116,6 +116,22 @@ def test_a_row_shows_a_nan_that_its_state_keeps(name):
     np.testing.assert_array_equal(np.isnan(found.values), [[True] * DIM, [False] * DIM])
 
 
+@pytest.mark.parametrize("count_per_row", [False, True])
+def test_step_counts_stop_where_32_bits_end(count_per_row):
+    opt = hkv.optim.adam(0.05, count_per_row=count_per_row)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), np.array([1], np.int32))
+    last = jax.tree.map(
+        lambda leaf: jnp.full_like(leaf, 2**32 - 2) if leaf.dtype == jnp.uint32 else leaf,
+        (table.optimizer.rows, table.optimizer.shared),
+    )
+    optimizer = dataclasses.replace(table.optimizer, rows=last[0], shared=last[1])
+    table = dataclasses.replace(table, optimizer=optimizer)
+    for _ in range(3):
+        table = opt.update(table, result, jnp.ones((1, DIM)))
+        assert int(table.optimizer.shared[0][0]) == 2**32 - 1
+    assert np.isfinite(hkv.find(table, np.array([1], np.int32))[1].values).all()
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam", "rowwise_adagrad"])
 def test_pooled_gradients_have_the_bits_of_the_oracle(name, twin, rng):
     """Sources and weights: what the gradient of bags is for their positions."""

@@ -158,6 +158,20 @@ def test_a_small_table_keeps_the_entries_of_highest_score_and_counts_the_others(
     assert int(counts.inserted) + int(counts.refused) == 1000
 
 
+def test_a_table_of_two_candidates_comes_back_whole():
+    """Entries written at once do not evict each other: many at a time would find less room."""
+    options = {"policy": Policy.CUSTOM, "choices": 2}
+    table, ids = hkv.create(16_384, DIM, **options), np.arange(14_700, dtype=np.int32)
+    for own in np.split(ids, 147):
+        rows = jnp.zeros((len(own), DIM))
+        table, _ = hkv.insert_or_assign(table, own, rows, scores=own + np.int32(1))
+    exported = sharding.export_entries(table)
+    assert len(exported.keys) == len(ids)
+    again, counts = sharding.import_entries(None, hkv.create(16_384, DIM, **options), exported)
+    assert int(counts.inserted) == len(ids)
+    assert int(hkv.size(again)) == len(ids)
+
+
 def test_keys_that_are_present_are_overwritten():
     exported = source("shard_map")
     many, _ = fill(exported, ON_EIGHT)

@@ -458,6 +458,15 @@ WRONG = {
     "arguments in another order": (
         lambda p: sharding.import_entries(one_part(p), p, None),
         TypeError, r"placement must be .* got Table: the order is"),
+    "a summary of all parts": (
+        lambda p: hkv.metrics.summarize(one_part(p)),
+        TypeError, "metrics.summarize: table must be that of one device"),
+    "optimizer rows of all parts": (
+        lambda p: hkv.optim.adam(0.1).init(one_part(p)),
+        TypeError, "optim.init: table must be that of one device"),
+    "optax's rows of all parts": (
+        lambda p: hkv.optim.sparse(optax.sgd(0.1)).init(one_part(p)),
+        TypeError, "optim.init: table must be that of one device"),
     "entries that are none": (
         lambda p: sharding.import_entries(p, one_part(p), {"keys": []}),
         TypeError, r"exported must be what .* got dict: .*Exported\(\*\*restored\)"),
@@ -471,6 +480,25 @@ def test_what_is_wrong_with_a_placement_is_named(name, mode):
     placement = Placement(mesh_of(4), mode=mode)
     with pytest.raises(kind, match=message):
         call(placement)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_the_slots_of_all_devices_are_the_capacity(mode, rng):
+    placement = Placement(mesh_of(4), mode=mode)
+    ids = rng.permutation(1024).astype(np.int32)
+    look_up = placement.step(
+        lambda table, ids: (sharding.find_or_insert(table, ids, axis_name="device")[0], None)
+    )
+    table, _ = look_up(one_part(placement), placement.put(ids))
+    assert table.capacity == 4096 and int(hkv.size(table)) == 1024
+    assert float(hkv.load_factor(table)) == 0.25
+
+
+def test_what_a_batch_without_keys_is_expected_to_need_is_taken():
+    for ids, valid in ((np.arange(0), None), (np.arange(3), np.zeros(3, bool))):
+        keys = hkv.Keys.from_numpy(ids)
+        distinct = sharding.distinct_in(keys, valid)
+        Exchange("device", distinct=distinct, slack=sharding.skew_in(keys, 4, valid))
 
 
 def test_exports_of_several_processes_are_saved_and_joined(rng, tmp_path):
