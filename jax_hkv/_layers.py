@@ -271,7 +271,7 @@ def prepared(
     overflow: dict[str, Int32[Array, ""]],
 ) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
     """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
-    finite = None
+    finite, kinds = None, jax.tree.map(lambda leaf: leaf.dtype, dense)
     if scale is not None:
         finite = devices.every(all_finite(dense, rows))
         inverse = 1.0 / scale.scale
@@ -287,6 +287,8 @@ def prepared(
             max_norm, dense, [results[name] for name in order], [rows[name] for name in order]
         )
         rows = dict(zip(order, clipped, strict=True))
+    # As they came, or moments that start in half types would be float32 after the first step.
+    dense = jax.tree.map(lambda leaf, kind: leaf.astype(kind), dense, kinds)
     return dense, rows, taken(finite, overflow), scale
 
 
@@ -306,7 +308,6 @@ def dense_update(
     tx: Any, gradients: Any, opt_state: Any, params: Any, finite: Bool[Array, ""] | None
 ) -> tuple[Any, Any]:
     """Parameters and state after a step of an optax transformation; before it where not finite."""
-    gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, params)
     updates, state = tx.update(gradients, opt_state, params)
     moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
     return kept_unless(finite, (moved, state), (params, opt_state))
@@ -328,16 +329,25 @@ def updated(
     return optimizer.update(table, results, gradients, **extra)
 
 
-def changed(fn: Callable[[Table], Any], table: Table) -> Table:
-    """A table of a state after a function; raises unless that is a table again."""
-    after = fn(table)
-    if not isinstance(after, Table):
+def changed(fn: Callable[[Table], Any], tables: list[Table]) -> list[Table]:
+    """The tables of a state after a function; raises unless those are tables again."""
+    if hasattr(fn, "eval_shape"):  # jitted: it may use tables up, so it is asked about all first
+        for table in tables:
+            _check_changed(fn.eval_shape(table))  # pyright: ignore[reportFunctionMemberAccess]
+    after = []
+    for table in tables:
+        after.append(fn(table))
+        _check_changed(after[-1])
+    return after
+
+
+def _check_changed(table: Any) -> None:
+    if not isinstance(table, Table):
         raise TypeError(
-            f"TrainState.map_tables: fn must return a Table, got {type(after).__name__}: of what "
+            f"TrainState.map_tables: fn must return a Table, got {type(table).__name__}: of what "
             "returns (table, result) take the table, "
             "map_tables(lambda table: jax_hkv.expire(table, 30)[0])"
         )
-    return after
 
 
 def _warn(message: str) -> None:

@@ -21,7 +21,6 @@ Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, different
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -465,12 +464,10 @@ class TrainState:
         Raises:
           TypeError: if `fn` returns anything else.
         """
-        tables = jax.tree.map(
-            functools.partial(_layers.changed, fn),
-            self.tables,
-            is_leaf=lambda node: isinstance(node, Table),
+        tables, structure = jax.tree.flatten(
+            self.tables, is_leaf=lambda node: isinstance(node, Table)
         )
-        return dataclasses.replace(self, tables=tables)
+        return dataclasses.replace(self, tables=structure.unflatten(_layers.changed(fn, tables)))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in evaluation; nothing changes."""

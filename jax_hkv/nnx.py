@@ -534,7 +534,7 @@ class TrainState(nnx.Module):
           TypeError: if `fn` returns anything else; no table has changed then.
         """
         variables = [variable for variable, _ in _places(self.model).values()]
-        tables = [_layers.changed(fn, variable.get_value()) for variable in variables]
+        tables = _layers.changed(fn, [variable.get_value() for variable in variables])
         for variable, table in zip(variables, tables, strict=True):
             variable.set_value(table)
 

@@ -100,8 +100,9 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
     check_one_device("expire", table)
     if table.policy not in _EPOCH_POLICIES:
         raise ValueError(
-            f"expire: the table's policy must be EPOCH_LRU or EPOCH_LFU, got {table.policy.name}, "
-            "whose scores hold no epoch: create the table with one of those, or use erase_if"
+            f"expire: the policy of table {table.name!r} must be EPOCH_LRU or EPOCH_LFU, got "
+            f"{table.policy.name}, whose scores hold no epoch: create the table with one of those, "
+            "or use erase_if"
         )
     return _expire(table, _epoch("expire", "epochs", epochs))
 
@@ -122,8 +123,9 @@ def halve_sightings(table: Table) -> Table:
     """Halves the counters of :func:`jax_hkv.admission.frequency`, rounding down.
 
     Done now and then it lets the sketch forget keys that are no longer seen (Einziger, Friedman and
-    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key may need up to twice its
-    sightings afterwards.
+    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key that is waiting may need
+    up to twice its sightings then, and one that is seen ``sightings / 2`` times or less between two
+    halvings never gets in.
 
     Args:
       table: to change.
@@ -135,7 +137,7 @@ def halve_sightings(table: Table) -> Table:
     admission = table.admission
     if admission is None or admission.counters is None:
         raise ValueError(
-            "halve_sightings: the table counts no sightings: create it with "
+            f"halve_sightings: the table {table.name!r} counts no sightings: create it with "
             "admission=jax_hkv.admission.frequency(sightings), sightings above 1"
         )
     halved = dataclasses.replace(admission, counters=admission.counters >> 1)

@@ -161,6 +161,51 @@ def test_the_output_type_can_differ_from_the_rows():
     assert variables["tables"]["table"].dtype == np.float32
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_step_leaves_every_array_of_a_state_in_its_type(api):
+    """Parameters in half precision, whose gradients are float32 while they lose the loss scale."""
+    ids, scale = np.zeros((2, 3), np.int32), hkv.optim.LossScale.create(8.0)
+    options = {"optimizer": SPARSE, "param_dtype": jnp.bfloat16, "unseen": "learned"}
+    if api == "linen":
+        model = hkv.linen.Embed(1024, FEATURES, **options)
+        state = hkv.linen.TrainState.create(
+            model, jax.random.key(0), ids, tx=DENSE, loss_scale=scale
+        )
+        step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum(), max_norm=1.0)
+        after, _ = step(jax.tree.map(jnp.copy, state), ids)
+    else:
+        model = hkv.nnx.Embed(1024, FEATURES, **options)
+        after = hkv.nnx.TrainState(model, DENSE, scale)
+        state = jax.tree.map(jnp.copy, nnx.state(after))
+        hkv.nnx.train_step(lambda model, ids: model(ids, train=True).sum(), max_norm=1.0)(
+            after, ids
+        )
+        after = nnx.state(after)
+    kinds = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (state, after)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_jitted_function_of_tables_is_tried_on_all_before_it_uses_one_up(api):
+    policies = {"dated": hkv.Policy.EPOCH_LRU, "plain": hkv.Policy.LRU}
+    collection = hkv.Collection(
+        [hkv.TableConfig(name, 128, 2, policy=own) for name, own in policies.items()],
+        [hkv.Feature(name, name) for name in policies],
+    )
+    ids = {name: np.zeros(3, np.int32) for name in policies}
+    if api == "linen":
+        model = hkv.linen.EmbedCollection(collection)
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=DENSE)
+        tables = state.tables
+    else:
+        state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection), DENSE)
+        tables = state.model.tables
+    a_day = jax.jit(lambda table: hkv.expire(table, 30)[0], donate_argnums=0)
+    with pytest.raises(ValueError, match="expire: the policy of table 'plain' must be"):
+        state.map_tables(a_day)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(tables))
+
+
 def test_an_nnx_model_learns_and_evaluation_never_inserts(rng):
     """The nnx twin, under nnx.jit, without a retrace."""
     model = NnxModel(nnx.Rngs(0))
