@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -20,6 +21,20 @@ from jax_hkv.initializers import Initializer, variance_scaling
 def is_number(value: Any) -> bool:
     """Whether it is one of Python's or NumPy's, and no flag."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def as_number(call: str, argument: str, value: Any, expected: str = "a number") -> float:
+    """A number as a float, infinity where none is as large; one that is traced is none."""
+    try:
+        if isinstance(value, (str, bytes, bool)):  # float() takes these
+            raise TypeError
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
+        ) from None
 
 
 def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int:

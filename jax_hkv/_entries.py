@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,8 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
       The entries, part by part in the order of slots.
 
     Raises:
-      TypeError: if what is given is no table.
+      TypeError: if what is given is no table, or one that is spread over devices.
+      ValueError: if there is no part.
 
     Example:
       >>> import jax_hkv as hkv
@@ -74,6 +75,8 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
       >>> sorted(export_entries(table).keys.tolist())
       [5, 6]
     """
+    if not isinstance(tables, Iterable) and not isinstance(tables, Table):
+        check_table("sharding.export_entries", tables)
     parts = [tables] if isinstance(tables, Table) else list(tables)
     for part in parts:
         check_one_device("sharding.export_entries", part)
@@ -91,6 +94,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       parts: of the parts of one table, at least one.
 
     Raises:
+      TypeError: if one of them is no export.
       ValueError: if there is none, or if they are of different tables.
 
     Example:

@@ -44,9 +44,11 @@ class Exchange:
         others, so that a device sends one message to each other node.
       replicas: whether every device holds the whole table, and all do the same to it, instead of a
         part of it.
-      distinct: expected distinct keys of a device's batch, by its positions: 0 to 1. Room for keys,
-        and so the bytes exchanged, are proportional to it: :func:`jax_hkv.sharding.distinct_in`.
-      slack: room for keys of one peer, by their expected number (beside six standard deviations).
+      distinct: expected distinct keys of a device's batch, by its positions: above 0, up to 1. Room
+        for keys, and so the bytes exchanged, are proportional to it; see
+        :func:`jax_hkv.sharding.distinct_in`.
+      slack: room for keys of one peer, by their expected number (beside six standard deviations):
+        above 0.
       strict: whether more keys than there is room for are an error. Otherwise they cost a second
         round, slower and with room for all.
       deduplicate: whether equal keys are merged before they are sent.

@@ -220,7 +220,8 @@ def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> Non
         if dim is not None and not is_given:
             raise NotImplementedError(
                 f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
-                "table cannot. Use in_axes=None and out_axes=None for the table."
+                "table cannot. Use in_axes=None and out_axes=None for the table; where tables are "
+                "stacked, jax.lax.map goes through them."
             )
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
-from jax_hkv._checks import as_flag, as_float_dtype, as_integer
+from jax_hkv._checks import as_flag, as_float_dtype, as_integer, as_number
 from jax_hkv._compat import is_traced
 from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 
@@ -156,24 +156,9 @@ def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
     return jnp.asarray(rate, jnp.float32).reshape(1)
 
 
-def _as_float(number: Any) -> float:
-    """Infinity where no float is as large."""
-    try:
-        return float(number)
-    except OverflowError:
-        return np.inf
-
-
 def _constant(call: str, argument: str, value: Any) -> float:
     """A number from 0 on; one that is traced is none."""
-    try:
-        if isinstance(value, str):
-            raise TypeError
-        number = _as_float(value)
-    except TypeError:
-        raise TypeError(
-            f"{call}: {argument} must be a number from 0 on, got {type(value).__name__} {value!r}"
-        ) from None
+    number = as_number(call, argument, value, "a number from 0 on")
     if not 0 <= number < np.inf:
         raise ValueError(f"{call}: {argument} must be a number from 0 on, got {value}")
     return number
@@ -193,7 +178,7 @@ def _optimizer(
     call = f"optim.{make.__name__}"
     is_one = isinstance(learning_rate, jax.Array) and learning_rate.shape == ()
     if isinstance(learning_rate, numbers.Real) or (is_one and not is_traced(learning_rate)):
-        learning_rate = _as_float(learning_rate)
+        learning_rate = as_number(call, "learning_rate", learning_rate)
     if not callable(learning_rate) and not isinstance(learning_rate, float):
         raise TypeError(
             f"{call}: learning_rate must be a number or a function of the step count, got "
@@ -312,7 +297,8 @@ def adam(
       eps_root: inside the root.
       **options: for every optimizer of this kind:
         `state_dtype`: of the optimizer rows, float32 (the default), bfloat16 or float16.
-        `count_per_row`: whether a row counts its own updates; otherwise the table's are counted.
+        `count_per_row`: whether a row counts its own updates; otherwise the table's are counted. A
+        schedule is told the table's count in either case.
         `stochastic_rounding`: of bfloat16 rows, by random bits that are a function of `seed`, key,
         step and element alone.
         `seed`: of these, 0 to 2**64 - 1.

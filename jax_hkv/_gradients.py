@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _updates
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_integer, as_number
 from jax_hkv._compat import is_traced
 from jax_hkv.table import is_one_result
 
@@ -38,7 +38,9 @@ def clip_by_global_norm(
       The dense and the row gradients, scaled, and the norm before that.
 
     Raises:
-      ValueError: if there is not one entry of `row_gradients` for each of `results`.
+      ValueError: if there is not one entry of `row_gradients` for each of `results`, or if the
+        bound is not positive.
+      TypeError: if it is no number, or if either of the two is no list.
 
     Example:
       >>> import numpy as np
@@ -49,18 +51,19 @@ def clip_by_global_norm(
       >>> float(norm), rows.tolist()
       (10.0, [[0.4000000059604645], [0.4000000059604645]])
     """
-    if not is_traced(max_norm) and not float(max_norm) > 0:
-        raise ValueError(f"optim.clip_by_global_norm: max_norm must be positive, got {max_norm}")
+    call = "optim.clip_by_global_norm"
+    if not is_traced(max_norm) and not as_number(call, "max_norm", max_norm) > 0:
+        raise ValueError(f"{call}: max_norm must be positive, got {max_norm}")
     for name, given in (("results", results), ("row_gradients", row_gradients)):
         if not hasattr(given, "__len__") or isinstance(given, dict) or is_one_result(given):
             raise TypeError(
-                f"optim.clip_by_global_norm: {name} must be a list with one entry for each table, "
+                f"{call}: {name} must be a list with one entry for each table, "
                 f"got {type(given).__name__}: write [{name}], or the values of a dict in one order"
             )
     if len(results) != len(row_gradients):
         raise ValueError(
-            "optim.clip_by_global_norm: row_gradients must have one entry for each table, got "
-            f"{len(row_gradients)} for {len(results)} results"
+            f"{call}: row_gradients must have one entry for each table, got {len(row_gradients)} "
+            f"for {len(results)} results"
         )
     gradients = jax.tree.map(jnp.asarray, gradients)
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)]
@@ -109,8 +112,16 @@ class LossScale:
 
     @classmethod
     def create(cls, scale: float = 2.0**15, period: int = 2000) -> LossScale:
-        """The factor to begin with, 2**-126 to 2**126, and the finite steps until it doubles."""
-        if not _LEAST_SCALE <= float(scale) <= _MOST_SCALE:
+        """A factor that has not changed yet.
+
+        Args:
+          scale: to begin with, 2**-126 to 2**126.
+          period: finite steps until it doubles, from 1 on.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+        """
+        if not _LEAST_SCALE <= as_number("LossScale.create", "scale", scale) <= _MOST_SCALE:
             raise ValueError(
                 f"LossScale.create: scale must be from 2**-126 to 2**126, got {scale}: gradients "
                 "are multiplied by its inverse, which float32 must hold"

@@ -459,7 +459,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
       batches: one for each device, pytrees of arrays of equal shapes.
 
     Raises:
-      ValueError: if their shapes differ.
+      ValueError: if their shapes differ, or if there is none.
 
     Example:
       >>> bags = [[[5, 6], []], [[7], [8]]]
@@ -467,6 +467,10 @@ def concatenate(batches: Sequence[Any]) -> Any:
       [0, 2, 2, 0, 1, 2]
     """
     batches = list(batches)
+    if not batches:
+        raise ValueError(
+            "sharding.concatenate: batches must be those of this process's devices, got none"
+        )
     shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
     for number, own in enumerate(shapes):
         if own != shapes[0]:

@@ -60,7 +60,7 @@ def rows_of(table: Table, structure: Any) -> OptimizerRows:
     if table.optimizer is None:
         raise ValueError(
             "optim.update: the table has no optimizer rows. Call table = opt.init(table) once, "
-            "before the first update"
+            "before the first update; one that is frozen is looked up with train=False"
         )
     if table.optimizer.structure != structure:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +64,11 @@ class Jagged:
           TypeError, ValueError: naming the bag, or the argument.
         """
         call = "Jagged.from_lists"
+        if not isinstance(lists, Iterable):
+            raise TypeError(
+                f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: "
+                "ids of one bag are [ids]"
+            )
         words = [_words(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
         lengths = [len(bag) for bag in words]
         factors = None if weights is None else _weights(weights, lengths)
@@ -366,7 +371,8 @@ class Unique(NamedTuple):
 
         The derivative sums the positions of each key by the fixed tree of docs/semantics.md,
         section 8: the same bits on every run, which XLA's derivative of ``rows[inverse]`` does not
-        promise on a GPU. In reverse mode, not under ``jax.vmap``.
+        promise on a GPU. It is one of reverse mode, and not of several gradients at once
+        (``jax.vmap``).
 
         Args:
           rows: float32, bfloat16 or float16 ``[size, ...]``, in the order of `keys`.

@@ -79,7 +79,7 @@ def ones() -> Initializer:
 
 
 def uniform(low: float, high: float) -> Initializer:
-    """Uniform in [low, high)."""
+    """Uniform from low to high, which rounding can reach (in half types often)."""
     low, high = _number("uniform", "low", low), _number("uniform", "high", high)
     if not (low <= high and math.isfinite(_rounded(high - low))):
         raise ValueError(

@@ -120,7 +120,7 @@ class Embed(_Layer):
     Args:
       capacity: entries that the table holds. Ids are spread over buckets by a hash, so a table of
         as many entries as ids evicts some already: of 10,000 ids in 10,000 entries 3 %, with
-        ``choices=2`` less than 0.1 %. Ask for half as many again, or take two choices.
+        ``choices=2`` less than 0.1 % in small batches. Ask for half as many again, or for both.
       features: elements of an embedding.
       dtype: of the output; None: that of the rows.
       param_dtype: of the rows.
@@ -130,7 +130,7 @@ class Embed(_Layer):
       seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, id) alone:
         ``nnx.Rngs`` play no part, and layers of one seed begin with equal rows for equal ids. Where
         that matters (two towers whose ids overlap), give them different seeds.
-      optimizer: whose rows the table carries, and which updates it; None: it is never trained.
+      optimizer: whose rows the table carries, and which updates it; None: for ``train=False`` only.
       admission: which new ids get a row, from ``jax_hkv.admission``; None: all of them.
       unseen: what ids without a row get (in evaluation; in training those that were refused):
         "initial", the row that they would start with; "zeros"; or "learned", one row for all of

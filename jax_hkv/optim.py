@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_flag
+from jax_hkv._checks import as_flag, as_float_dtype
 from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
@@ -263,7 +263,7 @@ def sparse(
     Args:
       transformation: any ``optax.GradientTransformation``.
       count_per_row: whether scalars of the state (step counts) are kept for each row, so that a row
-        counts its own updates; otherwise all rows share them.
+        counts its own updates, schedules included; otherwise all rows share them.
       dtype: in which the transformation works, by default that of the rows. float32 keeps moments
         and arithmetic in float32 for half rows. In float16 an eps of 1e-8 is 0, and a gradient of 0
         makes Adam's row NaN: take float32 there.
@@ -277,9 +277,8 @@ def sparse(
       >>> table = opt.update(table, result, jnp.ones_like(result.values))
     """
     _check_sparse(transformation)
-    return SparseOptimizer(
-        transformation, count_per_row, None if dtype is None else np.dtype(dtype)
-    )
+    kind = None if dtype is None else as_float_dtype("optim.sparse", "dtype", dtype)
+    return SparseOptimizer(transformation, count_per_row, kind)
 
 
 def _is_native(optimizer: Any) -> bool:

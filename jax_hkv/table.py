@@ -202,7 +202,7 @@ class InsertResult(NamedTuple):
     Attributes:
       values: rows of the keys; initial rows where refused, zeros where masked.
       keys: of the batch.
-      slots: valid until the next inserting operation; -1 where refused or masked.
+      slots: valid until the next operation that inserts or removes; -1 where refused or masked.
       status: see :class:`Status`.
       counts: of distinct keys.
       evicted: the entries that were evicted, if asked for.
@@ -288,7 +288,8 @@ def create(
       dtype: of the rows: float32, bfloat16 or float16, or its name.
       policy: how entries are scored, hence which is evicted from a full bucket.
       choices: candidate buckets of a key. Two fill a table to 98 % before anything is evicted
-        (one: about 65 %) and keep better entries, for a second probe.
+        (one: 60 to 80 %) and keep better entries, for a second probe; in batches of up to a quarter
+        of the slots (as many keys as slots at once: 89 %).
       init: first values of rows, by default ``variance_scaling(1.0, "normal")`` as ``nn.Embed``.
       seed: of the first values, 0 to 2**64 - 1. A row's first value is a function of (seed, key)
         alone: tables of one seed begin with equal rows for equal keys. Where that matters, give
@@ -335,6 +336,8 @@ def check_table(call: str, table: Any) -> None:
         remedy = ": operations return (table, result), unpack them"
     elif hasattr(table, "get_value"):
         remedy = ": take the variable's .get_value()"
+    elif isinstance(table, dict):
+        remedy = ": restore a checkpoint into a target, jax.eval_shape(make_table)"
     raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}{remedy}")
 
 

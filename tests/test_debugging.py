@@ -302,6 +302,41 @@ ERRORS = {
         ValueError,
         r"inputs must be of some of the features \['f'\]; missing: \['f'\], unknown: \[\]$",
     ),
+    "an export of a number": (
+        lambda: hkv.sharding.export_entries(5),
+        TypeError,
+        "export_entries: table must be a jax_hkv Table, got int",
+    ),
+    "a checkpoint without a target": (
+        lambda: hkv.find({"index": {}}, IDS),
+        TypeError,
+        r"table must be a jax_hkv Table, got dict: .*jax.eval_shape\(make_table\)",
+    ),
+    "one bag that is no list": (
+        lambda: hkv.Jagged.from_lists(5),
+        TypeError,
+        "Jagged.from_lists: lists must be a list of ids for each bag, got int",
+    ),
+    "batches of no device": (
+        lambda: hkv.sharding.concatenate([]),
+        ValueError,
+        "sharding.concatenate: batches must be those .* got none",
+    ),
+    "a loss scale in words": (
+        lambda: hkv.optim.LossScale.create("large"),
+        TypeError,
+        "LossScale.create: scale must be a number, got str 'large'",
+    ),
+    "a bound in words": (
+        lambda: hkv.optim.clip_by_global_norm("one", {}, [], []),
+        TypeError,
+        "clip_by_global_norm: max_norm must be a number, got str 'one'",
+    ),
+    "a type that is none": (
+        lambda: hkv.optim.sparse(optax.sgd(0.1), dtype="half"),
+        TypeError,
+        "optim.sparse: dtype must be float32, bfloat16 or float16",
+    ),
     "micro-steps": (
         lambda: hkv.optim.sparse(optax.chain(optax.sgd(0.1), optax.apply_every(2))).init(TABLE),
         ValueError,
