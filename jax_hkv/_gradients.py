@@ -82,7 +82,12 @@ def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
 
 
 def all_finite(*trees: Any) -> Bool[Array, ""]:
-    """Whether every number of every leaf is finite: what an update's `apply` wants to know."""
+    """Whether every number of every leaf is finite: what an update's `apply` wants to know.
+
+    Example:
+      >>> bool(all_finite({"w": jnp.ones(3)}, [jnp.array([jnp.inf])]))
+      False
+    """
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)]
     return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
 

@@ -315,12 +315,22 @@ def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
 
 
 def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
-    """Whether a <= b, elementwise; see :func:`less`."""
+    """Whether a <= b, elementwise; see :func:`less`.
+
+    Example:
+      >>> less_equal(np.array([3, -1], np.int32), 3).tolist()  # keys are unsigned
+      [True, False]
+    """
     return ~_is_less(_pair("less_equal", "b", b), _pair("less_equal", "a", a))
 
 
 def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
-    """Whether a == b, elementwise; see :func:`less`."""
+    """Whether a == b, elementwise; see :func:`less`.
+
+    Example:
+      >>> equal(np.array([3, -1], np.int32), 2**64 - 1).tolist()
+      [False, True]
+    """
     (low_a, high_a), (low_b, high_b) = _pair("equal", "a", a), _pair("equal", "b", b)
     return jnp.asarray((low_a == low_b) & (high_a == high_b))
 

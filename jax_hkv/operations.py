@@ -258,6 +258,12 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       table: to look in.
       keys: of any shape.
       valid: see :func:`find`.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = find_or_insert(hkv.create(128, 2), np.array([5], np.int32))
+      >>> contains(table, np.array([5, 6], np.int32))[1].tolist()
+      [True, False]
     """
     given, flat, mask = _batch("contains", table, keys, valid)
     clock, slots = _slots(table, flat, mask)
@@ -271,7 +277,14 @@ def _slots(table: Table, keys: Keys, valid: jax.Array) -> Any:
 
 
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
-    """The rows that keys start with, whether they are present or not."""
+    """The rows that keys start with, ``[*keys.shape, dim]``, whether they are present or not.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(128, 2, init=hkv.initializers.constant(0.5))
+      >>> initial_rows(table, np.array([5], np.int32)).tolist()
+      [[0.5, 0.5]]
+    """
     given, flat, mask = _batch("initial_rows", table, keys, None)
     # From an array without rows: reading the table's own would keep it from being updated in place.
     _, values = _rows.gather(
@@ -306,6 +319,7 @@ def find_or_insert(
       keys: of any shape.
       values: rows for new keys, ``[*keys.shape, dim]``; of equal keys the first counts.
       scores: needed under CUSTOM; counts under LFU and EPOCH_LFU; an error under the others.
+        Unsigned: uint32, int32 from 0 on, or Keys.
       valid: see :func:`find`.
       return_evicted: whether the result carries the evicted entries.
 
@@ -436,6 +450,13 @@ def insert_or_assign(
       values: rows, ``[*keys.shape, dim]``.
       scores: see :func:`find_or_insert`.
       valid: see :func:`find`.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> ids, rows = np.array([5, 5], np.int32), np.array([[1.0], [2.0]], np.float32)
+      >>> table, result = insert_or_assign(hkv.create(128, 1), ids, rows)
+      >>> find(table, ids)[1].values.tolist(), int(result.counts.inserted)
+      ([[2.0], [2.0]], 1)
     """
     return _write_through("insert_or_assign", table, keys, values, scores, valid, evicted=False)
 
@@ -447,6 +468,14 @@ def insert_and_evict(
 
     ``result.evicted`` has room for as many entries as there are keys; ``evicted.count`` of them are
     evicted ones, in order of the keys that took their places.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = find_or_insert(hkv.create(128, 1), np.arange(128, dtype=np.int32))
+      >>> new, row = np.array([200], np.int32), np.zeros((1, 1), np.float32)
+      >>> table, result = insert_and_evict(table, new, row)
+      >>> int(result.evicted.count), int(result.evicted.keys.to_numpy()[0])
+      (1, 0)
     """
     return _write_through("insert_and_evict", table, keys, values, scores, valid, evicted=True)
 
@@ -506,6 +535,14 @@ def accum_or_assign(
         the row is inserted. Where the belief is wrong nothing changes, not even the score.
       scores: see :func:`find_or_insert`.
       valid: see :func:`find`.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> ids, rows = np.array([5, 6], np.int32), np.ones((2, 1), np.float32)
+      >>> table, _ = insert_or_assign(hkv.create(128, 1), ids[:1], rows[:1])
+      >>> table, _ = accum_or_assign(table, ids, rows, np.array([True, False]))
+      >>> find(table, ids)[1].values.tolist()
+      [[2.0], [1.0]]
     """
     call = "accum_or_assign"
     given, flat, mask = _batch(call, table, keys, valid)
@@ -565,6 +602,14 @@ def assign(
       values: rows, or None to leave them alone. Rows alone do not change scores.
       scores: scores (CUSTOM) or counts (LFU, EPOCH_LFU), or None to leave them alone.
       valid: see :func:`find`.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> ids, rows = np.array([5, 6], np.int32), np.ones((2, 1), np.float32)
+      >>> table, _ = insert_or_assign(hkv.create(128, 1), ids[:1], rows[:1])
+      >>> table, result = assign(table, ids, 3 * rows)
+      >>> [hkv.Status(s).name for s in result.status.tolist()]
+      ['FOUND', 'MISSING']
     """
     given, flat, mask = _batch("assign", table, keys, valid)
     if values is None and scores is None:
@@ -601,6 +646,13 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
       table: to change.
       keys: of any shape.
       valid: see :func:`find`.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = find_or_insert(hkv.create(128, 1), np.array([5, 6], np.int32))
+      >>> table, result = erase(table, np.array([5, 7], np.int32))
+      >>> int(result.counts.hits), int(hkv.size(table))
+      (1, 1)
     """
     given, flat, mask = _batch("erase", table, keys, valid)
     table, result = _erase(table, flat, mask)
@@ -619,7 +671,14 @@ def _erase(table: Table, keys: Keys, valid: jax.Array) -> Any:
 
 
 def clear(table: Table) -> Table:
-    """Removes every entry."""
+    """Removes every entry; the clock goes on.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = find_or_insert(hkv.create(128, 1), np.array([5, 6], np.int32))
+      >>> int(hkv.size(clear(table)))
+      0
+    """
     check_one_device("clear", table)
     return _clear(table)
 

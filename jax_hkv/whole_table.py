@@ -49,6 +49,14 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
 
     Returns:
       The table, and how many entries were removed.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(10, dtype=np.int32))
+      >>> table, erased = erase_if(table, lambda keys, scores, rows: hkv.less(keys, 4))
+      >>> int(erased), int(size(table))
+      (4, 6)
     """
     _check_predicate("erase_if", table, predicate)
     return _erase_if(table, predicate)
@@ -132,6 +140,14 @@ def halve_sightings(table: Table) -> Table:
 
     Raises:
       ValueError: if the table counts no sightings.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(128, 2, admission=hkv.admission.frequency(9, width=64))
+      >>> table, _ = hkv.find_or_insert(table, np.full(5, 7, np.int32))
+      >>> int(table.admission.counters.max()), int(halve_sightings(table).admission.counters.max())
+      (5, 2)
     """
     check_table("halve_sightings", table)
     admission = table.admission
@@ -150,6 +166,15 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
     Args:
       table: to change.
       epoch: 0 to 2**32 - 1; None: the next one, which stops at 2**32 - 1.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table = advance_epoch(hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU))
+      >>> int(table.epoch[0]), int(advance_epoch(table, 20).epoch[0])
+      (1, 20)
     """
     check_table("advance_epoch", table)
     old = table.index.epoch
@@ -174,18 +199,34 @@ def _epoch(call: str, argument: str, epoch: Any) -> jax.Array:
 
 
 def size(table: Table) -> Int32[Array, ""]:
-    """Entries in the table. For use between steps, as all functions that return only a result."""
+    """Entries in the table. For use between steps, as all functions that return only a result.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 5, 6], np.int32))
+      >>> int(size(table)), float(load_factor(table))
+      (2, 0.015625)
+    """
     check_table("size", table)
     return jnp.sum(table.index.occupancy, dtype=jnp.int32)
 
 
 def load_factor(table: Table) -> Float[Array, ""]:
-    """Entries by slots, 0 to 1."""
+    """Entries by slots, 0 to 1; see :func:`size`."""
     return size(table).astype(jnp.float32) / table.capacity
 
 
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
-    """How many entries a predicate holds for (see :func:`erase_if`, also on what is static)."""
+    """How many entries a predicate holds for (see :func:`erase_if`, also on what is static).
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(10, dtype=np.int32))
+      >>> int(size_if(table, lambda keys, scores, rows: hkv.less(keys, 4)))
+      4
+    """
     _check_predicate("size_if", table, predicate)
     return _size_if(table, predicate)
 
@@ -289,13 +330,33 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
 
     Returns:
       Entries, of which ``.count`` are meant; zero behind them.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> entries = export_batch(table, 0, table.capacity)
+      >>> sorted(entries.keys.to_numpy()[:int(entries.count)].tolist())
+      [5, 6]
     """
     check_one_device("export_batch", table)
     return _checked_export("export_batch", table, None, offset, count)
 
 
 def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int) -> Entries:
-    """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`)."""
+    """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`).
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> chosen = export_batch_if(table, lambda keys, *_: hkv.less(5, keys), 0, table.capacity)
+      >>> chosen.keys.to_numpy()[:int(chosen.count)].tolist()
+      [6]
+    """
     _check_predicate("export_batch_if", table, predicate)
     return _checked_export("export_batch_if", table, predicate, offset, count)
 
