@@ -3,24 +3,27 @@
 #
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
-# Parts, in this order: build, driver, sanitizers, suite (with the CPU as JAX's default, for meshes of eight),
-# layers (tests without a platform of their own, with the GPU as the default), large (tests of full size),
-# benchmarks; without names, all.
-# OUTDIR gets one log a part, the benchmarks' JSON, benchmarks.begun, benchmarks.done and summary.json. No part,
-# test or case of a benchmark that has passed for the same sources is run again, so that a call which ran out of
-# time is finished by calling again with the same OUTDIR.
-# Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc.
+# Parts, in this order: build, driver, suite (the tests that run on a CPU and on a GPU, there), benchmarks,
+# sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as the
+# default), others (all other tests); without names, all.
+# OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json. No part, test, tool or case of
+# a benchmark that has passed for the same sources is run again, so that a call which ran out of time is finished
+# by calling again with the same OUTDIR, or with a copy of it on another machine.
+# Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc. Where time on
+# the device is short, `benchmarks/gpu_check.sh OUTDIR prepare` compiles for an H200 beforehand, on any machine
+# with nvcc and such a Python: what it leaves in wheelhouse/ is taken there for the same sources. COMMIT names the
+# commit where there is no repository.
 set -uo pipefail
 
 if (($# == 0)); then
-  sed -n '2,12s/^# \{0,1\}//p' "$0"
+  sed -n '2,17s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
 shift
 parts=("$@")
-readonly PARTS=(build driver sanitizers suite layers large benchmarks)
+readonly PARTS=(build driver suite benchmarks sanitizers large layers others)
 ((${#parts[@]})) || parts=("${PARTS[@]}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -29,18 +32,43 @@ python=${PYTHON:-python3}
 work=${TMPDIR:-/tmp}/jax_hkv_gpu_check # what is compiled stays here: OUTDIR is for reading
 site=$work/site
 mkdir -p "$work"
+COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
+export COMMIT
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the device
 export XLA_PYTHON_CLIENT_MEM_FRACTION=.9   # and the largest of them may have nearly all of it
 sources=$(find ffi jax_hkv tests examples benchmarks CMakeLists.txt pyproject.toml -type f \
-  ! -path '*/results/*' ! -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
+  ! -path '*/results/*' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
+prebuilt=wheelhouse/$sources
+
+prepare() {
+  mkdir -p "$prebuilt"
+  "$python" -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir "$prebuilt" \
+    --config-settings=cmake.define.HKV_CUDA=ON . &&
+    compile_driver "$prebuilt" -arch=sm_90 && compile_gather "$prebuilt" -arch=sm_90
+}
+
+install() { # A project or a wheel
+  rm -rf "$site"
+  "$python" -m pip install --no-index --no-build-isolation --no-deps --target "$site" \
+    --config-settings=cmake.define.HKV_CUDA=ON "$1" &&
+    "$python" -P -c 'import jax, jax_hkv._cuda; print(jax.devices("gpu"))'
+}
 
 build() {
-  rm -rf "$site"
+  local wheel=("$prebuilt"/*.whl)
+  [[ -s ${wheel[0]} ]] && install "${wheel[0]}" && return
   "$python" -c 'import os, sysconfig; print(os.listdir(sysconfig.get_path("include"))[:3])'
-  "$python" -m pip install --no-index --no-build-isolation --no-deps --target "$site" \
-    --config-settings=cmake.define.HKV_CUDA=ON . &&
-    "$python" -P -c 'import jax, jax_hkv._cuda; print(jax.devices("gpu"))'
+  install .
+}
+
+# NAME COMPILE: where the program is, in $program; compiled if nobody has yet.
+have() {
+  program=$prebuilt/$1
+  [[ -s $program ]] && return
+  program=$work/$sources/$1
+  mkdir -p "$work/$sources"
+  [[ -s $program ]] || "$2" "$work/$sources" -arch=native
 }
 
 run_tests() { # NAME WORKERS TESTS...
@@ -51,15 +79,19 @@ run_tests() { # NAME WORKERS TESTS...
     # tests out repeat what a file prepares, or do not survive a worker that dies.
     workers=(-n "$count" --dist worksteal)
   fi
-  local status=0 passed=$work/passed-$name-$sources
+  local status=0 passed=$out/$name-$sources.passed
   "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --passed="$passed" \
     "${workers[@]}" "$@" || status=$?
   # Tests that have passed for the same sources are left out: 5 if all are.
   ((status == 0)) || [[ $status == 5 && -s $passed ]]
 }
 
-suite() {
-  JAX_PLATFORMS=cpu,cuda run_tests suite 8
+suite() { # with the CPU as JAX's default, for meshes of eight
+  JAX_PLATFORMS=cpu,cuda run_tests suite 8 -k 'gpu and not gpu_program'
+}
+
+others() {
+  JAX_PLATFORMS=cpu,cuda run_tests others 8 -k 'not gpu or gpu_program'
 }
 
 layers() { # XLA's products are to be those of float32, as on a CPU
@@ -68,38 +100,54 @@ layers() { # XLA's products are to be those of float32, as on a CPU
     pooled training transformations two_tower; do
     files+=("tests/test_$name.py")
   done
-  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest run_tests layers 8 "${files[@]}"
+  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest run_tests layers 8 -k 'not cpu and not gpu' \
+    "${files[@]}"
 }
 
 large() { # one after the other: there is one memory
   run_tests large 1 --slow -k gpu tests/test_large.py
 }
 
-compile_driver() {
-  nvcc -std=c++20 -O3 -lineinfo -arch=native -fmad=false --expt-relaxed-constexpr \
-    -Xcompiler=-ffp-contract=off -Iffi -Itests/cpp tests/cpp/device_driver.cu -o "$work/device_driver"
+compile_driver() { # FOLDER ARCHITECTURE
+  nvcc -std=c++20 -O3 -lineinfo "$2" -fmad=false --expt-relaxed-constexpr \
+    -Xcompiler=-ffp-contract=off -Iffi -Itests/cpp tests/cpp/device_driver.cu -o "$1/device_driver"
+}
+
+compile_gather() {
+  nvcc -std=c++20 -O3 "$2" benchmarks/random_gather.cu -o "$1/random_gather"
 }
 
 driver() {
-  compile_driver && "$work/device_driver"
+  have device_driver compile_driver && "$program"
 }
 
 # Some runtimes let no tool watch the device: that is said, and is no failure.
 sanitizers() {
   command -v compute-sanitizer || return "$SKIPPED"
-  compile_driver || return 1
-  local tool log=$work/sanitizer.log failures=0 refusals=0
+  have device_driver compile_driver || return 1
+  local tool status log=$work/sanitizer.log failures=0 refusals=0 unfinished=0
   for tool in memcheck synccheck initcheck racecheck; do # those first that see most
     printf '== %s\n' "$tool"
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$work/device_driver" small >"$log" 2>&1 ||
-      failures=$((failures + 1))
+    if grep -qsx "$sources $tool" "$out/sanitizers.done"; then
+      printf 'has passed before\n'
+      continue
+    fi
+    status=0
+    timeout 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
       refusals=$((refusals + 1))
+    elif ((status == 0)); then
+      echo "$sources $tool" >>"$out/sanitizers.done"
+    elif ((status == OUT_OF_TIME)); then
+      unfinished=$((unfinished + 1))
+    else
+      failures=$((failures + 1))
     fi
   done
+  ((failures == 0)) || return 1
   ((refusals == 0)) || return "$SKIPPED"
-  ((failures == 0))
+  ((unfinished == 0)) || return "$OUT_OF_TIME"
 }
 
 # NAME COMMAND...: once for the same sources; what one shows does not wait for another. One that left cases
@@ -124,8 +172,8 @@ benchmark() {
 }
 
 table() { # beside the ceiling of row operations
-  nvcc -std=c++20 -O3 -arch=native benchmarks/random_gather.cu -o "$work/random_gather" &&
-    "$python" benchmarks/table.py --resume --budget 200 --gather "$work/random_gather" "$@"
+  have random_gather compile_gather &&
+    "$python" benchmarks/table.py --resume --budget 200 --gather "$program" "$@"
 }
 
 benchmarks() {
@@ -164,7 +212,7 @@ run_part() {
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
-    $(declare -p out python work site sources SKIPPED OUT_OF_TIME)
+    $(declare -p out python work site sources prebuilt SKIPPED OUT_OF_TIME)
     $(declare -f)
     $part" >"$out/$part.log" 2>&1
   status=$?
@@ -183,7 +231,7 @@ summary() {
     device=$(nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader)
   fi
   printf '{\n  "sources": "%s",\n  "commit": "%s",\n  "device": "%s",\n  "parts": {' "$sources" \
-    "$(git rev-parse HEAD 2>/dev/null)" "$(head -n 1 <<<"$device")"
+    "$COMMIT" "$(head -n 1 <<<"$device")"
   for part in "${PARTS[@]}"; do
     printf '%s\n    "%s": "%s"' "$separator" "$part" "$(verdict_of "$part")"
     separator=,
@@ -192,7 +240,7 @@ summary() {
 }
 
 for part in "${parts[@]}"; do
-  if [[ " ${PARTS[*]} " != *" $part "* ]]; then
+  if [[ " prepare ${PARTS[*]} " != *" $part "* ]]; then
     printf 'gpu_check: there is no part "%s"\n' "$part" >&2
     exit 2
   fi

@@ -255,7 +255,8 @@ def test_the_nnx_step_copies_no_table(rng, by_hand):
         before = state.model.embed.table.get_value()
         return checked(state, ids, labels), hkv.find(before, ids)[1].values
 
-    with pytest.raises(AssertionError, match=r"copies of table-sized(.|\n)*f32\[1024,8\]"):
+    # Which of its leaves is for XLA to say: of the program for a GPU, those of the index alone.
+    with pytest.raises(AssertionError, match=r"copies of table-sized(.|\n)*\[(1024,8|8,128,2)\]"):
         hkv.testing.assert_no_table_copies(stale, state, *batch)
 
 

@@ -72,9 +72,14 @@ class CudaMachine : public Machine {
     operation.describe(binder);
     void* workspace = memory.take(workspace_bytes<CudaExecutor>(operation));
     const std::string failure = is_captured_ ? capture(operation, workspace) : launch(operation, workspace);
-    require(cudaStreamSynchronize(stream_), Operation::kName);
+    require(cudaStreamSynchronize(stream_), where(Operation::kName, failure).c_str());
     memory.download();
     return failure;
+  }
+
+  // A device that has failed once answers nothing more: what is known is said at once.
+  std::string where(const char* operation, const std::string& failure) const {
+    return std::string(operation) + " on " + name() + (failure.empty() ? "" : " (" + failure + ")");
   }
 
   template <class Operation>
@@ -89,11 +94,11 @@ class CudaMachine : public Machine {
     require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     const std::string failure = launch(operation, workspace);
     cudaGraph_t graph;
-    require(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+    require(cudaStreamEndCapture(stream_, &graph), where("cudaStreamEndCapture", failure).c_str());
     cudaGraphExec_t executable;
     require(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-    require(cudaGraphLaunch(executable, stream_), "cudaGraphLaunch");
-    require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    require(cudaGraphLaunch(executable, stream_), where("cudaGraphLaunch", Operation::kName).c_str());
+    require(cudaStreamSynchronize(stream_), where("cudaStreamSynchronize", Operation::kName).c_str());
     require(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
     require(cudaGraphDestroy(graph), "cudaGraphDestroy");
     return failure;

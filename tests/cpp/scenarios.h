@@ -275,7 +275,8 @@ class Scenario {
   void update() {
     const int64_t slots = form_.buckets * kLanes;
     const bool is_rowwise = UpdateRows<Rule>::kRowwise;
-    for (const char* name : {"first_state", "second_state"}) {
+    constexpr const char* kNames[] = {"first_state", "second_state"};
+    for (int number = 0; number < Rule::kStates; ++number) {
       const RowType type = random_.chance(0.7) ? RowType::kFloat32 : RowType::kBfloat16;
       Buffer state = random_rows(slots, type);
       if (is_rowwise) {
@@ -286,7 +287,7 @@ class Scenario {
         const float value = load_element(type, state.bytes.data(), i);
         store_element(type, state.bytes.data(), i, value < 0.0f ? -value : value);
       }
-      machines_.set(name, state);
+      machines_.set(kNames[number], state);
     }
     const bool counts_rows = random_.chance(0.5);
     std::vector<uint32_t> steps;
