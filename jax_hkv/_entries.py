@@ -13,20 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import index as _index
+from jax_hkv._checks import as_integer
 from jax_hkv._exchange import owners
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, less_equal
 from jax_hkv._placement import Placement
 from jax_hkv.index import LANES, Policy
 from jax_hkv.operations import counts_of
 from jax_hkv.table import (
     Counts,
+    Entries,
     Table,
     check_one_device,
     check_table,
     scatter_optimizer,
     scatter_values,
 )
-from jax_hkv.whole_table import export_batch
+from jax_hkv.whole_table import export_batch, export_batch_if
 
 _CHUNK = 65536  # slots read, and entries written, at a time
 
@@ -55,26 +57,35 @@ class Exported(NamedTuple):
     counters: np.ndarray | None
 
 
-def export_entries(tables: Table | Sequence[Table]) -> Exported:
-    """All entries of a table, or of the parts of a table. For use between steps.
+def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = None) -> Exported:
+    """The entries of a table, or of the parts of a table. For use between steps.
 
     Args:
       tables: a table of one device, or what :meth:`Placement.shards` returned of one; of replicas,
         one of them (``shards(table)[0]``).
+      min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries. Training writes the
+        score of an entry at every lookup, so that under LRU the entries that have changed since an
+        earlier export are those from ``earlier.clock + 1`` on, and under EPOCH_LRU and EPOCH_LFU
+        those of an epoch and later from ``epoch << 32`` on. It says nothing of removed ones.
 
     Returns:
       The entries, part by part in the order of slots.
 
     Raises:
       TypeError: if what is given is no table, or one that is spread over devices.
-      ValueError: if there is no part.
+      ValueError: if there is no part, or if the score is none.
 
     Example:
       >>> import jax_hkv as hkv
       >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
       >>> sorted(export_entries(table).keys.tolist())
       [5, 6]
+      >>> table, _ = hkv.find_or_insert(table, np.array([6, 7], np.int32))
+      >>> sorted(export_entries(table, min_score=2).keys.tolist())
+      [6, 7]
     """
+    if min_score is not None:
+        min_score = as_integer("sharding.export_entries", "min_score", min_score, 0, 2**64 - 1)
     if not isinstance(tables, Iterable) and not isinstance(tables, Table):
         check_table("sharding.export_entries", tables)
     parts = [tables] if isinstance(tables, Table) else list(tables)
@@ -84,7 +95,7 @@ def export_entries(tables: Table | Sequence[Table]) -> Exported:
         raise ValueError(
             "sharding.export_entries: tables must be a table or parts of one, got none"
         )
-    return join_entries([_exported(part) for part in parts])
+    return join_entries([_exported(part, min_score) for part in parts])
 
 
 def join_entries(parts: Sequence[Exported]) -> Exported:
@@ -191,8 +202,9 @@ def load_entries(path: Any) -> Exported:
         )
 
 
-def _exported(part: Table) -> Exported:
-    keys, scores, values, *optimizer = map(np.concatenate, zip(*_chunks(part), strict=True))
+def _exported(part: Table, min_score: int | None) -> Exported:
+    chunks = zip(*_chunks(part, min_score), strict=True)
+    keys, scores, values, *optimizer = map(np.concatenate, chunks)
     # A key is counted by its owner alone, so that the highest count of all parts is never too low.
     counters = None if part.admission is None else part.admission.counters
     return Exported(
@@ -211,9 +223,21 @@ def _number(words: Any) -> int:
     return int(Keys(words).to_numpy())
 
 
-def _chunks(table: Table) -> Any:
+@functools.partial(jax.jit, static_argnames="count")
+def _export_from(table: Table, lowest: Keys, offset: jax.Array, count: int) -> Entries:
+    return export_batch_if(
+        table, lambda keys, scores, rows: less_equal(lowest, scores), offset, count
+    )
+
+
+def _chunks(table: Table, min_score: int | None) -> Any:
+    slots = min(_CHUNK, table.capacity)
     for offset in range(0, table.capacity, _CHUNK):
-        entries = export_batch(table, offset, min(_CHUNK, table.capacity))
+        if min_score is None:
+            entries = export_batch(table, offset, slots)
+        else:
+            lowest = Keys.from_numpy(np.array(min_score, np.uint64))
+            entries = _export_from(table, lowest, jnp.int32(offset), count=slots)
         count = int(entries.count)
         yield tuple(
             np.asarray(array)[:count]

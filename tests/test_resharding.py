@@ -158,6 +158,45 @@ def test_a_small_table_keeps_the_entries_of_highest_score_and_counts_the_others(
     assert int(counts.inserted) + int(counts.refused) == 1000
 
 
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU, Policy.EPOCH_LFU])
+def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkeypatch):
+    monkeypatch.setattr("jax_hkv._entries._CHUNK", 1000)
+    opt = hkv.optim.adagrad(0.5)
+    table = opt.init(hkv.create(4096, DIM, policy=policy))
+    served = hkv.create(4096, DIM, policy=policy)
+
+    def train(table, first):
+        ids = np.arange(first, first + 600, dtype=np.int32)
+        table, result = hkv.find_or_insert(table, ids)
+        return opt.update(table, result, jnp.ones((600, DIM)))
+
+    earlier = sharding.export_entries(train(table, 0))
+    table = train(table, 0)
+    since = earlier.clock + 1
+    if policy is not Policy.LRU:
+        table, since = hkv.advance_epoch(table), 1 << 32
+    table = train(table, 400)
+    changed = sharding.export_entries(table, min_score=since)
+    assert sorted(changed.keys.tolist()) == list(range(400, 1000))
+    for exported in (earlier, changed):
+        rows = exported._replace(optimizer=(), shared=())
+        served, counts = sharding.import_entries(None, served, rows)
+        assert int(counts.refused) == int(counts.evicted) == 0
+    ids = np.arange(1000, dtype=np.int32)
+    rows = [hkv.find(own, ids)[1].values for own in (served, table)]
+    np.testing.assert_array_equal(*rows)
+    assert (served.clock == table.clock).all() and (served.epoch == table.epoch).all()
+
+
+def test_a_score_to_export_from_that_is_none_is_named():
+    table = hkv.create(128, DIM)
+    for score in (-1, 2**64):
+        with pytest.raises(ValueError, match="export_entries: min_score must be from 0 to"):
+            sharding.export_entries(table, min_score=score)
+    with pytest.raises(TypeError, match="export_entries: min_score must be an integer, got float"):
+        sharding.export_entries(table, min_score=1.5)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_table_of_two_candidates_comes_back_whole():
     """Entries written at once do not evict each other: many at a time would find less room."""
     options = {"policy": Policy.CUSTOM, "choices": 2}
