@@ -32,8 +32,8 @@ python=${PYTHON:-python3}
 work=${TMPDIR:-/tmp}/jax_hkv_gpu_check # what is compiled stays here: OUTDIR is for reading
 site=$work/site
 mkdir -p "$work"
-COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
-export COMMIT
+commit=$(git rev-parse HEAD 2>/dev/null)
+export COMMIT=${commit:-${COMMIT:-}}
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the device
 export XLA_PYTHON_CLIENT_MEM_FRACTION=.9   # and the largest of them may have nearly all of it
@@ -56,8 +56,10 @@ install() { # A project or a wheel
 }
 
 build() {
-  local wheel=("$prebuilt"/*.whl)
-  [[ -s ${wheel[0]} ]] && install "${wheel[0]}" && return
+  local wheel
+  for wheel in "$prebuilt"/*.whl; do # of the Pythons that prepared them one may be like this
+    [[ -s $wheel ]] && install "$wheel" && return
+  done
   "$python" -c 'import os, sysconfig; print(os.listdir(sysconfig.get_path("include"))[:3])'
   install .
 }
@@ -65,10 +67,10 @@ build() {
 # NAME COMPILE: where the program is, in $program; compiled if nobody has yet.
 have() {
   program=$prebuilt/$1
-  [[ -s $program ]] && return
+  [[ -x $program ]] && return
   program=$work/$sources/$1
   mkdir -p "$work/$sources"
-  [[ -s $program ]] || "$2" "$work/$sources" -arch=native
+  [[ -x $program ]] || "$2" "$work/$sources" -arch=native
 }
 
 run_tests() { # NAME WORKERS TESTS...
@@ -80,7 +82,8 @@ run_tests() { # NAME WORKERS TESTS...
     workers=(-n "$count" --dist worksteal)
   fi
   local status=0 passed=$out/$name-$sources.passed
-  "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --passed="$passed" \
+  # A kernel that faults ends its process's device: what fails behind it says nothing more.
+  "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --maxfail=20 --passed="$passed" \
     "${workers[@]}" "$@" || status=$?
   # Tests that have passed for the same sources are left out: 5 if all are.
   ((status == 0)) || [[ $status == 5 && -s $passed ]]
@@ -110,11 +113,12 @@ large() { # one after the other: there is one memory
 
 compile_driver() { # FOLDER ARCHITECTURE
   nvcc -std=c++20 -O3 -lineinfo "$2" -fmad=false --expt-relaxed-constexpr \
-    -Xcompiler=-ffp-contract=off -Iffi -Itests/cpp tests/cpp/device_driver.cu -o "$1/device_driver"
+    -Xcompiler=-ffp-contract=off -Iffi -Itests/cpp tests/cpp/device_driver.cu -o "$1/unfinished" &&
+    mv "$1/unfinished" "$1/device_driver"
 }
 
 compile_gather() {
-  nvcc -std=c++20 -O3 "$2" benchmarks/random_gather.cu -o "$1/random_gather"
+  nvcc -std=c++20 -O3 "$2" benchmarks/random_gather.cu -o "$1/unfinished" && mv "$1/unfinished" "$1/random_gather"
 }
 
 driver() {
@@ -133,7 +137,7 @@ sanitizers() {
       continue
     fi
     status=0
-    timeout 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" watched >"$log" 2>&1 || status=$?
+    timeout --foreground --kill-after=5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
       refusals=$((refusals + 1))
@@ -203,7 +207,10 @@ verdict_of() { # the last line of a part's log, if it is a verdict on these sour
 
 run_part() {
   local part=$1 begin=$SECONDS status
-  if [[ $(verdict_of "$part") == passed* && ($part != build || -d $site) ]]; then
+  local result=$out # what a part leaves behind, if it leaves anything
+  [[ $part == build ]] && result=$site
+  [[ $part == prepare ]] && result=$prebuilt/random_gather
+  if [[ $(verdict_of "$part") == passed* && -e $result ]]; then
     return
   fi
   if ((SECONDS >= BUDGET)); then
@@ -249,10 +256,12 @@ for part in "${parts[@]}"; do
   printf '== %4d s  %s\n' "$SECONDS" "$part"
   run_part "$part"
   printf '           %s\n' "$(verdict_of "$part")"
-  if [[ $part == build && $(verdict_of build) != passed* ]]; then
-    tail -n 30 "$out/build.log"
+  if [[ $part == @(prepare|build) && $(verdict_of "$part") != passed* ]]; then
+    tail -n 30 "$out/$part.log"
     break
   fi
 done
 summary | tee "$out/summary.json"
-! grep -Eq '": "(failed|out of time)' "$out/summary.json"
+for part in "${parts[@]}"; do
+  [[ $(verdict_of "$part") == @(passed|skipped)* ]] || exit 1
+done

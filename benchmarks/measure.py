@@ -81,7 +81,7 @@ def surroundings() -> dict[str, Any]:
     """Device, versions and commit."""
     packages = ("jax_hkv", "jax", "jaxlib", "numpy", "optax")
     here = Path(__file__).parent
-    commit = os.environ.get("COMMIT")  # where there is no repository
+    commit = _first_line("git", "-C", str(here), "rev-parse", "HEAD")
     return {
         "device": str(jax.devices()[0].device_kind),
         "processor": _processor(),
@@ -89,7 +89,7 @@ def surroundings() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
-        "commit": commit or _first_line("git", "-C", str(here), "rev-parse", "HEAD"),
+        "commit": commit or os.environ.get("COMMIT", ""),  # where there is no repository
         "uncommitted": bool(_first_line("git", "-C", str(here), "status", "--porcelain", "../ffi")),
     }
 

@@ -25,12 +25,13 @@ def is_number(value: Any) -> bool:
 
 def as_number(call: str, argument: str, value: Any, expected: str = "a number") -> float:
     """A number as a float, infinity where none is as large; one that is traced is none."""
+    is_flag = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_
     try:
-        if isinstance(value, (str, bytes, bool)):  # float() takes these
+        if is_flag or type(value) in (str, bytes, bytearray):  # float() takes these
             raise TypeError
         return float(value)
     except OverflowError:
-        return math.inf
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
         raise TypeError(
             f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"

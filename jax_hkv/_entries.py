@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,14 +66,16 @@ def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = N
       min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries. Training writes the
         score of an entry at every lookup, so that under LRU the entries that have changed since an
         earlier export are those from ``earlier.clock + 1`` on, and under EPOCH_LRU and EPOCH_LFU
-        those of an epoch and later from ``epoch << 32`` on. It says nothing of removed ones.
+        those of an epoch and later from ``epoch << 32`` on. It says nothing of removed ones, nor of
+        rows that changed without their score: by `assign` of rows alone, by an import, or by an
+        update whose lookup came before.
 
     Returns:
       The entries, part by part in the order of slots.
 
     Raises:
       TypeError: if what is given is no table, or one that is spread over devices.
-      ValueError: if there is no part, or if the score is none.
+      ValueError: if there is no part, or if the score is not one.
 
     Example:
       >>> import jax_hkv as hkv
@@ -86,9 +88,11 @@ def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = N
     """
     if min_score is not None:
         min_score = as_integer("sharding.export_entries", "min_score", min_score, 0, 2**64 - 1)
-    if not isinstance(tables, Iterable) and not isinstance(tables, Table):
-        check_table("sharding.export_entries", tables)
-    parts = [tables] if isinstance(tables, Table) else list(tables)
+    parts: list[Any]
+    try:
+        parts = [tables] if isinstance(tables, Table) else list(tables)
+    except TypeError:
+        parts = [tables]
     for part in parts:
         check_one_device("sharding.export_entries", part)
     if not parts:

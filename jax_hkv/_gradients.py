@@ -52,8 +52,10 @@ def clip_by_global_norm(
       (10.0, [[0.4000000059604645], [0.4000000059604645]])
     """
     call = "optim.clip_by_global_norm"
-    if not is_traced(max_norm) and not as_number(call, "max_norm", max_norm) > 0:
-        raise ValueError(f"{call}: max_norm must be positive, got {max_norm}")
+    if not is_traced(max_norm):
+        max_norm = as_number(call, "max_norm", max_norm)
+        if not max_norm > 0:
+            raise ValueError(f"{call}: max_norm must be positive, got {max_norm}")
     for name, given in (("results", results), ("row_gradients", row_gradients)):
         if not hasattr(given, "__len__") or isinstance(given, dict) or is_one_result(given):
             raise TypeError(
@@ -126,7 +128,8 @@ class LossScale:
         Raises:
           TypeError, ValueError: naming the argument.
         """
-        if not _LEAST_SCALE <= as_number("LossScale.create", "scale", scale) <= _MOST_SCALE:
+        scale = as_number("LossScale.create", "scale", scale)
+        if not _LEAST_SCALE <= scale <= _MOST_SCALE:
             raise ValueError(
                 f"LossScale.create: scale must be from 2**-126 to 2**126, got {scale}: gradients "
                 "are multiplied by its inverse, which float32 must hold"

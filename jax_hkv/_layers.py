@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import sys
@@ -271,13 +272,12 @@ def prepared(
     overflow: dict[str, Int32[Array, ""]],
 ) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
     """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
-    finite, kinds = None, jax.tree.map(lambda leaf: leaf.dtype, dense)
+    finite = None
     if scale is not None:
         finite = devices.every(all_finite(dense, rows))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * inverse,
-            (dense, rows),
+            lambda leaf: leaf * inverse.astype(leaf.dtype), widened((dense, rows))
         )
         adjusted = scale.adjust(finite)
         scale = kept_unless(taken(None, overflow), adjusted, scale)
@@ -287,9 +287,41 @@ def prepared(
             max_norm, dense, [results[name] for name in order], [rows[name] for name in order]
         )
         rows = dict(zip(order, clipped, strict=True))
-    # As they came, or moments that start in half types would be float32 after the first step.
-    dense = jax.tree.map(lambda leaf, kind: leaf.astype(kind), dense, kinds)
     return dense, rows, taken(finite, overflow), scale
+
+
+def widened(tree: Any) -> Any:
+    """Half-precision leaves as float32."""
+
+    def one(leaf: Any) -> Any:
+        is_half = jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and leaf.dtype.itemsize < 4
+        return leaf.astype(jnp.float32) if is_half else leaf
+
+    return jax.tree.map(one, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class InFloat32:
+    """A transformation whose state and arithmetic are float32 for half parameters too.
+
+    Gradients that have lost their loss scale are too small for half types, and so are the moments
+    made of them.
+    """
+
+    tx: Any
+
+    def init(self, params: Any) -> Any:
+        """As of the transformation."""
+        return self.tx.init(widened(params))
+
+    def update(self, gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """As of the transformation; updates are float32."""
+        return self.tx.update(widened(gradients), state, widened(params), **extra)
+
+
+def for_dense(tx: Any, scale: LossScale | None) -> Any:
+    """What updates dense parameters."""
+    return tx if scale is None else InFloat32(tx)
 
 
 def copied(scale: LossScale | None) -> LossScale | None:
@@ -309,7 +341,7 @@ def dense_update(
 ) -> tuple[Any, Any]:
     """Parameters and state after a step of an optax transformation; before it where not finite."""
     updates, state = tx.update(gradients, opt_state, params)
-    moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+    moved = jax.tree.map(lambda p, u: (widened(p) + widened(u)).astype(p.dtype), params, updates)
     return kept_unless(finite, (moved, state), (params, opt_state))
 
 
@@ -331,9 +363,12 @@ def updated(
 
 def changed(fn: Callable[[Table], Any], tables: list[Table]) -> list[Table]:
     """The tables of a state after a function; raises unless those are tables again."""
-    if hasattr(fn, "eval_shape"):  # jitted: it may use tables up, so it is asked about all first
+    innermost = fn
+    while isinstance(innermost, functools.partial):
+        innermost = innermost.func
+    if hasattr(innermost, "eval_shape"):  # jitted: it may use tables up, and is asked about all
         for table in tables:
-            _check_changed(fn.eval_shape(table))  # pyright: ignore[reportFunctionMemberAccess]
+            _check_changed(jax.eval_shape(fn, table))
     after = []
     for table in tables:
         after.append(fn(table))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,11 +64,13 @@ class Jagged:
           TypeError, ValueError: naming the bag, or the argument.
         """
         call = "Jagged.from_lists"
-        if not isinstance(lists, Iterable):
+        try:
+            lists = list(lists)
+        except TypeError:
             raise TypeError(
                 f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: "
                 "ids of one bag are [ids]"
-            )
+            ) from None
         words = [_words(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
         lengths = [len(bag) for bag in words]
         factors = None if weights is None else _weights(weights, lengths)

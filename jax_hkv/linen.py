@@ -433,7 +433,8 @@ class TrainState:
             state and parameters: one that wants more (``reduce_on_plateau``, ``lbfgs``) is not for
             :func:`train_step`. ``clip_by_global_norm`` in it sees dense gradients only; `max_norm`
             of :func:`train_step` is the bound of dense ones and rows together.
-          loss_scale: to train in half precision with.
+          loss_scale: to train in half precision with; `tx` works in float32 then, also for half
+            parameters.
           **kwargs: of ``model.init``.
 
         Raises:
@@ -446,7 +447,8 @@ class TrainState:
             params, tables = variables.pop("params", {}), variables.pop(TABLES, {})
             for name in (LOOKUPS, PERTURBATIONS):
                 variables.pop(name, None)
-            return jnp.zeros((), jnp.int32), params, tx.init(params), tables, variables
+            opt_state = _layers.for_dense(tx, loss_scale).init(params)
+            return jnp.zeros((), jnp.int32), params, opt_state, tables, variables
 
         # Jitted: many features take several times as long op by op.
         step, params, opt_state, tables, variables = jax.jit(first)()
@@ -459,7 +461,8 @@ class TrainState:
 
         Args:
           fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
-            jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table.
+            jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table. Give it as it
+            is: a jitted function is asked about all tables before it uses one up.
 
         Raises:
           TypeError: if `fn` returns anything else.
@@ -543,9 +546,8 @@ def train_step(
         dense, rows, finite, scale = _layers.prepared(
             dense, rows, results, state.loss_scale, max_norm, devices, overflow
         )
-        params, opt_state = _layers.dense_update(
-            state.tx, dense, state.opt_state, state.params, finite
-        )
+        tx = _layers.for_dense(state.tx, state.loss_scale)
+        params, opt_state = _layers.dense_update(tx, dense, state.opt_state, state.params, finite)
         extra = {} if finite is None else {"apply": finite}
         tables = _updated_tables(updated, lookups, rows, extra)
         measured = {

@@ -512,13 +512,13 @@ class TrainState(nnx.Module):
         and parameters: one that wants more (``reduce_on_plateau``, ``lbfgs``) is not for
         :func:`train_step`. ``clip_by_global_norm`` in it sees dense gradients only; `max_norm` of
         :func:`train_step` is the bound of dense ones and rows together.
-      loss_scale: to train in half precision with.
+      loss_scale: to train in half precision with; `tx` works in float32 then.
     """
 
     def __init__(self, model: nnx.Module, tx: Any, loss_scale: LossScale | None = None):
         check_transformation("TrainState", tx)
         self.model = model
-        self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
         _layers.check_dense_state("TrainState", self.optimizer.opt_state, _trainable(model))
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
@@ -531,9 +531,9 @@ class TrainState(nnx.Module):
             jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table.
 
         Raises:
-          TypeError: if `fn` returns anything else; no table has changed then.
+          TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
         """
-        variables = [variable for variable, _ in _places(self.model).values()]
+        variables = {id(own): own for own, _ in _places(self.model).values()}.values()
         tables = _layers.changed(fn, [variable.get_value() for variable in variables])
         for variable, table in zip(variables, tables, strict=True):
             variable.set_value(table)

@@ -378,7 +378,8 @@ def _sum_rows_backward(saved: Any, of_bags: jax.Array) -> Any:
     if weights is None:
         return by_position.astype(rows.dtype), None, None, None
     of_rows = (weights[:, None] * by_position).astype(rows.dtype)
-    return of_rows, jnp.sum(rows * by_position, axis=-1), None, None
+    of_weights = jnp.sum(rows.astype(jnp.float32) * by_position, axis=-1)
+    return of_rows, of_weights, None, None
 
 
 _sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)

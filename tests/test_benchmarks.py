@@ -90,29 +90,47 @@ echo "{}" >"$2"
 if [[ $calling == *scaling.py && ! -e $here/has_time ]]; then printf '"left_out": [\n' >"$2"; fi
 exit $status
 """
-TOOLS = ("bash", "sha256sum", "timeout")
+COMPILER = """#!/usr/bin/env bash
+while [[ $1 != -o ]]; do shift; done
+install -m 755 /dev/null "$2"
+"""
+SANITIZER = """#!/usr/bin/env bash
+here=$(dirname "$0")
+echo "$2" >>"$here/calls"
+[[ $2 != initcheck || -e $here/repaired ]]
+"""
+TOOLS = ("bash", "sha256sum", "timeout", "install")
+needs_tools = pytest.mark.skipif(
+    not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}"
+)
 
 
-@pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}")
-def test_a_check_on_a_gpu_goes_on_where_it_stopped(tmp_path):
-    """With a program that stands in for Python: benchmarks that are done are not run again."""
-    for name, text in ("python", STAND_IN), ("nvcc", "#!/bin/sh\n"):
+@pytest.fixture
+def check(tmp_path):
+    """Runs a part of gpu_check.sh among programs that stand in: what they were called for."""
+    programs = {"python": STAND_IN, "nvcc": COMPILER, "compute-sanitizer": SANITIZER}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     surroundings = os.environ | {"PATH": path, "PYTHON": "python", "TMPDIR": str(tmp_path)}
 
-    def check(verdict: str) -> list[str]:
+    def checked(part: str, verdict: str) -> list[str]:
         (tmp_path / "calls").write_text("")
-        command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "out"), "benchmarks"]
-        status = subprocess.run(
-            command, env=surroundings, capture_output=True, check=False
-        ).returncode
-        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert summary["parts"]["benchmarks"].startswith(verdict)
-        assert (status == 0) == (verdict == "passed")
+        command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "out"), part]
+        finished = subprocess.run(
+            command, env=surroundings, capture_output=True, text=True, check=False
+        )
+        assert f"           {verdict}" in finished.stdout
+        assert (finished.returncode == 0) == (verdict == "passed")
         return (tmp_path / "calls").read_text().split()
 
+    return checked
+
+
+@needs_tools
+def test_a_check_on_a_gpu_goes_on_where_it_stopped(check, tmp_path):
+    """Benchmarks that are done are not run again."""
     everything = [
         "profile_step.py",
         "table.py",
@@ -121,13 +139,24 @@ def test_a_check_on_a_gpu_goes_on_where_it_stopped(tmp_path):
         "soak.py",
         "scaling.py",
     ]
-    assert check("failed") == everything
-    assert check("failed") == ["skew.py", "scaling.py"]
+    assert check("benchmarks", "failed") == everything
+    assert check("benchmarks", "failed") == ["skew.py", "scaling.py"]
     (tmp_path / "repaired").touch()
-    assert check("out of time") == ["skew.py", "scaling.py"]
+    assert check("benchmarks", "out of time") == ["skew.py", "scaling.py"]
     (tmp_path / "has_time").touch()
-    assert check("passed") == ["scaling.py"]
-    assert check("passed") == []
+    assert check("benchmarks", "passed") == ["scaling.py"]
+    assert check("benchmarks", "passed") == []
+
+
+@needs_tools
+def test_a_tool_that_has_passed_is_not_asked_again_and_a_failure_is_told(check, tmp_path):
+    tools = ["memcheck", "synccheck", "initcheck", "racecheck"]
+    assert check("sanitizers", "failed") == tools
+    assert check("sanitizers", "failed") == ["initcheck"]
+    (tmp_path / "repaired").touch()
+    assert check("sanitizers", "passed") == ["initcheck"]
+    assert check("sanitizers", "passed") == []
+    assert check("prepare", "failed") == []  # the stand-in installs nothing
 
 
 PROFILE = """

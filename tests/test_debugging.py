@@ -92,7 +92,8 @@ class Clicks(nn.Module):
 
     @nn.compact
     def __call__(self, ids, train=False):
-        options = {"optimizer": OPT, "admission": hkv.admission.frequency(2, width=64)}
+        options = {"optimizer": OPT, "dtype": jnp.bfloat16}
+        options["admission"] = hkv.admission.frequency(2, width=64)
         tables = [hkv.TableConfig(name, 128, DIM, **options) for name in "ab"]
         features = [hkv.Feature("bag", "a", "mean"), hkv.Feature("one", "b")]
         collection = hkv.Collection(tables, features)
@@ -109,9 +110,11 @@ def trained():
     )
     for _ in range(2):
         state, info = step(state, ids)
+    rows = jnp.ones((3, 2, DIM), jnp.bfloat16)
+    pooled = jax.grad(lambda weights: hkv.pool(rows, weights=weights).sum())(jnp.ones((3, 2)))
     sparse = hkv.optim.sparse(optax.sgd(0.125, momentum=0.5))
     table, result = table_of(opt=sparse, choices=2, dtype=jnp.bfloat16)
-    return state, info, state.apply(ids), sparse.update(table, result, ONES)
+    return state, info, state.apply(ids), pooled, sparse.update(table, result, ONES)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +336,9 @@ ERRORS = {
         "clip_by_global_norm: max_norm must be a number, got str 'one'",
     ),
     "a type that is none": (
-        lambda: hkv.optim.sparse(optax.sgd(0.1), dtype="half"),
+        lambda: hkv.optim.sparse(optax.sgd(0.1), dtype="int8"),
         TypeError,
-        "optim.sparse: dtype must be float32, bfloat16 or float16",
+        "optim.sparse: dtype must be float32, bfloat16 or float16, got int8",
     ),
     "micro-steps": (
         lambda: hkv.optim.sparse(optax.chain(optax.sgd(0.1), optax.apply_every(2))).init(TABLE),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -185,8 +187,38 @@ def test_a_step_leaves_every_array_of_a_state_in_its_type(api):
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_a_jitted_function_of_tables_is_tried_on_all_before_it_uses_one_up(api):
+def test_small_gradients_train_half_parameters_under_a_loss_scale(api, dtype):
+    """float16 has no number for the squares of theirs, nor for Adam's eps."""
+    x, scale, tx = jnp.ones((2, 4)), hkv.optim.LossScale.create(2.0**15), optax.adam(0.125)
+
+    def loss_of_outputs(outputs):
+        return outputs.astype(jnp.float32).mean() * 1e-4
+
+    if api == "linen":
+        model = nn.Dense(1, param_dtype=dtype, dtype=dtype)
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), x, tx=tx, loss_scale=scale)
+        before = state.params["kernel"]
+        step = hkv.linen.train_step(lambda apply, x: loss_of_outputs(apply(x)), donate=False)
+        for _ in range(3):
+            state, info = step(state, x)
+        after = state.params["kernel"]
+    else:
+        model = nnx.Linear(4, 1, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
+        state = hkv.nnx.TrainState(model, tx, scale)
+        before = jnp.copy(model.kernel.get_value())
+        step = hkv.nnx.train_step(lambda model, x: loss_of_outputs(model(x)))
+        for _ in range(3):
+            info = step(state, x)
+        after = state.model.kernel.get_value()
+    assert info.finite and after.dtype == dtype
+    np.testing.assert_allclose(np.float32(before) - np.float32(after), 3 * 0.125, atol=0.02)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_jitted_function_of_tables_is_tried_on_all_before_it_uses_one_up(api, is_partial):
     policies = {"dated": hkv.Policy.EPOCH_LRU, "plain": hkv.Policy.LRU}
     collection = hkv.Collection(
         [hkv.TableConfig(name, 128, 2, policy=own) for name, own in policies.items()],
@@ -200,7 +232,8 @@ def test_a_jitted_function_of_tables_is_tried_on_all_before_it_uses_one_up(api):
     else:
         state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection), DENSE)
         tables = state.model.tables
-    a_day = jax.jit(lambda table: hkv.expire(table, 30)[0], donate_argnums=0)
+    a_day = jax.jit(lambda table, epochs=30: hkv.expire(table, epochs)[0], donate_argnums=0)
+    a_day = functools.partial(a_day, epochs=20) if is_partial else a_day
     with pytest.raises(ValueError, match="expire: the policy of table 'plain' must be"):
         state.map_tables(a_day)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(tables))
