@@ -298,7 +298,7 @@ ERRORS = {
     r"admission.probability: p must be from .* jax_hkv.find": lambda: hkv.admission.probability(0),
     "p must be from .*, got nan": lambda: hkv.admission.probability(float("nan")),
     "create: admission must be None or come from": lambda: hkv.create(1, 1, admission=3),  # pyright: ignore
-    "halve_sightings: the table counts no": lambda: hkv.halve_sightings(hkv.create(1, 1)),
+    "halve_sightings: the table 'table' counts no": lambda: hkv.halve_sightings(hkv.create(1, 1)),
 }
 
 
