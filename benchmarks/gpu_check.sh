@@ -125,6 +125,14 @@ driver() {
   have device_driver compile_driver && "$program"
 }
 
+# PART NAME: what a part need not do again for the same sources.
+has_passed() {
+  grep -qsx "$sources $2" "$out/$1.done" && printf '%s has passed before\n' "$2"
+}
+mark_passed() {
+  echo "$sources $2" >>"$out/$1.done"
+}
+
 # Some runtimes let no tool watch the device: that is said, and is no failure.
 sanitizers() {
   command -v compute-sanitizer || return "$SKIPPED"
@@ -132,17 +140,15 @@ sanitizers() {
   local tool status log=$work/sanitizer.log failures=0 refusals=0 unfinished=0
   for tool in memcheck synccheck initcheck racecheck; do # those first that see most
     printf '== %s\n' "$tool"
-    if grep -qsx "$sources $tool" "$out/sanitizers.done"; then
-      printf 'has passed before\n'
-      continue
-    fi
+    has_passed sanitizers "$tool" && continue
     status=0
-    timeout --foreground --kill-after=5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" watched >"$log" 2>&1 || status=$?
+    timeout --foreground --kill-after=5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+      "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
       refusals=$((refusals + 1))
     elif ((status == 0)); then
-      echo "$sources $tool" >>"$out/sanitizers.done"
+      mark_passed sanitizers "$tool"
     elif ((status == OUT_OF_TIME)); then
       unfinished=$((unfinished + 1))
     else
@@ -159,10 +165,7 @@ sanitizers() {
 benchmark() {
   local name=$1 json=$out/$1.json
   shift
-  if [[ -s $json ]] && grep -qsx "$sources $name" "$out/benchmarks.done"; then
-    printf '%s has passed before\n' "$name"
-    return
-  fi
+  [[ -s $json ]] && has_passed benchmarks "$name" && return
   if ! grep -qsx "$sources $name" "$out/benchmarks.begun"; then
     rm -f "$json"
     echo "$sources $name" >>"$out/benchmarks.begun"
@@ -172,7 +175,7 @@ benchmark() {
     printf '%s has left cases out\n' "$name"
     return "$OUT_OF_TIME"
   fi
-  echo "$sources $name" >>"$out/benchmarks.done"
+  mark_passed benchmarks "$name"
 }
 
 table() { # beside the ceiling of row operations

@@ -236,11 +236,11 @@ def _export_from(table: Table, lowest: Keys, offset: jax.Array, count: int) -> E
 
 def _chunks(table: Table, min_score: int | None) -> Any:
     slots = min(_CHUNK, table.capacity)
+    lowest = None if min_score is None else Keys.from_numpy(np.array(min_score, np.uint64))
     for offset in range(0, table.capacity, _CHUNK):
-        if min_score is None:
+        if lowest is None:
             entries = export_batch(table, offset, slots)
         else:
-            lowest = Keys.from_numpy(np.array(min_score, np.uint64))
             entries = _export_from(table, lowest, jnp.int32(offset), count=slots)
         count = int(entries.count)
         yield tuple(

@@ -116,7 +116,9 @@ class FusedOptimizer:
         (count,) = before.shared
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = _rate(given, count)
-        is_counted = count < _MOST_STEPS if apply is None else (count < _MOST_STEPS) & apply
+        is_counted = count < _MOST_STEPS
+        if apply is not None:
+            is_counted &= apply
         ahead = count + is_counted.astype(jnp.uint32)
         states = before.rows[: len(rule.starts)]
         steps = before.rows[-1] if rule.count_per_row else ahead

@@ -122,6 +122,8 @@ def check(tmp_path):
             command, env=surroundings, capture_output=True, text=True, check=False
         )
         assert f"           {verdict}" in finished.stdout
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert part == "prepare" or summary["parts"][part].startswith(verdict)
         assert (finished.returncode == 0) == (verdict == "passed")
         return (tmp_path / "calls").read_text().split()
 
