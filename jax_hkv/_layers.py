@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, metrics, sharding
+from jax_hkv import _sharded, metrics, pooled, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
-from jax_hkv.features import Jagged, as_splits
+from jax_hkv.features import Bagged, Jagged, Layout, as_splits
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Table
@@ -89,6 +89,12 @@ def _check_state(state: Any, kind: type) -> None:
 def _check_host(args: Any) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if hasattr(leaf, "__dlpack__") and not isinstance(leaf, (jax.Array, np.ndarray)):
+            raise TypeError(
+                f"train_step: arguments{jax.tree_util.keystr(path)} is an array of another "
+                f"library, {type(leaf).__module__}.{type(leaf).__name__}: make keys of ids with "
+                "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
+            )
         if would_cut(leaf):
             raise TypeError(
                 f"train_step: arguments{jax.tree_util.keystr(path)} holds {leaf.dtype} numbers "
@@ -110,9 +116,13 @@ class Found(NamedTuple):
 
 
 def look_up(
-    table: Table, ids: Any, axis_name: Any, *, train: bool, valid: Any, scores: Any
+    table: Table, ids: Any, axis_name: Any, dtype: Any, *, train: bool, valid: Any, scores: Any
 ) -> tuple[Table, Found]:
-    """Looks up single ids, over the devices of an axis if there is one."""
+    """Looks up single ids, over the devices of an axis if there is one.
+
+    Half rows of a layer whose output `dtype` is another come in float32: what gradients are taken
+    by has the type of the gradients, and those of an output in float32 may be too small for half.
+    """
     exchange = as_exchange(axis_name)
     options: dict[str, Any] = {"valid": valid}
     operations: Any = _operations
@@ -124,8 +134,22 @@ def look_up(
         slots = jnp.where(found.found, jnp.int32(0), NO_SLOT)
         return table, Found(found.values, slots, None)
     table, result = operations.find_or_insert(table, ids, scores=scores, **options)
+    if dtype is not None and jnp.dtype(dtype) != table.dtype:
+        result = result._replace(values=widened(result.values))
     slots = result.slots if exchange is None else _sharded.slots_like(result.status)
     return table, Found(result.values, slots, result)
+
+
+def as_batch(call: str, combiner: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+    """As that of :mod:`jax_hkv.pooled`, for a batch: a model's ids along one axis are examples."""
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    if layout.batch == ():
+        raise ValueError(
+            f"{call}: ids must have the shape [*batch, hotness], or be a jax_hkv.Jagged, got "
+            f"{list(layout.ids)}, which would be one bag for the whole batch: give ids[:, None] "
+            "for bags of one id, ids[None] for one bag"
+        )
+    return batch, layout
 
 
 def local_capacity(axis_name: Any, capacity: int) -> int:

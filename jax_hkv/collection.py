@@ -243,7 +243,8 @@ class Collection:
       features: with different names; each table has at least one.
       fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer
         and admission are one physical table, which costs one lookup. They share its capacity then:
-        what a busy table inserts evicts the least valuable entries of all of them. Optimizers agree
+        what a busy table inserts evicts the least valuable entries of all of them. They share the
+        optimizer's step count too, which every update of any of them advances. Optimizers agree
         if they are equal, and functions only if they are the same object: schedules, and the
         functions that make up an optax transformation, are new ones at every call. So make one
         optimizer and give it to all tables; `groups` shows which are together. Ids are exact

@@ -153,7 +153,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
     check_unmasked(what, ids)
     if hasattr(ids, "__array__"):
         ids = np.asarray(ids)
-        if ids.ndim == 1 and ids.dtype.kind in "iu":
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.int64 if ids.dtype.kind == "i" else np.uint64).view(np.uint64)
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
@@ -182,7 +182,13 @@ def _words(what: str, ids: Any) -> np.ndarray:
 
 
 def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
-    given = [len(bag) for bag in weights]
+    try:
+        given = [len(bag) for bag in weights]
+    except TypeError:
+        raise TypeError(
+            "Jagged.from_lists: weights must be a list of numbers for each bag, got "
+            f"{type(weights).__name__} {weights!r}: weights of one bag are [weights]"
+        ) from None
     if given != lengths:
         where = next(
             (j for j, pair in enumerate(zip(given, lengths, strict=False)) if pair[0] != pair[1]),

@@ -150,7 +150,13 @@ class Embed(_Layer):
         variable = self.variable(TABLES, "table", self._create)
         is_training = self._begin(train)
         table, found = _layers.look_up(
-            variable.value, ids, self.axis_name, train=is_training, valid=valid, scores=scores
+            variable.value,
+            ids,
+            self.axis_name,
+            self.dtype,
+            train=is_training,
+            valid=valid,
+            scores=scores,
         )
         if is_training:
             variable.value = table
@@ -214,7 +220,7 @@ class EmbedBag(Embed):
           scores: see :class:`Embed`.
         """
         variable = self.variable(TABLES, "table", self._create)
-        batch, layout = pooled.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
+        batch, layout = _layers.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         is_training = self._begin(train)

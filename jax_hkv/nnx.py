@@ -193,7 +193,7 @@ class Embed(_Layer):
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         table, found = _layers.look_up(
-            self._own(), ids, self.axis_name, train=train, valid=valid, scores=scores
+            self._own(), ids, self.axis_name, self.dtype, train=train, valid=valid, scores=scores
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
@@ -245,7 +245,7 @@ class EmbedBag(Embed):
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
         """
-        batch, layout = pooled.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
+        batch, layout = _layers.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         table, found = _sharded.of_batch(
@@ -490,9 +490,9 @@ def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
 
 
 def _trainable(model: nnx.Module) -> list[str]:
-    """The paths of the tables that have an optimizer."""
+    """The paths of the tables that have an optimizer and its rows."""
     places = _places(model).items()
-    return [where for where, (_, owner) in places if owner.optimizer is not None]
+    return [where for where, (own, by) in places if by.optimizer and own.get_value().optimizer]
 
 
 # What a skipped step leaves as it was, beside the rows: parameters, statistics, both optimizers.

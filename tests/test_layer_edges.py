@@ -648,20 +648,35 @@ def test_a_model_whose_tables_have_no_optimizer_trains_its_dense_part():
     assert not np.array_equal(*kernels)
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", "nnx", "nnx layer", "nnx collection"])
 def test_tables_that_have_trained_can_be_frozen(api):
     frozen = optax.sgd(0.0)
+
+    def drop(table):
+        return dataclasses.replace(table, optimizer=None)
+
     if api == "linen":
         model = hkv.linen.Embed(256, DIM, optimizer=SGD)
         state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=frozen)
         state, _ = hkv.linen.train_step(lambda a, ids: a(ids, train=True).sum())(state, IDS)
-        state = state.map_tables(lambda table: dataclasses.replace(table, optimizer=None))
+        state = state.map_tables(drop)
         after, info = hkv.linen.train_step(lambda a, ids: a(ids).sum(), donate=False)(state, IDS)
         before, now = state.tables["table"], after.tables["table"]
+    elif api == "nnx collection":
+        state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection("a")), frozen)
+        hkv.nnx.train_step(lambda m, x: m({"f_a": x}, train=True)["f_a"].sum())(state, IDS)
+        state.map_tables(drop)
+        before = state.model.table_0.get_value()
+        step = hkv.nnx.train_step(lambda m, x: m({"f_a": x})["f_a"].sum(), donate=False)
+        info, now = step(state, IDS), state.model.table_0.get_value()
     else:
         state = hkv.nnx.TrainState(NnxModel(), frozen)
         hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum())(state, IDS)
-        state.model.embed.optimizer, before = None, state.model.embed.table.get_value()
+        if api == "nnx":
+            state.map_tables(drop)
+        else:
+            state.model.embed.optimizer = None
+        before = state.model.embed.table.get_value()
         info = hkv.nnx.train_step(lambda m, ids: m(ids).sum(), donate=False)(state, IDS)
         now = state.model.embed.table.get_value()
     assert not info.tables and int(hkv.size(now)) == 3

@@ -322,3 +322,62 @@ def test_layers_give_rows_to_the_ids_that_their_admission_admits():
     other = hkv.nnx.Embed(128, FEATURES, admission=rule)
     other(ids, train=True)
     assert int(hkv.size(other.table.get_value())) == 1
+
+
+class Tensor:
+    """An array of another library, for all that JAX knows."""
+
+    def __dlpack__(self):
+        raise NotImplementedError
+
+
+def layer_step(api, layer, ids, scale=1.0):
+    """A step of one layer of either kind, from the loss ``scale * sum``; gives its table."""
+    if api == "linen":
+        state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
+        step = hkv.linen.train_step(lambda apply, x: scale * apply(x, train=True).sum())
+        return lambda ids: step(state, ids)[0].tables["table"]
+    state = hkv.nnx.TrainState(layer, optax.sgd(0.1))
+    step = hkv.nnx.train_step(lambda model, x: scale * model(x, train=True).sum())
+
+    def run(ids):
+        step(state, ids)
+        return state.model.table.get_value()
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_gradients_of_a_float32_output_reach_half_rows_in_float32(api, kind):
+    """In float16 this gradient would be 0; normalised it moves the row by the rate."""
+    layer = getattr(getattr(hkv, api), kind)(
+        256,
+        4,
+        dtype=jnp.float32,
+        param_dtype=jnp.float16,
+        optimizer=hkv.optim.rowwise_adagrad(0.01, eps=1e-12),
+        embedding_init=hkv.initializers.zeros(),
+    )
+    ids = np.array([[1]], np.int32)
+    table = layer_step(api, layer, ids, scale=1e-8)(ids)
+    rows = hkv.find(table, np.array([1], np.int32))[1].values
+    assert rows.dtype == jnp.float16
+    np.testing.assert_allclose(rows.astype(jnp.float32), -0.01, rtol=2e-3)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_bag_is_not_made_of_a_whole_batch(api):
+    """[batch] ids are examples to `Embed`; to `EmbedBag` they would be one bag for all of them."""
+    layer = getattr(hkv, api).EmbedBag(256, 4, optimizer=hkv.optim.sgd(0.1))
+    run = layer_step(api, layer, np.zeros((4, 1), np.int32))
+    with pytest.raises(ValueError, match=r"EmbedBag: ids must .*, got \[4\], .*ids\[:, None\]"):
+        run(np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_an_array_of_another_library_is_named_by_a_step(api):
+    layer = getattr(hkv, api).Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+    run = layer_step(api, layer, np.zeros(4, np.int32))
+    with pytest.raises(TypeError, match=r"arguments\[0\] is an .*Tensor: make keys .*from_numpy"):
+        run(Tensor())

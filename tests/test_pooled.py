@@ -598,6 +598,11 @@ BAD_CALLS = {
         TypeError,
         r"bag 0 must hold integers along one axis, got float64\[2\]",
     ),
+    "flat weights": (
+        lambda t: hkv.Jagged.from_lists([[1, 2]], weights=[1.0, 2.0]),
+        TypeError,
+        r"from_lists: weights must be a list of numbers for each bag, got list \[1\.0, 2\.0\]",
+    ),
     "too wide": (lambda t: hkv.Jagged.from_lists([[2**64]]), ValueError, "64 bits, got 18446"),
     "capacity": (
         lambda t: hkv.Jagged.from_lists([[1, 2], [3]], capacity=2),
