@@ -158,7 +158,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     Args:
       path: of the file, a path or its name; each process has one of its own. Until everything is
         written it is the path with ".writing" behind it, so that no half of a file is found.
-      exported: of :func:`export_entries`.
+      exported: of :func:`export_entries`. bfloat16, which NumPy does not know, is written as the
+        bits of uint16; a text in the file, "types", says of which.
 
     Example:
       >>> import tempfile, jax_hkv as hkv
@@ -175,7 +176,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     # NumPy forgets the name of bfloat16, whose bits are written.
     types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
     arrays: dict[str, Any] = {
-        name: leaf.view(f"u{leaf.dtype.itemsize}") for name, leaf in rows.items()
+        name: leaf.view(f"u{leaf.dtype.itemsize}") if leaf.dtype.kind == "V" else leaf
+        for name, leaf in rows.items()
     }
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
@@ -259,7 +261,9 @@ def import_entries(
 ) -> tuple[Table, Counts]:
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
-    Entries keep their scores and rows; keys that are present are overwritten. Of the table's own
+    Entries keep their scores and rows; keys that are present are overwritten. Of several entries
+    for one key the one with the highest score counts, and of equal ones the last: an export joined
+    with a later one of what has changed gives the later rows. Of the table's own
     clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold;
     what rows share of the optimizer's state (a step count) comes from the side whose clock is
     later. So a fresh table takes all that was exported. Entries come in order of score, from the
@@ -348,6 +352,7 @@ def _forms(rows: Any, shared: Any) -> str:
 def _owned(exported: Exported, number: int, devices: int) -> Exported:
     """The entries of a part, the highest score first: of a call's keys the first find room."""
     from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
+    from_here = _latest(exported, from_here)
     from_here = from_here[np.argsort(~exported.scores[from_here], kind="stable")]
     return exported._replace(
         keys=exported.keys[from_here],
@@ -355,6 +360,16 @@ def _owned(exported: Exported, number: int, devices: int) -> Exported:
         values=exported.values[from_here],
         optimizer=tuple(leaf[from_here] for leaf in exported.optimizer),
     )
+
+
+def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
+    """Those of the positions without the entries that a later one of the same key replaces."""
+    keys, scores = exported.keys[positions], exported.scores[positions]
+    if len(np.unique(keys)) == len(keys):
+        return positions
+    order = np.lexsort((scores, keys))  # stable: of equal scores the last comes last
+    is_last = np.append(keys[order][1:] != keys[order][:-1], True)
+    return positions[np.sort(order[is_last])]
 
 
 def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:

@@ -186,6 +186,33 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
     rows = [hkv.find(own, ids)[1].values for own in (served, table)]
     np.testing.assert_array_equal(*rows)
     assert (served.clock == table.clock).all() and (served.epoch == table.epoch).all()
+    for parts in ([earlier, changed], [changed, earlier]):
+        whole, counts = sharding.import_entries(
+            None, opt.init(hkv.create(4096, DIM, policy=policy)), sharding.join_entries(parts)
+        )
+        assert int(counts.inserted) == 1000
+        np.testing.assert_array_equal(hkv.find(whole, ids)[1].values, rows[1])
+
+
+def test_of_entries_with_one_key_and_one_score_the_last_counts():
+    ids = np.array([5, 6], np.int32)
+    tables = [
+        hkv.insert_or_assign(hkv.create(128, 1), ids, jnp.full((2, 1), value))[0]
+        for value in (1.0, 2.0)
+    ]
+    joined = sharding.join_entries([sharding.export_entries(table) for table in tables])
+    table, _ = sharding.import_entries(None, hkv.create(128, 1), joined)
+    assert hkv.find(table, ids)[1].values.tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_saved_export_is_read_by_numpy_where_it_has_the_type(dtype, tmp_path):
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM, dtype=dtype), np.array([5, 6], np.int32))
+    exported = sharding.export_entries(table)
+    sharding.save_entries(tmp_path / "entries", exported)
+    read = np.load(tmp_path / "entries")["values"]
+    np.testing.assert_array_equal(read.view(np.dtype(dtype)), exported.values)
+    assert read.dtype == (np.float32 if dtype == jnp.float32 else np.uint16)
 
 
 def test_a_score_to_export_from_that_is_none_is_named():
