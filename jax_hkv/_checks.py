@@ -53,6 +53,15 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     return number
 
 
+def as_bool(call: str, argument: str, value: Any) -> bool:
+    """`value` as a bool; raises unless it is one: a text would be true whatever it says."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{call}: {argument} must be True or False, got {type(value).__name__} {value!r}"
+        )
+    return bool(value)
+
+
 def as_initializer(call: str, argument: str, init: Any) -> Initializer:
     """First values of rows; None are those of ``nn.Embed``."""
     if init is None:

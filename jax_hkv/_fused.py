@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
-from jax_hkv._checks import as_flag, as_float_dtype, as_integer, as_number
+from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number
 from jax_hkv._compat import is_traced
 from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
 
@@ -28,6 +28,11 @@ LearningRate = float | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 _MOST_STEPS = np.uint32(2**32 - 1)
+
+_ONE_ALPHA = (
+    "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
+    "number, or take an optimizer with a schedule, optim.adagrad, say"
+)
 
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
@@ -110,6 +115,8 @@ class FusedOptimizer:
         """
         check_one_device("optim.update", table)
         rule = self.rule
+        if rule.name == "ftrl" and learning_rate is not None:
+            raise TypeError(f"optim.update: FTRL takes no learning_rate: {_ONE_ALPHA}")
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule)
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
@@ -206,8 +213,10 @@ def _optimizer(
         starts=starts,
         is_rowwise=is_rowwise,
         state_dtype=dtype,
-        count_per_row=bool(options.get("count_per_row", False)),
-        stochastic_rounding=bool(options.get("stochastic_rounding", False)),
+        count_per_row=as_bool(call, "count_per_row", options.get("count_per_row", False)),
+        stochastic_rounding=as_bool(
+            call, "stochastic_rounding", options.get("stochastic_rounding", False)
+        ),
         seed=as_integer(call, "seed", options.get("seed", 0), 0, 2**64 - 1),
     )
     return FusedOptimizer(rule, learning_rate)
@@ -227,9 +236,15 @@ def sgd(
       nesterov: whether the trace is looked ahead of.
       **options: see :func:`adam`.
     """
+    is_ahead = as_bool("optim.sgd", "nesterov", nesterov)
     if momentum is None:
+        if is_ahead:
+            raise ValueError(
+                "optim.sgd: momentum must be a number where nesterov is True, got None: give 0.9, "
+                "say, or leave nesterov out"
+            )
         return _optimizer(sgd, "sgd", learning_rate, {}, (), options)
-    constants = {"momentum": momentum, "nesterov": int(nesterov)}
+    constants = {"momentum": momentum, "nesterov": int(is_ahead)}
     return _optimizer(sgd, "momentum", learning_rate, constants, (0.0,), options)
 
 
@@ -298,7 +313,11 @@ def adam(
       eps: outside the root.
       eps_root: inside the root.
       **options: for every optimizer of this kind:
-        `state_dtype`: of the optimizer rows, float32 (the default), bfloat16 or float16.
+        `state_dtype`: of the optimizer rows, float32 (the default), bfloat16 or float16. Half
+        types halve their memory, and are another optimizer: they are rounded to nearest, so that
+        an accumulator stands still once it is 256 (bfloat16) or 2,048 (float16) times what a step
+        adds; in bfloat16 a second moment with ``b2=0.999`` does not decay, in float16 small ones
+        are zero.
         `count_per_row`: whether a row counts its own updates; otherwise the table's are counted. A
         schedule is told the table's count in either case.
         `stochastic_rounding`: of bfloat16 rows, by random bits that are a function of `seed`, key,
@@ -356,7 +375,7 @@ def _adam(
 
 
 def ftrl(
-    learning_rate: LearningRate,
+    learning_rate: float,
     l1: float = 0.0,
     l2: float = 0.0,
     beta: float = 0.0,
@@ -365,8 +384,11 @@ def ftrl(
 ) -> FusedOptimizer:
     """FTRL-proximal, whose rows become sparse under `l1` (McMahan et al., 2013).
 
+    A row is made of its sums of gradients alone: of its first value, or one that was assigned,
+    nothing remains after its first update. Tables begin with ``initializers.zeros()`` therefore.
+
     Args:
-      learning_rate: alpha of the paper; a number, or a schedule.
+      learning_rate: alpha of the paper, a positive number: the same for all steps.
       l1: lambda 1.
       l2: lambda 2.
       beta: of the paper.
@@ -374,7 +396,12 @@ def ftrl(
       **options: see :func:`adam`.
     """
     call = "optim.ftrl"
+    if callable(learning_rate):
+        raise TypeError(f"{call}: learning_rate must be a number, got a function: {_ONE_ALPHA}")
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
-    return _optimizer(
-        ftrl, "ftrl", learning_rate, {"l1": l1, "l2": l2, "beta": beta}, (start, 0.0), options
-    )
+    constants = {"l1": l1, "l2": l2, "beta": beta}
+    made = _optimizer(ftrl, "ftrl", learning_rate, constants, (start, 0.0), options)
+    alpha: Any = made.learning_rate
+    if not alpha > 0:
+        raise ValueError(f"{call}: learning_rate must be a positive number, got {alpha}")
+    return made

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_flag, as_float_dtype
+from jax_hkv._checks import as_bool, as_flag, as_float_dtype
 from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
@@ -114,7 +114,7 @@ class SparseOptimizer:
 
     transformation: Transformation
     count_per_row: bool = False
-    dtype: Any = None
+    dtype: Any = np.dtype(np.float32)
 
     def init(self, table: Table) -> Table:
         """The table with this optimizer's rows, fresh for every slot.
@@ -131,8 +131,8 @@ class SparseOptimizer:
         check_one_device("optim.init", table)
         structure = self._structure(table)
         with jax.ensure_compile_time_eval():
-            state = self._init(jnp.zeros((1, table.dim), self._dtype(table)))
-            other = self._init(jnp.ones((1, table.dim), self._dtype(table)))
+            state = self._init(jnp.zeros((1, table.dim), self.dtype))
+            other = self._init(jnp.ones((1, table.dim), self.dtype))
             _check_no_micro_steps(state)
             fresh, shared = structure.split(state)
             for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
@@ -189,9 +189,8 @@ class SparseOptimizer:
         batch = batch._replace(slots=jnp.where(is_moved, batch.slots, _index.NO_SLOT))
         table, params = gather_values(table, batch.slots)
         table, state_rows = gather_optimizer(table, batch.slots)
-        dtype = self._dtype(table)
-        sums = _index.combine(batch.groups, batch.terms).astype(dtype)
-        params = params.astype(dtype)
+        sums = _index.combine(batch.groups, batch.terms).astype(self.dtype)
+        params = params.astype(self.dtype)
         state = before.structure.join(state_rows, before.shared)
         updates, state = self._update(sums, state, params, **extra)
         new_rows, shared = before.structure.split(state)
@@ -209,9 +208,6 @@ class SparseOptimizer:
         optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
         return dataclasses.replace(table, optimizer=optimizer)
 
-    def _dtype(self, table: Table) -> np.dtype:
-        return np.dtype(table.dtype if self.dtype is None else self.dtype)
-
     # With a count in every row, every row has a state of its own: the transformation sees one row.
 
     def _init(self, rows: jax.Array) -> Any:
@@ -226,7 +222,7 @@ class SparseOptimizer:
 
     def _check_update(self, table: Table) -> None:
         """Raises if the transformation's update of a row fails, but for arguments that it needs."""
-        row = jax.ShapeDtypeStruct((1, table.dim), self._dtype(table))
+        row = jax.ShapeDtypeStruct((1, table.dim), self.dtype)
         try:
             jax.eval_shape(lambda row: self._update(row, self._init(row), row), row)
         except _MISSES_ARGUMENTS:
@@ -240,7 +236,7 @@ class SparseOptimizer:
     def _structure(self, table: Table) -> _Structure:
         """Which leaves of the state follow the number of rows, seen at two different numbers."""
         two, three = (
-            jax.eval_shape(self._init, jax.ShapeDtypeStruct((count, table.dim), self._dtype(table)))
+            jax.eval_shape(self._init, jax.ShapeDtypeStruct((count, table.dim), self.dtype))
             for count in (2, 3)
         )
         leaves = jax.tree.leaves_with_path(two)
@@ -252,7 +248,7 @@ class SparseOptimizer:
 
 
 def sparse(
-    transformation: Transformation, *, count_per_row: bool = False, dtype: Any = None
+    transformation: Transformation, *, count_per_row: bool = False, dtype: Any = jnp.float32
 ) -> SparseOptimizer:
     """Makes an optax transformation update the rows that a batch touched, and no others.
 
@@ -264,9 +260,10 @@ def sparse(
       transformation: any ``optax.GradientTransformation``.
       count_per_row: whether scalars of the state (step counts) are kept for each row, so that a row
         counts its own updates, schedules included; otherwise all rows share them.
-      dtype: in which the transformation works, by default that of the rows. float32 keeps moments
-        and arithmetic in float32 for half rows. In float16 an eps of 1e-8 is 0, and a gradient of 0
-        makes Adam's row NaN: take float32 there.
+      dtype: in which the transformation works and its state is kept, for half rows too: float32,
+        unless memory is scarcer than exactness. In bfloat16 an accumulator stands still once it is
+        256 times what a step adds; in float16 an eps of 1e-8 is 0, and a gradient of 0 makes Adam's
+        row NaN.
 
     Example:
       >>> import optax
@@ -277,8 +274,9 @@ def sparse(
       >>> table = opt.update(table, result, jnp.ones_like(result.values))
     """
     _check_sparse(transformation)
-    kind = None if dtype is None else as_float_dtype("optim.sparse", "dtype", dtype)
-    return SparseOptimizer(transformation, count_per_row, kind)
+    kind = as_float_dtype("optim.sparse", "dtype", dtype)
+    is_per_row = as_bool("optim.sparse", "count_per_row", count_per_row)
+    return SparseOptimizer(transformation, is_per_row, kind)
 
 
 def _is_native(optimizer: Any) -> bool:

@@ -303,8 +303,8 @@ def test_what_is_no_transformation_is_refused_at_once(given, message):
 
 def test_optimizer_rows_of_another_dtype_are_named():
     """What has the same state but its dtype was initialised by another optimizer."""
-    half = hkv.optim.sparse(optax.adam(0.1))
-    full = hkv.optim.sparse(optax.adam(0.1), dtype=jnp.float32)
+    half = hkv.optim.sparse(optax.adam(0.1), dtype=jnp.bfloat16)
+    full = hkv.optim.sparse(optax.adam(0.1))
     table = half.init(hkv.create(128, DIM, dtype=jnp.bfloat16))
     table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
     with pytest.raises(ValueError, match=r"optimizer rows are bfloat16, .* float32: .*opt\.init"):
@@ -491,3 +491,78 @@ def test_positions_are_listed_by_numbers_that_a_caller_made_up(platform, rng):
             np.testing.assert_array_equal(listed.offsets, offsets)
             behind = np.full(n - len(expected), -1)
             np.testing.assert_array_equal(listed.order, np.concatenate([expected, behind]))
+
+
+def test_accumulators_of_half_rows_go_on_growing():
+    """In bfloat16 the sum would stand still at 0.1: a step adds 0.000025."""
+    opt = hkv.optim.sparse(optax.adagrad(0.1))
+    table = opt.init(hkv.create(128, 1, dtype=jnp.bfloat16))
+
+    def step(table, _):
+        table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+        return opt.update(table, result, jnp.full((1, 1), 5e-3)), result.slots[0]
+
+    table, slots = jax.jit(lambda table: jax.lax.scan(step, table, None, length=400))(table)
+    (sums,) = table.optimizer.rows
+    np.testing.assert_allclose(sums[slots[0], 0], 0.1 + 400 * 2.5e-5, rtol=1e-4)
+
+
+def test_decayed_weights_are_a_transformation_before_another():
+    """As the guide says of optimizers without a weight decay: lazily, of touched rows."""
+    transformation = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
+    opt = hkv.optim.sparse(transformation)
+    table = opt.init(hkv.create(128, 2, init=hkv.initializers.ones()))
+    table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+    table, _ = hkv.find_or_insert(table, np.array([2], np.int32))
+    table = opt.update(table, result, jnp.zeros((1, 2)))
+    rows = hkv.find(table, np.array([1, 2], np.int32))[1].values
+    np.testing.assert_allclose(rows, [[0.95, 0.95], [1.0, 1.0]], rtol=1e-6)
+
+
+def test_ftrl_has_one_rate():
+    """What its rows keep is for one alpha: with a smaller one they would shrink, with 0 be NaN."""
+    with pytest.raises(
+        TypeError, match=r"ftrl: learning_rate must be a number, got a function.*ad"
+    ):
+        hkv.optim.ftrl(optax.linear_schedule(0.1, 0.0, 10))  # pyright: ignore[reportArgumentType]
+    for rate in (0.0, -0.1):
+        with pytest.raises(ValueError, match=rf"learning_rate must be a positive .*, got {rate}"):
+            hkv.optim.ftrl(rate)
+    opt = hkv.optim.ftrl(0.1)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, 1)), np.array([1], np.int32))
+    with pytest.raises(TypeError, match="FTRL takes no learning_rate: .* one alpha"):
+        opt.update(table, result, result.values, learning_rate=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda flag: hkv.optim.sgd(0.1, 0.9, flag), "optim.sgd: nesterov"),
+        (lambda flag: hkv.optim.sgd(0.1, stochastic_rounding=flag), "sgd: stochastic_rounding"),
+        (lambda flag: hkv.optim.adam(0.1, count_per_row=flag), "optim.adam: count_per_row"),
+        (
+            lambda flag: hkv.optim.sparse(optax.sgd(0.1), count_per_row=flag),
+            "sparse: count_per_row",
+        ),
+    ],
+)
+def test_options_that_are_flags_are_flags(make, argument):
+    assert make(np.True_) == make(True) or "sparse" in argument
+    for wrong in ("False", 1, None):
+        got = type(wrong).__name__
+        with pytest.raises(TypeError, match=f"{argument} must be True or False, got {got}"):
+            make(wrong)
+
+
+def test_what_looks_ahead_of_a_trace_needs_one():
+    with pytest.raises(ValueError, match="momentum must be a number where nesterov is True"):
+        hkv.optim.sgd(0.1, nesterov=True)
+
+
+def test_clipping_is_rounded_once():
+    """In float16 this factor would be 0."""
+    gradients = {"w": jnp.full((1,), 3e4, jnp.float16)}
+    clipped, _, norm = hkv.optim.clip_by_global_norm(1e-4, gradients, [], [])
+    assert clipped["w"].dtype == jnp.float16
+    np.testing.assert_allclose(clipped["w"].astype(jnp.float32), 1e-4, rtol=1e-3)
+    np.testing.assert_allclose(norm, 3e4, rtol=1e-3)
