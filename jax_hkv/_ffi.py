@@ -221,7 +221,8 @@ def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> Non
             raise NotImplementedError(
                 f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
                 "table cannot. Use in_axes=None and out_axes=None for the table; where tables are "
-                "stacked, jax.lax.map goes through them."
+                "stacked, jax.lax.map goes through them. Under vmap a lax.cond or while_loop whose "
+                "condition is mapped maps all that it works on: choose from results by jnp.where."
             )
 
 
@@ -302,7 +303,9 @@ def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
         f"{name} of jax_hkv has no derivative: a table is never differentiated. "
         "Differentiate with respect to the rows that a lookup returned: look up outside the "
         "differentiated function, pass result.values in, and give its gradient to "
-        "jax_hkv.optim.sparse(...).update."
+        "jax_hkv.optim.sparse(...).update. A table, or a gradient for an update, that comes out of "
+        "something differentiated goes through jax.lax.stop_gradient first; of pooled lookups and "
+        "of Unique.expand there is no second derivative (jax_hkv.pool has one)."
     )
 
 

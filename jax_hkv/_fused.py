@@ -87,7 +87,7 @@ class FusedOptimizer:
         if rule.count_per_row:
             fresh.append(jnp.zeros((1,), jnp.uint32))
         count = jnp.zeros((1,), jnp.uint32)
-        rows = _updates.optimizer_rows(fresh, [count], rule, table.capacity)
+        rows = _updates.optimizer_rows(fresh, [count], rule, table)
         return dataclasses.replace(table, optimizer=rows)
 
     def update(

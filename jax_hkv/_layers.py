@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, metrics, pooled, sharding
 from jax_hkv import operations as _operations
+from jax_hkv._compat import is_traced
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
@@ -42,7 +43,8 @@ class StepInfo(NamedTuple):
       finite: whether the gradients were finite, so that the step was taken; None without a loss
         scale, when nobody looks.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
-        room. The step was not taken then, and :func:`train_step` raises.
+        room. The step was not taken then, and :func:`train_step` raises, unless the step is itself
+      traced (in a scan, say), where this count is all that tells.
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them.
     """
@@ -68,9 +70,18 @@ def with_host_checks(jitted: Any, kind: type, info_of: Callable[[Any], StepInfo]
     def checked(state: Any, *args: Any) -> Any:
         _check_state(state, kind)
         _check_host(args)
-        outputs = jitted(state, *args)
+        try:
+            outputs = jitted(state, *args)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                "train_step: a layer that loss_fn calls inside a transformation of JAX (jax.jit, "
+                "jax.checkpoint, jax.lax.scan, jax.lax.cond, jax.lax.map) cannot give its table "
+                "back: call it outside, or take nn.remat or nn.jit of flax.linen"
+            )
+            raise
         for where, overflow in info_of(outputs).strict_overflow.items():
-            sharding.check_overflow(overflow, where, outputs)
+            if not is_traced(overflow):  # a step in a scan leaves it in its report
+                sharding.check_overflow(overflow, where, outputs)
         return outputs
 
     checked.lower = jitted.lower  # pyright: ignore[reportAttributeAccessIssue]

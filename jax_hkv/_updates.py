@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_rows
+from jax_hkv._compat import is_traced
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.index import NO_SLOT
@@ -42,15 +43,21 @@ def optimizer_rows(
     fresh: Sequence[Num[Array, "1 ..."]],
     shared: Sequence[Num[Array, "1 ..."]],
     structure: Any,
-    slots: int,
+    table: Table,
 ) -> OptimizerRows:
-    """Optimizer rows for a table of so many slots, all of them fresh."""
-    return OptimizerRows(
-        rows=tuple(_rows.new(leaf, slots) for leaf in fresh),
+    """Optimizer rows for a table, all of them fresh, on its device."""
+    is_placed = not is_traced(table.values) and getattr(table.values, "committed", False)
+    devices = table.values.devices() if is_placed else ()
+
+    def on_device(leaf: jax.Array) -> jax.Array:
         # A buffer of its own for each leaf: donation refuses one twice.
-        fresh=tuple(jnp.array(leaf, copy=True) for leaf in fresh),
-        shared=tuple(jnp.array(leaf, copy=True) for leaf in shared),
-        skipped=jnp.zeros((1,), jnp.uint32),
+        return jnp.array(jax.device_put(leaf, *devices) if len(devices) == 1 else leaf, copy=True)
+
+    return OptimizerRows(
+        rows=tuple(_rows.new(on_device(leaf), table.capacity) for leaf in fresh),
+        fresh=tuple(map(on_device, fresh)),
+        shared=tuple(map(on_device, shared)),
+        skipped=on_device(jnp.zeros((1,), jnp.uint32)),
         structure=structure,
     )
 

@@ -179,7 +179,8 @@ def find(
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
       touch: whether hits are scored as if they had been inserted again (this changes the table).
       fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
-        default is 0.0 here, and "initial" in :func:`jax_hkv.find_pooled`.
+        default is 0.0 here, and "initial" in :func:`jax_hkv.find_pooled`. Another number is
+        another program.
 
     Returns:
       The table, and rows ``[*keys.shape, dim]``, found and slots. Masked positions are not found;

@@ -145,7 +145,7 @@ class SparseOptimizer:
             self._check_update(table)
             if not self.count_per_row:
                 _check_rows_are_apart(self.transformation, table.dim)
-        rows = _updates.optimizer_rows(fresh, shared, structure, table.capacity)
+        rows = _updates.optimizer_rows(fresh, shared, structure, table)
         return dataclasses.replace(table, optimizer=rows)
 
     def update(

@@ -381,3 +381,17 @@ def test_an_array_of_another_library_is_named_by_a_step(api):
     run = layer_step(api, layer, np.zeros(4, np.int32))
     with pytest.raises(TypeError, match=r"arguments\[0\] is an .*Tensor: make keys .*from_numpy"):
         run(Tensor())
+
+
+def test_a_layer_inside_a_transformation_of_a_loss_is_told_of():
+    """Its table cannot come back from there; JAX's error says nothing of layers."""
+    layer = hkv.linen.Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+    ids = np.arange(4, dtype=np.int32)
+    state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
+
+    def loss(apply, ids):
+        return jax.checkpoint(lambda ids: apply(ids, train=True).sum())(ids)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        hkv.linen.train_step(loss)(state, ids)
+    assert "call it outside, or take nn.remat" in "".join(raised.value.__notes__)

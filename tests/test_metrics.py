@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,3 +165,15 @@ def test_a_full_and_an_empty_table_have_a_picture():
     np.testing.assert_allclose(line.get_ydata(), [1.0] + 128 * [0.0], atol=1e-12)
     with pytest.raises(TypeError, match=r"plots\.summary: table must be .* got str"):
         plots.summary("table")  # pyright: ignore
+
+
+def test_a_load_factor_is_one_number_jitted_or_not():
+    """Compilers take a division by a constant for a multiplication by its inverse."""
+    table = hkv.create(384, 1)
+    jitted = jax.jit(hkv.load_factor)
+    for entries in range(1, 128):
+        occupancy = jnp.array([entries, entries, 5], jnp.int32)
+        index = dataclasses.replace(table.index, occupancy=occupancy)
+        filled = dataclasses.replace(table, index=index)
+        expected = np.float32(2 * entries + 5) / np.float32(384)
+        assert float(hkv.load_factor(filled)) == float(jitted(filled)) == float(expected)

@@ -566,3 +566,11 @@ def test_clipping_is_rounded_once():
     assert clipped["w"].dtype == jnp.float16
     np.testing.assert_allclose(clipped["w"].astype(jnp.float32), 1e-4, rtol=1e-3)
     np.testing.assert_allclose(norm, 3e4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))])
+def test_optimizer_rows_lie_where_the_table_lies(opt):
+    device = jax.devices("cpu")[-1]
+    table = opt.init(jax.device_put(hkv.create(128, DIM), device))
+    assert {own for leaf in jax.tree.leaves(table) for own in leaf.devices()} == {device}
+    assert not opt.init(hkv.create(128, DIM)).optimizer.rows[0].committed

@@ -370,6 +370,9 @@ def test_a_strict_exchange_that_overflows_raises_and_leaves_the_state_as_it_was(
     jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, after.params))
     assert all(int(jnp.sum(table.occupancy)) == 0 for table in tables_of(after.tables))
     assert not bool(info.finite)
+    # In a program of one's own nobody can raise; the report says it.
+    _, traced = jax.eval_shape(step, after, placement.put(batch))
+    assert list(traced.strict_overflow) == list(info.strict_overflow)
 
 
 @pytest.mark.parametrize("mode", ONCE)

@@ -250,6 +250,10 @@ def test_vmap_over_tables_says_that_the_table_cannot_be_mapped():
     keys = hkv.Keys.from_numpy(np.arange(4))
     with pytest.raises(NotImplementedError, match="the table cannot"):
         jax.vmap(lambda t: hkv.contains(t, keys)[1])(stacked)
+    table = hkv.create(128, DIM)
+    either = jax.vmap(lambda p: jax.lax.cond(p, lambda: hkv.size(hkv.find(table, keys)[0]), int))
+    with pytest.raises(NotImplementedError, match=r"whose condition is mapped .* jnp\.where"):
+        either(jnp.array([True, False]))
 
 
 def test_differentiating_a_table_says_what_to_differentiate():
