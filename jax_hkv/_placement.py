@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from jax_hkv._compat import check_elements
+from jax_hkv._compat import check_elements, is_traced
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged
 from jax_hkv.table import Table
@@ -366,7 +366,7 @@ class Placement:
 
     def _check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""
-        expected = leading or (2 * self.devices,)
+        expected = (*leading, 2) if leading else (2 * self.devices,)
         for node in jax.tree.leaves(state, is_leaf=_is_table):
             shape = node.clock.shape if _is_table(node) else expected
             # Stacked tables have an axis more, wherever their user has put it.
@@ -406,6 +406,14 @@ class _Checked:
         self._compiled = compiled
 
     def __call__(self, state: Any, *batch: Any) -> Any:
+        for leaf in jax.tree.leaves(state):
+            if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+                # Not left to JAX: jaxlib 0.10 ends the process there, on a mesh of CPU devices.
+                raise RuntimeError(
+                    f"{self._call}: state was used up by an earlier step, got arrays that were "
+                    "donated: go on with the state that it returned, or make the step with "
+                    "donate=False"
+                )
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)

@@ -496,9 +496,7 @@ def _trainable(model: nnx.Module) -> list[str]:
 
 
 # What a skipped step leaves as it was, beside the rows: parameters, statistics, both optimizers.
-_SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState))
-
-
+_SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState, nnx.Intermediate))
 # What devices find out by themselves, each from its part of a batch: their mean is kept.
 _STATISTICS = nnx.Not(nnx.Any(TableVariable, nnx.Param, nnx.RngState))
 
@@ -579,6 +577,7 @@ def train_step(
             loss, aux = _layers.loss_and_aux(loss_fn(model, *args), has_aux)
             return _layers.scaled(devices.part(loss), scale), (loss, aux)
 
+        nnx.pop(state.model, nnx.Intermediate)  # what an earlier step has sown
         parts = (state.model, state.optimizer)
         before = jax.tree.map(lambda leaf: leaf, nnx.state(parts, _SKIPPED))  # the arrays as such
         (_, (loss, aux)), dense, rows = value_and_grad(scaled_loss, has_aux=True)(

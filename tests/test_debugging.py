@@ -376,3 +376,21 @@ def test_dense_gradients_may_be_numbers_of_python():
     clipped, _, norm = hkv.optim.clip_by_global_norm(1.0, {"w": 3.0, "b": 4.0}, [], [])
     assert float(norm) == 5.0
     np.testing.assert_allclose([clipped["w"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
+
+
+def test_an_export_from_far_behind_the_end_is_empty():
+    table, _ = hkv.find_or_insert(hkv.create(128, 1), IDS)
+    assert int(hkv.export_batch(table, 2**40, 4).count) == 0
+
+
+def test_sightings_are_halved_only_where_they_are_counted():
+    table = hkv.create(128, 1, admission=hkv.admission.probability(0.5))
+    with pytest.raises(ValueError, match="counts no sightings"):
+        hkv.halve_sightings(table)
+
+
+def test_a_touching_read_can_give_absent_keys_their_first_rows():
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM), IDS[:1])
+    _, found = hkv.find(table, IDS, touch=True, fill="initial", valid=IDS != 2)
+    rows = np.where(IDS[:, None] == 2, 0, hkv.initial_rows(table, IDS))
+    np.testing.assert_array_equal(found.values, rows)

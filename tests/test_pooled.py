@@ -673,3 +673,26 @@ def test_splits_that_do_not_fit_read_nothing_outside_the_batch():
     pool = jax.jit(lambda splits: hkv.pool(rows, row_splits=splits))
     pooled = pool(jnp.array([-5, 3, 900, 2, 2**31 - 1], jnp.int32))
     assert np.isfinite(pooled).all() and pooled.shape == (4, DIM)
+
+
+def test_no_bags_have_no_weights():
+    bags = hkv.Jagged.from_lists([], weights=[])
+    assert bags.row_splits.tolist() == [0] and bags.weights.shape == (0,)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_remat_with_named_rows_looks_bags_up_once(is_weighted):
+    """What is saved by its name is not computed again."""
+    table, ids = hkv.create(128, DIM), np.array([[1, 2], [3, 4]], np.int32)
+
+    def loss(dense, weights, table):
+        given = weights if is_weighted else None
+        _, result = hkv.find_or_insert_pooled(table, ids, weights=given)
+        return jnp.sum(jnp.tanh(result.values @ dense))
+
+    policy = jax.checkpoint_policies.save_only_these_names("hkv_rows")
+    gradient = jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1))
+    arguments = (jnp.ones((DIM, 1)), jnp.ones((2, 2)), table)
+    hlo = jax.jit(gradient).lower(*arguments).compile().as_text()
+    names = ("jax_hkv.upsert", "jax_hkv.pool_rows", "jax_hkv.gather_rows")
+    assert [hlo.count(f'custom_call_target="{name}"') for name in names] == [1, 1, int(is_weighted)]

@@ -430,3 +430,20 @@ def test_sightings_of_another_shape_are_refused():
     table = ADAM.init(hkv.create(128, DIM, admission=rule))
     with pytest.raises(ValueError, match="sightings like the table's.*forgets them"):
         sharding.import_entries(None, table, source("shard_map"))
+
+
+def test_saved_entries_keep_their_epoch_and_no_half_of_a_file_is_found(tmp_path, monkeypatch):
+    table = hkv.advance_epoch(hkv.create(128, DIM, policy=hkv.Policy.EPOCH_LRU), 7)
+    exported = sharding.export_entries(hkv.find_or_insert(table, np.arange(3, dtype=np.int32))[0])
+    sharding.save_entries(tmp_path / "entries", exported)
+    again = sharding.load_entries(tmp_path / "entries")
+    assert (again.clock, again.epoch) == (exported.clock, exported.epoch) == (1, 7)
+
+    def full(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="no space"):
+        sharding.save_entries(tmp_path / "other", exported)
+    assert not (tmp_path / "other").exists()

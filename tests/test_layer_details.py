@@ -1,0 +1,427 @@
+"""What layers are given comes where it belongs; what steps report is all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+
+import jax_hkv as hkv
+
+DIM = 4
+IDS = np.array([1, 2, 3], np.int32)
+SGD = hkv.optim.sgd(0.1)
+
+
+@pytest.mark.parametrize("bag", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_layer_makes_its_table_of_all_that_it_is_given(api, bag):
+    options = {
+        "policy": hkv.Policy.LFU,
+        "choices": 2,
+        "seed": 7,
+        "admission": hkv.admission.frequency(2, width=64),
+    }
+    init = hkv.initializers.normal(0.5)
+    layer = getattr(getattr(hkv, api), bag)(
+        200, DIM, param_dtype=jnp.bfloat16, embedding_init=init, **options
+    )
+    if api == "linen":
+        table = layer.init(jax.random.key(0), IDS[None])["tables"]["table"]
+    else:
+        table = layer.table.get_value()
+    table = dataclasses.replace(table, index=dataclasses.replace(table.index, name="table"))
+    expected = hkv.create(200, DIM, dtype=jnp.bfloat16, init=init, **options)
+    assert jax.tree.structure(table) == jax.tree.structure(expected)
+    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(t)] for t in (table, expected)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_learned_row_has_the_type_of_the_rows(api):
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM, dtype=jnp.bfloat16)], [hkv.Feature("f", "a")]
+    )
+    one, several = getattr(hkv, api).Embed, getattr(hkv, api).EmbedCollection
+    layers = [
+        one(128, DIM, param_dtype="bfloat16", unseen="learned"),
+        several(declared, unseen="learned"),
+    ]
+    for layer, inputs in zip(layers, (IDS, {"f": IDS}), strict=True):
+        if api == "linen":
+            params = layer.init(jax.random.key(0), inputs)["params"]
+        else:
+            params = nnx.state(layer, nnx.Param)
+        assert [leaf.dtype for leaf in jax.tree.leaves(params)] == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_collection_gives_outputs_of_the_type_that_was_asked_for(api):
+    declared = hkv.Collection([hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a")])
+    layer = getattr(hkv, api).EmbedCollection(declared, dtype=jnp.bfloat16)
+    inputs = {"f": IDS}
+    rows = layer.init_with_output(jax.random.key(0), inputs)[0] if api == "linen" else layer(inputs)
+    assert rows["f"].dtype == jnp.bfloat16
+
+
+def test_a_skipped_nnx_step_goes_on_in_the_stream_of_random_numbers():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.rngs = nnx.Rngs(noise=0)
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+
+        def __call__(self, ids):
+            rows = self.embed(ids, train=True)
+            return rows * jax.random.normal(self.rngs.noise(), rows.shape)
+
+    state = hkv.nnx.TrainState(Noisy(), optax.sgd(0.1), hkv.optim.LossScale.create(4.0))
+    step = hkv.nnx.train_step(lambda model, ids, factor: (model(ids) * factor).sum())
+    assert not step(state, IDS, jnp.float32(np.inf)).finite
+    assert int(state.model.rngs.noise.count[...]) == 1
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "learned"])
+def test_masked_ids_get_zeros_whatever_unseen_ones_get(api, unseen):
+    valid = np.array([True, False, True])
+    layer = getattr(hkv, api).Embed(128, DIM, unseen=unseen)
+    if api == "linen":
+        variables = layer.init(jax.random.key(0), IDS)
+        if unseen == "learned":
+            variables = {**variables, "params": {"unseen": jnp.ones(DIM)}}
+        rows = layer.apply(variables, IDS, valid=valid)
+    else:
+        if unseen == "learned":
+            layer.unseen_row.set_value(jnp.ones(DIM))
+        rows = layer(IDS, valid=valid)
+    assert not np.asarray(rows[1]).any()
+    assert np.asarray(rows[0]).any() == (unseen != "zeros")
+
+
+@pytest.mark.parametrize("part", ["rows", "dense"])
+def test_a_step_is_skipped_if_any_gradient_is_not_finite(part):
+    """Of the rows alone, or of the dense parameters alone."""
+
+    class Apart(nn.Module):
+        @nn.compact
+        def __call__(self, ids, factors):
+            rows = hkv.linen.Embed(256, DIM, optimizer=SGD)(ids, train=not self.is_initializing())
+            return (rows * factors[0]).sum() + (
+                self.param("w", nn.initializers.ones, ()) * factors[1]
+            )
+
+    good = jnp.ones(2)
+    bad = good.at[0 if part == "rows" else 1].set(jnp.inf)
+    scale = hkv.optim.LossScale.create(4.0)
+    state = hkv.linen.TrainState.create(
+        Apart(), jax.random.key(0), IDS, good, tx=optax.sgd(0.1), loss_scale=scale
+    )
+    step = hkv.linen.train_step(lambda apply, *args: apply(*args), donate=False)
+    assert step(state, IDS, good)[1].finite
+    after, info = step(state, IDS, bad)
+    assert not info.finite and float(after.loss_scale.scale) == 2.0
+    np.testing.assert_array_equal(after.params["w"], 1.0)
+    (table,) = jax.tree.leaves(after.tables, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
+    np.testing.assert_array_equal(hkv.find(table, IDS)[1].values, hkv.initial_rows(table, IDS))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_bound_of_a_norm_is_that_of_gradients_without_their_loss_scale(api):
+    rate, ids = hkv.optim.sgd(1.0), np.arange(16, dtype=np.int32)
+    scale = hkv.optim.LossScale.create(2.0**10)
+
+    def moved(bound):
+        if api == "linen":
+            model = hkv.linen.Embed(256, DIM, optimizer=rate)
+            state = hkv.linen.TrainState.create(
+                model, jax.random.key(0), ids, tx=optax.sgd(1.0), loss_scale=scale
+            )
+            step = hkv.linen.train_step(
+                lambda apply, ids: apply(ids, train=True).sum(), max_norm=bound
+            )
+            table = step(state, ids)[0].tables["table"]
+        else:
+            state = hkv.nnx.TrainState(
+                hkv.nnx.Embed(256, DIM, optimizer=rate), optax.sgd(1.0), scale
+            )
+            hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum(), max_norm=bound)(state, ids)
+            table = state.model.table.get_value()
+        return np.linalg.norm(hkv.find(table, ids)[1].values - hkv.initial_rows(table, ids))
+
+    np.testing.assert_allclose([moved(1.0), moved(100.0)], [1.0, 8.0], rtol=1e-5)
+
+
+def test_counts_of_a_table_are_summed_over_the_lookups_of_a_step():
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM, optimizer=SGD)], [hkv.Feature("f", "a")]
+    )
+    layer = hkv.linen.EmbedCollection(declared)
+    first, second = {"f": IDS}, {"f": np.array([3, 4], np.int32)}
+    state = hkv.linen.TrainState.create(layer, jax.random.key(0), first, tx=optax.sgd(0.1))
+
+    def loss_fn(apply, *inputs):
+        return sum(apply(each, train=True)["f"].sum() for each in inputs)
+
+    _, info = hkv.linen.train_step(loss_fn)(state, first, second)
+    assert jax.tree.map(int, info.counts["a"]) == hkv.Counts(5, 1, 4, 0, 0)
+
+
+def test_gradients_lose_their_scale_in_float32():
+    """float16 has no number for what is left of them."""
+    x, scale = jnp.ones((2, 4)), hkv.optim.LossScale.create(2.0**15)
+    model = nn.Dense(1, param_dtype=jnp.float16, dtype=jnp.float16)
+    state = hkv.linen.TrainState.create(
+        model, jax.random.key(0), x, tx=optax.scale(-1e8), loss_scale=scale
+    )
+    step = hkv.linen.train_step(
+        lambda apply, x: apply(x).astype(jnp.float32).mean() * 1e-9, donate=False
+    )
+    after, info = step(state, x)
+    moved = np.float32(state.params["kernel"]) - np.float32(after.params["kernel"])
+    assert info.finite
+    np.testing.assert_allclose(moved, 0.1, rtol=0.02)
+
+
+def test_weight_decay_of_half_parameters_is_taken_in_float32():
+    x, scale = jnp.ones((2, 4)), hkv.optim.LossScale.create(2.0)
+    model = nn.Dense(1, param_dtype=jnp.float16, dtype=jnp.float16)
+    tx = optax.chain(optax.add_decayed_weights(1e-8), optax.scale(-1e7))
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), x, tx=tx, loss_scale=scale)
+    step = hkv.linen.train_step(
+        lambda apply, x: apply(x).astype(jnp.float32).mean() * 0, donate=False
+    )
+    after, _ = step(state, x)
+    before = np.float32(state.params["kernel"])
+    np.testing.assert_allclose(np.float32(after.params["kernel"]), 0.9 * before, rtol=2e-3)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_missing_feature_is_refused_by_the_layers_too(api):
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a"), hkv.Feature("g", "a")]
+    )
+    layer = getattr(hkv, api).EmbedCollection(declared)
+    both = {"f": IDS, "g": IDS}
+    if api == "linen":
+        variables = layer.init(jax.random.key(0), both)
+        call = functools.partial(layer.apply, variables)
+    else:
+        call = layer
+    with pytest.raises(ValueError, match=r"missing: \['g'\]"):
+        call({"f": IDS})
+    assert set(call({"f": IDS}, partial=True)) == {"f"}
+
+
+def test_the_dense_gradients_are_those_of_the_filter():
+    class Other(nnx.Variable):
+        pass
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+            self.other, self.param = Other(jnp.ones(())), nnx.Param(jnp.ones(()))
+
+        def __call__(self, ids):
+            return (self.embed(ids, train=True) * self.other[...] * self.param[...]).sum()
+
+    differentiate = hkv.nnx.value_and_grad(lambda model, ids: model(ids), wrt=Other)
+    _, dense, rows = differentiate(Model(), IDS)
+    assert set(nnx.to_pure_dict(dense)) == {"other"} and set(rows) == {"embed/table"}
+
+
+def test_a_table_of_two_nnx_layers_is_changed_once():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.one = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+            self.two = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+            self.two.table = self.one.table
+
+    state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
+    state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0))
+    assert int(state.model.two.table.get_value().epoch[0]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
+@pytest.mark.parametrize("bag", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_scores_that_a_layer_is_given_are_those_of_its_table(api, bag):
+    layer = getattr(getattr(hkv, api), bag)(128, DIM, optimizer=SGD, policy=hkv.Policy.CUSTOM)
+    scores = np.array([[7, 8, 9]], np.uint32)
+    if api == "linen":
+        variables = layer.init(jax.random.key(0), IDS[None])
+        _, updated = layer.apply(
+            variables, IDS[None], train=True, scores=scores, mutable=hkv.linen.MUTABLE
+        )
+        table = updated["tables"]["table"]
+    else:
+        layer(IDS[None], train=True, scores=scores)
+        table = layer.table.get_value()
+    assert sorted(hkv.sharding.export_entries(table).scores.tolist()) == [7, 8, 9]
+
+
+def test_a_state_counts_its_steps_and_takes_the_arguments_of_init():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, *, width=1, train=False):
+            return nn.Dense(width)(hkv.linen.Embed(256, DIM, optimizer=SGD)(ids, train=train))
+
+    state = hkv.linen.TrainState.create(Model(), jax.random.key(0), IDS, tx=optax.sgd(0.1), width=3)
+    assert state.params["Dense_0"]["kernel"].shape == (DIM, 3)
+    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True, width=3).sum())
+    for _ in range(2):
+        state, _ = step(state, IDS)
+    assert int(state.step) == 2
+
+
+def test_perturbations_are_those_of_the_call_that_is_given():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=()):
+            return [
+                hkv.linen.Embed(256, DIM, optimizer=SGD, name=name)(ids, train=name in train)
+                for name in ("a", "b")
+            ]
+
+    model = Two()
+    variables = model.init(jax.random.key(0), IDS)
+    zeros = hkv.linen.perturbations(model, variables, IDS, train=("b",))
+    assert set(zeros) == {"b"}
+
+
+def test_perturbations_of_a_later_step_are_those_of_its_lookups_alone():
+    """Where the variables still hold the record of an earlier one."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    variables = model.init(jax.random.key(0), IDS)
+    _, updated = model.apply(variables, IDS, train=True, mutable=hkv.linen.MUTABLE)
+    zeros = hkv.linen.perturbations(model, {**variables, **updated}, IDS, train=True)
+    assert set(zeros) == {"table_rows_0"}
+
+
+def test_flax_serialization_takes_leaves_in_any_order():
+    table = SGD.init(hkv.create(128, DIM, policy=hkv.Policy.EPOCH_LRU))
+    table, _ = hkv.find_or_insert(hkv.advance_epoch(table, 3), IDS)
+    state = serialization.to_state_dict(table)
+    backwards = dict(reversed(state.items()))
+    restored = serialization.from_state_dict(
+        SGD.init(hkv.create(128, DIM, policy=hkv.Policy.EPOCH_LRU)), backwards
+    )
+    jax.tree.map(np.testing.assert_array_equal, restored, table)
+
+
+def test_a_collection_makes_its_tables_of_all_that_they_are_declared_with():
+    options = {
+        "dtype": jnp.bfloat16,
+        "policy": hkv.Policy.EPOCH_LFU,
+        "choices": 2,
+        "init": hkv.initializers.normal(0.25),
+        "seed": 7,
+        "admission": hkv.admission.frequency(2, width=64),
+    }
+    declared = hkv.Collection([hkv.TableConfig("a", 200, DIM, **options)], [hkv.Feature("f", "a")])
+    table, expected = declared.create()["a"], hkv.create(200, DIM, name="a", **options)
+    assert jax.tree.structure(table) == jax.tree.structure(expected)
+    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(t)] for t in (table, expected)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("combiner", ["sum", None])
+def test_masks_and_weights_of_single_ids_count(combiner):
+    declared = hkv.Collection([hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a", combiner)])
+    valid, weights = np.array([True, False, True]), np.array([1.0, 2.0, 3.0], np.float32)
+    tables = declared.create()
+    rows = np.asarray(hkv.initial_rows(tables["a"], IDS))
+    expected = {
+        "both": (hkv.Padded(IDS, valid, weights), rows * (valid * weights)[:, None]),
+        "mask": (hkv.Padded(IDS, valid=valid), rows * valid[:, None]),
+        "weights": (hkv.Padded(IDS, weights=weights), rows * weights[:, None]),
+    }
+    for name, (padded, wanted) in expected.items():
+        _, found = declared.lookup(tables, {"f": padded})
+        spread = declared.spread(found.rows, found.parts)["f"]
+        np.testing.assert_allclose(spread, wanted, rtol=1e-6, err_msg=name)
+
+
+def test_sizes_of_tables_over_devices_are_refused():
+    declared = hkv.Collection([hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a")])
+    placement = hkv.sharding.Placement(jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2]))
+    with pytest.raises(TypeError, match="Collection.sizes: table must be that of one device"):
+        declared.sizes(placement.create(declared.create))
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "learned"])
+@pytest.mark.parametrize("bag", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_what_refused_ids_get_in_training(api, bag, unseen):
+    rule = hkv.admission.frequency(2, width=64)
+    layer = getattr(getattr(hkv, api), bag)(128, DIM, optimizer=SGD, admission=rule, unseen=unseen)
+    ids, given = IDS[:, None], np.arange(DIM, dtype=np.float32)
+    if api == "linen":
+        variables = layer.init(jax.random.key(0), ids)
+        if unseen == "learned":
+            variables = {**variables, "params": {"unseen": given}}
+        table = variables["tables"]["table"]
+        rows, _ = layer.apply(variables, ids, train=True, mutable=hkv.linen.MUTABLE)
+    else:
+        if unseen == "learned":
+            layer.unseen_row.set_value(jnp.asarray(given))
+        table = layer.table.get_value()
+        rows = layer(ids, train=True)
+    own = np.asarray(hkv.initial_rows(table, IDS))
+    expected = {"initial": own, "zeros": 0 * own, "learned": 0 * own + given}[unseen]
+    np.testing.assert_array_equal(rows.reshape(3, DIM), expected)
+
+
+def test_a_table_by_itself_has_the_counts_of_its_physical_table():
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM, optimizer=SGD)], [hkv.Feature("f", "a")]
+    )
+    tables, found = declared.lookup(
+        declared.create(), {"f": np.arange(128, dtype=np.int32)}, train=True
+    )
+    tables, found = declared.lookup(tables, {"f": np.array([5, 500], np.int32)}, train=True)
+    counts = declared.groups[0].counts(found.results["a"])["a"]
+    assert jax.tree.map(int, counts) == hkv.Counts(2, 1, 1, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int32])
+def test_weights_of_a_feature_are_not_cast(dtype):
+    declared = hkv.Collection([hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a")])
+    padded = hkv.Padded(IDS[None], weights=np.ones((1, 3), dtype))
+    with pytest.raises(TypeError, match="feature 'f': weights must be float32"):
+        declared.lookup(declared.create(), {"f": padded})
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_a_model_that_sows_is_traced_no_more_than_twice(scale):
+    class Sowing(nnx.Module):
+        def __init__(self):
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+
+        def __call__(self, ids):
+            rows = self.embed(ids, train=True)
+            self.sow(nnx.Intermediate, "norm", jnp.linalg.norm(rows))
+            return rows.sum()
+
+    scale = None if scale is None else hkv.optim.LossScale.create(scale)
+    state = hkv.nnx.TrainState(Sowing(), optax.sgd(0.1), scale)
+    traced = []
+
+    def loss_fn(model, ids):
+        traced.append(ids)
+        return model(ids)
+
+    step = hkv.nnx.train_step(loss_fn)
+    seen = []
+    for _ in range(4):
+        step(state, IDS)
+        seen.append(len(traced))
+    assert seen[1] == seen[2] == seen[3]  # the second step finds what the first has sown

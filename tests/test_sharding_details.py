@@ -1,0 +1,283 @@
+"""Where two features meet over devices: what steps skip, report, refuse and send again."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+from jax_hkv.sharding import Exchange, Placement
+
+ADAM = hkv.optim.adam(1e-2)
+SGD = hkv.optim.sgd(0.1)
+
+
+def mesh_of(count, *shape):
+    names = ("node", "device") if shape else ("device",)
+    return jax.make_mesh(shape or (count,), names, devices=jax.devices("cpu")[:count])
+
+
+@pytest.mark.parametrize("apply", [False, True])
+@pytest.mark.parametrize("slack", [0.1, 4.0])
+def test_a_step_over_devices_that_is_not_applied_changes_nothing(slack, apply):
+    """Nor in the second round, of keys that found no room."""
+    placement = Placement(mesh_of(4))
+    exchange = Exchange("device", distinct=0.05 if slack < 1 else 1.0, slack=slack)
+
+    def step(table, keys, apply):
+        table, result = sharding.find_or_insert(table, keys, axis_name=exchange)
+        ones = jnp.ones_like(result.values)
+        return sharding.update(ADAM, table, result, ones, apply=apply), result.overflow
+
+    table = placement.create(lambda: ADAM.init(hkv.create(1024, 4)))
+    keys = hkv.Keys.from_numpy(np.arange(4 * 100))
+    table, overflow = placement.step(step)(table, placement.put(keys), np.bool_(apply))
+    assert (int(overflow) > 0) == (slack < 1)
+    exported = sharding.export_entries(placement.shards(table))
+    moments = [leaf.any() for leaf in exported.optimizer]
+    assert len(exported.keys) == 400 and moments == [apply] * 2
+    assert exported.shared[0].tolist() == [int(apply)]
+
+
+def test_a_digest_sees_the_places_of_words_and_of_leaves():
+    first = {"a": jnp.array([1, 2, 3, 4]), "b": jnp.array([5, 6, 7, 8])}
+    exchanged = {"a": first["b"], "b": first["a"]}
+    moved = {**first, "a": jnp.array([2, 1, 3, 4])}
+    digests = {tuple(sharding.digest(tree).tolist()) for tree in (first, exchanged, moved)}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_statistics_of_a_linen_model_are_averaged(mode):
+    class Normed(nn.Module):
+        axis_name: str | None = "device"
+
+        @nn.compact
+        def __call__(self, ids, train=False):
+            layer = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name=self.axis_name)
+            rows = layer(ids, train=train)
+            return nn.BatchNorm(use_running_average=not train)(rows)  # of each device's batch
+
+    placement = Placement(mesh_of(4), mode=mode)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Normed(), jax.random.key(0), jnp.zeros((8,), jnp.int32), tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.mean(apply(ids, train=True) ** 2), placement=placement
+    )
+    ids = np.arange(4 * 8, dtype=np.int32)
+    state, _ = step(state, placement.put(ids))
+    mean = state.variables["batch_stats"]["BatchNorm_0"]["mean"]
+    parts = [np.asarray(part.data).reshape(-1) for part in mean.addressable_shards]
+    rows = np.asarray(hkv.initial_rows(hkv.create(128, 4), ids))
+    for part in parts:
+        np.testing.assert_allclose(part, 0.01 * rows.mean(axis=0), rtol=1e-4, atol=1e-7)
+
+
+def test_aux_of_two_axes_is_in_the_order_of_the_batch():
+    placement = Placement(mesh_of(8, 2, 4))
+    model = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name=("node", "device"))
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            model, jax.random.key(0), jnp.zeros((2,), jnp.int32), tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: (apply(ids, train=True).sum(), ids), has_aux=True, placement=placement
+    )
+    ids = np.arange(16, dtype=np.int32)
+    _, info = step(state, placement.put(ids))
+    assert info.aux.shape == (8, 2)
+    np.testing.assert_array_equal(info.aux.reshape(-1), ids)
+
+
+def test_axes_in_another_order_are_an_error_but_for_replicas():
+    placement = Placement(mesh_of(8, 2, 4))
+
+    def run(exchange):
+        model = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name=exchange)
+        state = placement.create(
+            lambda: hkv.linen.TrainState.create(
+                model, jax.random.key(0), jnp.zeros((2,), jnp.int32), tx=optax.sgd(0.1)
+            )
+        )
+        step = hkv.linen.train_step(
+            lambda apply, ids: apply(ids, train=True).sum(), placement=placement
+        )
+        return step(state, placement.put(np.arange(16, dtype=np.int32)))[1]
+
+    with pytest.raises(ValueError, match="in the same order"):
+        run(Exchange(("device", "node")))
+    assert int(run(Exchange(("device", "node"), replicas=True)).tables["table"].inserted) == 16
+
+
+def test_load_factors_and_skipped_rows_are_those_of_all_devices():
+    placement = Placement(mesh_of(2))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, *, train=False):
+            layer = hkv.linen.Embed(256, 4, optimizer=SGD, axis_name="device")
+            first = layer(ids, train=train)
+            layer(ids + 1000, train=train)
+            return first
+
+    ids = np.arange(256, dtype=np.int32)
+    own = np.asarray(sharding.owners(ids, 2))
+    ids = ids[np.concatenate([np.flatnonzero(own == 0)[:20], np.flatnonzero(own == 1)[:100]])]
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Model(), jax.random.key(0), jnp.zeros((60,), jnp.int32), tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: apply(ids, train=True).sum(), placement=placement
+    )
+    state, info = step(state, placement.put(ids))
+    (table,) = jax.tree.leaves(state.tables, is_leaf=lambda node: isinstance(node, hkv.Table))
+    (metrics,) = info.tables.values()
+    assert float(metrics.load_factor) == pytest.approx(float(hkv.load_factor(table)))
+    assert len(set(np.asarray(table.optimizer.skipped).tolist())) == 2
+    assert int(metrics.skipped) == int(np.sum(np.asarray(table.optimizer.skipped)))
+
+
+def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
+    placement = Placement(mesh_of(4))
+    tight = Exchange("device", distinct=0.02, slack=0.1, strict=True)
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, ids, same, train=False):
+            layer = hkv.linen.Embed(4096, 4, optimizer=SGD, axis_name=tight)
+            return layer(ids, train=train).sum() + layer(same, train=train).sum()
+
+    none = jnp.zeros((100,), jnp.int32)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            Twice(), jax.random.key(0), none, none, tx=optax.sgd(0.1)
+        )
+    )
+    step = hkv.linen.train_step(lambda apply, *ids: apply(*ids, train=True), placement=placement)
+    ids, same = np.arange(400, dtype=np.int32), np.zeros(400, np.int32)
+    with pytest.raises(sharding.ExchangeOverflow):
+        step(state, *placement.put((ids, same)))
+
+
+def test_strict_and_other_lookups_do_not_go_into_one_update():
+    placement = Placement(mesh_of(2))
+
+    def step(table, keys):
+        table, one = sharding.find_or_insert(table, keys, axis_name="device")
+        table, two = sharding.find_or_insert(table, keys, axis_name=Exchange("device", strict=True))
+        return sharding.update(ADAM, table, [one, two], [one.values, two.values]), 0
+
+    table = placement.create(lambda: ADAM.init(hkv.create(128, 4)))
+    with pytest.raises(ValueError, match="all strict, or all not; got both"):
+        placement.step(step)(table, placement.put(np.arange(4, dtype=np.int32)))
+
+
+def test_a_jagged_whose_bags_end_behind_its_positions_is_refused():
+    placement = Placement(mesh_of(2))
+    splits = np.array([0, 1, 4, 0, 1, 2], np.int32)  # of 3 positions each
+    with pytest.raises(ValueError, match="end within its 6 / 2 positions"):
+        placement.put(hkv.Jagged(np.arange(6, dtype=np.int32), splits))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_evaluation_refuses_a_table_of_one_device(mode, count):
+    """Of two devices the clock has two words as well."""
+    placement = Placement(mesh_of(count), mode=mode)
+    message = f"Placement.*run: a table must be spread over the {count} devices"
+    with pytest.raises(TypeError, match=message):
+        placement.run(lambda table, x: x)(hkv.create(512, 4), placement.put(np.zeros(4)))
+
+
+def test_a_placement_without_axes_is_refused():
+    with pytest.raises(ValueError, match="axis_name must name axes of the mesh"):
+        Placement(mesh_of(2), ())
+
+
+@pytest.mark.parametrize("policy", [hkv.Policy.LFU, hkv.Policy.EPOCH_LFU])
+def test_counts_that_are_given_for_equal_keys_are_summed(policy):
+    placement = Placement(mesh_of(2))
+
+    def step(table, keys, counts):
+        return sharding.find_or_insert(table, keys, axis_name="device", scores=counts)[0], 0
+
+    table = placement.create(lambda: hkv.create(128, 4, policy=policy))
+    keys = np.array([7, 7, 8, 7, 8, 9], np.int32)
+    counts = np.array([2, 3, 10, 4, 20, 1], np.uint32)
+    table, _ = placement.step(step)(table, placement.put(keys), placement.put(counts))
+    exported = sharding.export_entries(placement.shards(table))
+    assert dict(zip(exported.keys.tolist(), exported.scores.tolist(), strict=True)) == {
+        7: 9,
+        8: 30,
+        9: 1,
+    }
+
+
+def test_there_is_an_owner_among_one_device_at_least():
+    with pytest.raises(ValueError, match="owners: devices must be from 1"):
+        sharding.owners(np.arange(3, dtype=np.int32), 0)
+
+
+def test_keys_that_find_no_room_on_the_first_of_two_hops_take_a_second_round():
+    placement = Placement(mesh_of(8, 2, 4))
+    every = np.arange(4000, dtype=np.int32)
+    own = every[np.asarray(sharding.owners(every, 8)) % 4 == 0][:100]  # of one device of a node
+    axes = ("node", "device")
+
+    def step(table, keys):
+        table, result = sharding.find_or_insert(table, keys, axis_name=axes)
+        return table, (result.overflow, result.counts)
+
+    table = placement.create(lambda: hkv.create(1024, 4))
+    table, (overflow, counts) = placement.step(step)(table, placement.put(np.tile(own, 8)))
+    assert int(overflow) == 8 * (100 - 55)  # 25 are expected, and 6 standard deviations of room
+    assert int(counts.inserted) == int(hkv.size(table)) == 100
+
+
+def test_weights_of_one_feature_among_others_are_differentiable_over_devices():
+    placement = Placement(mesh_of(2))
+    declared = hkv.Collection(
+        [hkv.TableConfig("a", 512, 4, optimizer=SGD)],
+        [hkv.Feature("f", "a"), hkv.Feature("g", "a")],
+    )
+    ids = np.arange(32, dtype=np.int32).reshape(4, 8)  # long bags: their sums are fewer bytes
+
+    def loss(weights, tables, ids, **axis):
+        inputs = {"f": ids, "g": hkv.Padded(ids, weights=weights)}
+        _, found = declared.lookup(tables, inputs, train=True, **axis)
+        return sum(jnp.sum(own**2) for own in declared.spread(found.rows, found.parts).values())
+
+    weights = np.linspace(0.5, 1.5, 32, dtype=np.float32).reshape(4, 8)
+    expected = jax.grad(loss)(jnp.asarray(weights), declared.create(), ids)
+
+    def on_each(tables, ids, weights):
+        return jax.grad(loss)(weights, tables, ids, axis_name="device")
+
+    tables = placement.create(lambda: declared.create("device"))
+    actual = placement.run(on_each)(tables, placement.put(ids), placement.put(weights))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_a_state_that_a_step_has_used_up_is_named():
+    """Where JAX would end the process: it counts the arrays of a mesh without looking at them."""
+    placement = Placement(mesh_of(4))
+
+    def insert(table, keys):
+        return sharding.find_or_insert(table, keys, axis_name="device")[0], None
+
+    step, keys = placement.step(insert), placement.put(np.arange(64, dtype=np.int32))
+    table = placement.create(lambda: hkv.create(256, 4))
+    step(table, keys)
+    with pytest.raises(RuntimeError, match="state was used up by an earlier step"):
+        step(table, keys)
