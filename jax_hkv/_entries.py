@@ -105,6 +105,9 @@ def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = N
 def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
+    Exports of one table at several times can be joined too: :func:`import_entries` takes the entry
+    of a key with the highest score, and what rows share comes from the export whose clock is last.
+
     Args:
       parts: of the parts of one table, at least one.
 
@@ -145,7 +148,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         scores=scores,
         values=values,
         optimizer=tuple(optimizer),
-        shared=parts[0].shared,
+        shared=max(parts, key=lambda part: part.clock).shared,
         clock=max(part.clock for part in parts),
         epoch=max(part.epoch for part in parts),
         counters=functools.reduce(np.maximum, counters) if counters else None,
@@ -262,8 +265,9 @@ def import_entries(
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
     Entries keep their scores and rows; keys that are present are overwritten. Of several entries
-    for one key the one with the highest score counts, and of equal ones the last: an export joined
-    with a later one of what has changed gives the later rows. Of the table's own
+    for one key the one with the highest score counts, and of equal ones the last: where scores are
+    times (LRU and the epoch policies), an export joined with a later one of what has changed gives
+    the later rows; where they are not, import one after the other. Of the table's own
     clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold;
     what rows share of the optimizer's state (a step count) comes from the side whose clock is
     later. So a fresh table takes all that was exported. Entries come in order of score, from the
@@ -330,7 +334,8 @@ def _check_fits(table: Table, exported: Exported) -> None:
             "sharding.import_entries: exported must have rows, optimizer rows and shared state "
             f"like the table's, {wanted}, got {given}: create the table with the same dim, dtype "
             "and optimizer. A table for inference takes exported._replace(optimizer=(), "
-            "shared=()), and one of another dtype values=exported.values.astype(dtype)"
+            "shared=()), and one of another dtype values=exported.values.astype(dtype); optimizer "
+            "rows of another dtype are cast likewise, leaf by leaf, or kept by optim.sparse(dtype=)"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
@@ -365,7 +370,8 @@ def _owned(exported: Exported, number: int, devices: int) -> Exported:
 def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
     """Those of the positions without the entries that a later one of the same key replaces."""
     keys, scores = exported.keys[positions], exported.scores[positions]
-    if len(np.unique(keys)) == len(keys):
+    ascending = np.sort(keys)
+    if (ascending[1:] != ascending[:-1]).all():
         return positions
     order = np.lexsort((scores, keys))  # stable: of equal scores the last comes last
     is_last = np.append(keys[order][1:] != keys[order][:-1], True)

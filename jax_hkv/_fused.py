@@ -107,7 +107,8 @@ class FusedOptimizer:
           table: after the :func:`jax_hkv.find_or_insert` that gave the result.
           result: of that call; or the results of several lookups, which make one step together.
           row_gradients: like ``result.values``; or as many of them as there are results.
-          learning_rate: of this step, instead of the optimizer's own; traced if need be.
+          learning_rate: of this step, instead of the optimizer's own; traced if need be. Not of
+            FTRL, which has one for all steps.
           apply: a bool, traced if need be; where it is False nothing changes, not even the count.
 
         Raises:
@@ -384,8 +385,9 @@ def ftrl(
 ) -> FusedOptimizer:
     """FTRL-proximal, whose rows become sparse under `l1` (McMahan et al., 2013).
 
-    A row is made of its sums of gradients alone: of its first value, or one that was assigned,
-    nothing remains after its first update. Tables begin with ``initializers.zeros()`` therefore.
+    Of a row's first value, or one that was assigned, only a part remains after its next update:
+    almost nothing where the gradient is small against the root of the accumulator. So begin with
+    ``initializers.zeros()``.
 
     Args:
       learning_rate: alpha of the paper, a positive number: the same for all steps.
@@ -398,10 +400,9 @@ def ftrl(
     call = "optim.ftrl"
     if callable(learning_rate):
         raise TypeError(f"{call}: learning_rate must be a number, got a function: {_ONE_ALPHA}")
+    alpha = as_number(call, "learning_rate", learning_rate)
+    if not np.float32(alpha) > 0:
+        raise ValueError(f"{call}: learning_rate must be a positive number, got {alpha}")
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     constants = {"l1": l1, "l2": l2, "beta": beta}
-    made = _optimizer(ftrl, "ftrl", learning_rate, constants, (start, 0.0), options)
-    alpha: Any = made.learning_rate
-    if not alpha > 0:
-        raise ValueError(f"{call}: learning_rate must be a positive number, got {alpha}")
-    return made
+    return _optimizer(ftrl, "ftrl", alpha, constants, (start, 0.0), options)

@@ -44,7 +44,7 @@ class StepInfo(NamedTuple):
         scale, when nobody looks.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
         room. The step was not taken then, and :func:`train_step` raises, unless the step is itself
-      traced (in a scan, say), where this count is all that tells.
+        traced (in a scan, say), where this count is all that tells.
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them.
     """
@@ -72,12 +72,14 @@ def with_host_checks(jitted: Any, kind: type, info_of: Callable[[Any], StepInfo]
         _check_host(args)
         try:
             outputs = jitted(state, *args)
-        except jax.errors.UnexpectedTracerError as error:
-            error.add_note(
-                "train_step: a layer that loss_fn calls inside a transformation of JAX (jax.jit, "
-                "jax.checkpoint, jax.lax.scan, jax.lax.cond, jax.lax.map) cannot give its table "
-                "back: call it outside, or take nn.remat or nn.jit of flax.linen"
-            )
+        except Exception as error:
+            # The one in linen, the other, which is of Flax, in nnx.
+            if type(error).__name__ in ("UnexpectedTracerError", "TraceContextError"):
+                error.add_note(
+                    "train_step: if loss_fn called a layer inside a transformation of JAX "
+                    "(jit, checkpoint, lax.scan, cond or map), its table could not come back: "
+                    "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit)"
+                )
             raise
         for where, overflow in info_of(outputs).strict_overflow.items():
             if not is_traced(overflow):  # a step in a scan leaves it in its report
@@ -151,10 +153,11 @@ def look_up(
     return table, Found(result.values, slots, result)
 
 
-def as_batch(call: str, combiner: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
-    """As that of :mod:`jax_hkv.pooled`, for a batch: a model's ids along one axis are examples."""
-    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
-    if layout.batch == ():
+def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tuple[Bagged, Layout]:
+    """As that of :mod:`jax_hkv.pooled`, of a layer: ids along one axis that train are examples."""
+    call = type(layer).__name__
+    batch, layout = pooled.as_batch(call, layer.combiner, ids, weights, valid)
+    if train and layout.batch == ():
         raise ValueError(
             f"{call}: ids must have the shape [*batch, hotness], or be a jax_hkv.Jagged, got "
             f"{list(layout.ids)}, which would be one bag for the whole batch: give ids[:, None] "

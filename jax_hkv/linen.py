@@ -220,7 +220,7 @@ class EmbedBag(Embed):
           scores: see :class:`Embed`.
         """
         variable = self.variable(TABLES, "table", self._create)
-        batch, layout = _layers.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
+        batch, layout = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         is_training = self._begin(train)

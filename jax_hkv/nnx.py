@@ -245,7 +245,7 @@ class EmbedBag(Embed):
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
         """
-        batch, layout = _layers.as_batch(type(self).__name__, self.combiner, ids, weights, valid)
+        batch, layout = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         table, found = _sharded.of_batch(

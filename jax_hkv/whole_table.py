@@ -214,9 +214,10 @@ def size(table: Table) -> Int32[Array, ""]:
 
 def load_factor(table: Table) -> Float[Array, ""]:
     """Entries by slots, 0 to 1; see :func:`size`."""
-    # Compilers multiply by the inverse of a constant, which is another number.
-    slots = jax.lax.optimization_barrier(jnp.float32(table.capacity))
-    return size(table).astype(jnp.float32) / slots
+    entries = size(table).astype(jnp.float32)
+    # Compilers multiply by the inverse of a constant, and of what vmap makes of one.
+    slots = jax.lax.optimization_barrier(jnp.float32(table.capacity) + 0 * entries)
+    return entries / slots
 
 
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:

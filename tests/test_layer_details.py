@@ -202,6 +202,30 @@ def test_weight_decay_of_half_parameters_is_taken_in_float32():
     np.testing.assert_allclose(np.float32(after.params["kernel"]), 0.9 * before, rtol=2e-3)
 
 
+def test_one_of_two_tables_is_frozen_by_its_name():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=()):
+            rows = [
+                hkv.linen.Embed(256, DIM, optimizer=SGD, name=name)(ids, train=name in train)
+                for name in ("a", "b")
+            ]
+            return sum(rows)
+
+    def frozen(table):
+        return dataclasses.replace(table, optimizer=None) if table.name == "b" else table
+
+    state = hkv.linen.TrainState.create(Two(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    both = hkv.linen.train_step(lambda apply, ids: apply(ids, train=("a", "b")).sum())
+    state, info = both(state, IDS)
+    assert sorted(info.tables) == ["a/table", "b/table"]
+    state = state.map_tables(frozen)
+    state, info = hkv.linen.train_step(lambda apply, ids: apply(ids, train=("a",)).sum())(
+        state, IDS
+    )
+    assert list(info.tables) == ["a/table"]
+
+
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_missing_feature_is_refused_by_the_layers_too(api):
     declared = hkv.Collection(

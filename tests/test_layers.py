@@ -383,15 +383,19 @@ def test_an_array_of_another_library_is_named_by_a_step(api):
         run(Tensor())
 
 
-def test_a_layer_inside_a_transformation_of_a_loss_is_told_of():
-    """Its table cannot come back from there; JAX's error says nothing of layers."""
-    layer = hkv.linen.Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_layer_inside_a_transformation_of_a_loss_is_told_of(api):
+    """Its table cannot come back from there; the errors of JAX and Flax say nothing of layers."""
+    layer = getattr(hkv, api).Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
     ids = np.arange(4, dtype=np.int32)
-    state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
+    if api == "linen":
+        state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
+    else:
+        state = hkv.nnx.TrainState(layer, optax.sgd(0.1))
 
-    def loss(apply, ids):
-        return jax.checkpoint(lambda ids: apply(ids, train=True).sum())(ids)
+    def loss(model, ids):
+        return jax.checkpoint(lambda ids: model(ids, train=True).sum())(ids)
 
-    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
-        hkv.linen.train_step(loss)(state, ids)
-    assert "call it outside, or take nn.remat" in "".join(raised.value.__notes__)
+    with pytest.raises(Exception, match="racer|Cannot mutate") as raised:
+        getattr(hkv, api).train_step(loss)(state, ids)
+    assert "take Flax's own (nn.remat" in "".join(raised.value.__notes__)

@@ -177,3 +177,5 @@ def test_a_load_factor_is_one_number_jitted_or_not():
         filled = dataclasses.replace(table, index=index)
         expected = np.float32(2 * entries + 5) / np.float32(384)
         assert float(hkv.load_factor(filled)) == float(jitted(filled)) == float(expected)
+        several = jax.tree.map(lambda leaf: leaf[None], filled)
+        assert jax.vmap(hkv.load_factor)(several).tolist() == [float(expected)]

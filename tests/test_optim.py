@@ -14,6 +14,7 @@ import jax_hkv as hkv
 from jax_hkv import index as _index
 
 DIM = 6
+ONE_SGD = optax.sgd(0.1)
 VOCABULARY = 64
 TRANSFORMATIONS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -525,9 +526,12 @@ def test_ftrl_has_one_rate():
         TypeError, match=r"ftrl: learning_rate must be a number, got a function.*ad"
     ):
         hkv.optim.ftrl(optax.linear_schedule(0.1, 0.0, 10))  # pyright: ignore[reportArgumentType]
-    for rate in (0.0, -0.1):
+    for rate in (0.0, -0.1, 1e-60):
         with pytest.raises(ValueError, match=rf"learning_rate must be a positive .*, got {rate}"):
             hkv.optim.ftrl(rate)
+    for rate in (None, jnp.ones(2)):
+        with pytest.raises(TypeError, match="ftrl: learning_rate must be a number, got"):
+            hkv.optim.ftrl(rate)  # pyright: ignore[reportArgumentType]
     opt = hkv.optim.ftrl(0.1)
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, 1)), np.array([1], np.int32))
     with pytest.raises(TypeError, match="FTRL takes no learning_rate: .* one alpha"):
@@ -541,17 +545,22 @@ def test_ftrl_has_one_rate():
         (lambda flag: hkv.optim.sgd(0.1, stochastic_rounding=flag), "sgd: stochastic_rounding"),
         (lambda flag: hkv.optim.adam(0.1, count_per_row=flag), "optim.adam: count_per_row"),
         (
-            lambda flag: hkv.optim.sparse(optax.sgd(0.1), count_per_row=flag),
+            lambda flag: hkv.optim.sparse(ONE_SGD, count_per_row=flag),
             "sparse: count_per_row",
         ),
     ],
 )
 def test_options_that_are_flags_are_flags(make, argument):
-    assert make(np.True_) == make(True) or "sparse" in argument
+    assert make(np.True_) == make(True) != make(False)
     for wrong in ("False", 1, None):
         got = type(wrong).__name__
         with pytest.raises(TypeError, match=f"{argument} must be True or False, got {got}"):
             make(wrong)
+
+
+def test_float32_is_what_a_transformation_works_in():
+    """So that tables whose optimizers say so, and say nothing, are fused."""
+    assert hkv.optim.sparse(ONE_SGD) == hkv.optim.sparse(ONE_SGD, dtype="float32")
 
 
 def test_what_looks_ahead_of_a_trace_needs_one():

@@ -191,6 +191,7 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
             None, opt.init(hkv.create(4096, DIM, policy=policy)), sharding.join_entries(parts)
         )
         assert int(counts.inserted) == 1000
+        assert [leaf.tolist() for leaf in whole.optimizer.shared] == [[2]]
         np.testing.assert_array_equal(hkv.find(whole, ids)[1].values, rows[1])
 
 
