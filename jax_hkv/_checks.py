@@ -53,11 +53,11 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     return number
 
 
-def as_bool(call: str, argument: str, value: Any) -> bool:
+def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
     """`value` as a bool; raises unless it is one: a text would be true whatever it says."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
-            f"{call}: {argument} must be True or False, got {type(value).__name__} {value!r}"
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
         )
     return bool(value)
 

@@ -143,13 +143,14 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         )
     keys, scores, values, *optimizer = map(np.concatenate, zip(*rows, strict=True))
     counters = [part.counters for part in parts if part.counters is not None]
+    latest = max(parts, key=lambda part: part.clock)
     return Exported(
         keys=keys,
         scores=scores,
         values=values,
         optimizer=tuple(optimizer),
-        shared=max(parts, key=lambda part: part.clock).shared,
-        clock=max(part.clock for part in parts),
+        shared=latest.shared,
+        clock=latest.clock,
         epoch=max(part.epoch for part in parts),
         counters=functools.reduce(np.maximum, counters) if counters else None,
     )
@@ -374,7 +375,7 @@ def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
     if (ascending[1:] != ascending[:-1]).all():
         return positions
     order = np.lexsort((scores, keys))  # stable: of equal scores the last comes last
-    is_last = np.append(keys[order][1:] != keys[order][:-1], True)
+    is_last = np.append(ascending[1:] != ascending[:-1], True)
     return positions[np.sort(order[is_last])]
 
 

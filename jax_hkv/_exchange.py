@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
 
 from jax_hkv import _checks, _ffi
@@ -82,12 +81,9 @@ class Exchange:
             value, optional = getattr(self, flag), flag in ("partial", "ragged")
             if optional and value is None:
                 continue
-            if not isinstance(value, (bool, np.bool_)):
-                raise TypeError(
-                    f"sharding.Exchange: {flag} must be True or False{' or None' * optional}, got "
-                    f"{value!r}"
-                )
-            object.__setattr__(self, flag, bool(value))
+            expected = f"True or False{' or None' * optional}"
+            value = _checks.as_bool("sharding.Exchange", flag, value, expected)
+            object.__setattr__(self, flag, value)
         _check_number("distinct", self.distinct, 1.0)
         _check_number("slack", self.slack, math.inf)
 

@@ -267,11 +267,10 @@ def test_parts_that_cannot_be_joined_are_named():
 def test_integers_are_refused_from_the_first_that_32_bits_do_not_hold():
     if jax.config.jax_enable_x64:
         pytest.skip("nothing is cut with x64 on")
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices("cpu")[:1])
+    placement = hkv.sharding.Placement(mesh)
     for number in (2**31 - 1, -(2**31)):
         array = np.array([number])
-        placement = hkv.sharding.Placement(
-            jax.make_mesh((1,), ("d",), devices=jax.devices("cpu")[:1])
-        )
         assert placement.put(array).tolist() == [number]
         outside = array + np.sign(number)
         with pytest.raises(TypeError, match="int64"):

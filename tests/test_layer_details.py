@@ -12,12 +12,29 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
+from test_layers import layer_step
 
 import jax_hkv as hkv
 
 DIM = 4
 IDS = np.array([1, 2, 3], np.int32)
 SGD = hkv.optim.sgd(0.1)
+
+
+class Two(nn.Module):
+    """Two layers, of which those train that are named."""
+
+    @nn.compact
+    def __call__(self, ids, train=()):
+        layers = [hkv.linen.Embed(256, DIM, optimizer=SGD, name=name) for name in ("a", "b")]
+        return sum(layer(ids, train=layer.name in train) for layer in layers)
+
+
+def assert_made_alike(table, expected):
+    """Everything static of them, and the types and shapes of their arrays."""
+    assert jax.tree.structure(table) == jax.tree.structure(expected)
+    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(t)] for t in (table, expected)]
+    assert kinds[0] == kinds[1]
 
 
 @pytest.mark.parametrize("bag", ["Embed", "EmbedBag"])
@@ -39,9 +56,7 @@ def test_a_layer_makes_its_table_of_all_that_it_is_given(api, bag):
         table = layer.table.get_value()
     table = dataclasses.replace(table, index=dataclasses.replace(table.index, name="table"))
     expected = hkv.create(200, DIM, dtype=jnp.bfloat16, init=init, **options)
-    assert jax.tree.structure(table) == jax.tree.structure(expected)
-    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(t)] for t in (table, expected)]
-    assert kinds[0] == kinds[1]
+    assert_made_alike(table, expected)
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
@@ -138,21 +153,8 @@ def test_the_bound_of_a_norm_is_that_of_gradients_without_their_loss_scale(api):
     scale = hkv.optim.LossScale.create(2.0**10)
 
     def moved(bound):
-        if api == "linen":
-            model = hkv.linen.Embed(256, DIM, optimizer=rate)
-            state = hkv.linen.TrainState.create(
-                model, jax.random.key(0), ids, tx=optax.sgd(1.0), loss_scale=scale
-            )
-            step = hkv.linen.train_step(
-                lambda apply, ids: apply(ids, train=True).sum(), max_norm=bound
-            )
-            table = step(state, ids)[0].tables["table"]
-        else:
-            state = hkv.nnx.TrainState(
-                hkv.nnx.Embed(256, DIM, optimizer=rate), optax.sgd(1.0), scale
-            )
-            hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum(), max_norm=bound)(state, ids)
-            table = state.model.table.get_value()
+        layer = getattr(hkv, api).Embed(256, DIM, optimizer=rate)
+        table = layer_step(api, layer, ids, loss_scale=scale, max_norm=bound)(ids)
         return np.linalg.norm(hkv.find(table, ids)[1].values - hkv.initial_rows(table, ids))
 
     np.testing.assert_allclose([moved(1.0), moved(100.0)], [1.0, 8.0], rtol=1e-5)
@@ -203,15 +205,6 @@ def test_weight_decay_of_half_parameters_is_taken_in_float32():
 
 
 def test_one_of_two_tables_is_frozen_by_its_name():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, ids, train=()):
-            rows = [
-                hkv.linen.Embed(256, DIM, optimizer=SGD, name=name)(ids, train=name in train)
-                for name in ("a", "b")
-            ]
-            return sum(rows)
-
     def frozen(table):
         return dataclasses.replace(table, optimizer=None) if table.name == "b" else table
 
@@ -305,14 +298,6 @@ def test_a_state_counts_its_steps_and_takes_the_arguments_of_init():
 
 
 def test_perturbations_are_those_of_the_call_that_is_given():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, ids, train=()):
-            return [
-                hkv.linen.Embed(256, DIM, optimizer=SGD, name=name)(ids, train=name in train)
-                for name in ("a", "b")
-            ]
-
     model = Two()
     variables = model.init(jax.random.key(0), IDS)
     zeros = hkv.linen.perturbations(model, variables, IDS, train=("b",))
@@ -350,9 +335,7 @@ def test_a_collection_makes_its_tables_of_all_that_they_are_declared_with():
     }
     declared = hkv.Collection([hkv.TableConfig("a", 200, DIM, **options)], [hkv.Feature("f", "a")])
     table, expected = declared.create()["a"], hkv.create(200, DIM, name="a", **options)
-    assert jax.tree.structure(table) == jax.tree.structure(expected)
-    kinds = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(t)] for t in (table, expected)]
-    assert kinds[0] == kinds[1]
+    assert_made_alike(table, expected)
 
 
 @pytest.mark.parametrize("combiner", ["sum", None])

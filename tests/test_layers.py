@@ -331,16 +331,24 @@ class Tensor:
         raise NotImplementedError
 
 
-def layer_step(api, layer, ids, scale=1.0):
+def state_of(api, layer, ids, loss_scale=None):
+    """The state of one layer of either kind."""
+    tx = optax.sgd(0.1)
+    if api == "nnx":
+        return hkv.nnx.TrainState(layer, tx, loss_scale)
+    return hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=tx, loss_scale=loss_scale)
+
+
+def layer_step(api, layer, ids, scale=1.0, loss_scale=None, **options):
     """A step of one layer of either kind, from the loss ``scale * sum``; gives its table."""
-    if api == "linen":
-        state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
-        step = hkv.linen.train_step(lambda apply, x: scale * apply(x, train=True).sum())
-        return lambda ids: step(state, ids)[0].tables["table"]
-    state = hkv.nnx.TrainState(layer, optax.sgd(0.1))
-    step = hkv.nnx.train_step(lambda model, x: scale * model(x, train=True).sum())
+    state = state_of(api, layer, ids, loss_scale)
+    step = getattr(hkv, api).train_step(
+        lambda layer, x: scale * layer(x, train=True).sum(), **options
+    )
 
     def run(ids):
+        if api == "linen":
+            return step(state, ids)[0].tables["table"]
         step(state, ids)
         return state.model.table.get_value()
 
@@ -388,10 +396,7 @@ def test_a_layer_inside_a_transformation_of_a_loss_is_told_of(api):
     """Its table cannot come back from there; the errors of JAX and Flax say nothing of layers."""
     layer = getattr(hkv, api).Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
     ids = np.arange(4, dtype=np.int32)
-    if api == "linen":
-        state = hkv.linen.TrainState.create(layer, jax.random.key(0), ids, tx=optax.sgd(0.1))
-    else:
-        state = hkv.nnx.TrainState(layer, optax.sgd(0.1))
+    state = state_of(api, layer, ids)
 
     def loss(model, ids):
         return jax.checkpoint(lambda ids: model(ids, train=True).sum())(ids)

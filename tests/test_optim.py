@@ -544,10 +544,7 @@ def test_ftrl_has_one_rate():
         (lambda flag: hkv.optim.sgd(0.1, 0.9, flag), "optim.sgd: nesterov"),
         (lambda flag: hkv.optim.sgd(0.1, stochastic_rounding=flag), "sgd: stochastic_rounding"),
         (lambda flag: hkv.optim.adam(0.1, count_per_row=flag), "optim.adam: count_per_row"),
-        (
-            lambda flag: hkv.optim.sparse(ONE_SGD, count_per_row=flag),
-            "sparse: count_per_row",
-        ),
+        (lambda flag: hkv.optim.sparse(ONE_SGD, count_per_row=flag), "sparse: count_per_row"),
     ],
 )
 def test_options_that_are_flags_are_flags(make, argument):

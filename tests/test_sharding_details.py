@@ -8,18 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from many_devices import ADAM
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding
 from jax_hkv.sharding import Exchange, Placement
 
-ADAM = hkv.optim.adam(1e-2)
 SGD = hkv.optim.sgd(0.1)
 
 
-def mesh_of(count, *shape):
-    names = ("node", "device") if shape else ("device",)
-    return jax.make_mesh(shape or (count,), names, devices=jax.devices("cpu")[:count])
+def placed(placement, model, *example):
+    """The state of a linen model that is initialised by the batch of one device."""
+    return placement.create(
+        lambda: hkv.linen.TrainState.create(model, jax.random.key(0), *example, tx=optax.sgd(0.1))
+    )
 
 
 @pytest.mark.parametrize("apply", [False, True])
@@ -64,11 +67,7 @@ def test_statistics_of_a_linen_model_are_averaged(mode):
             return nn.BatchNorm(use_running_average=not train)(rows)  # of each device's batch
 
     placement = Placement(mesh_of(4), mode=mode)
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(
-            Normed(), jax.random.key(0), jnp.zeros((8,), jnp.int32), tx=optax.sgd(0.1)
-        )
-    )
+    state = placed(placement, Normed(), jnp.zeros((8,), jnp.int32))
     step = hkv.linen.train_step(
         lambda apply, ids: jnp.mean(apply(ids, train=True) ** 2), placement=placement
     )
@@ -82,13 +81,9 @@ def test_statistics_of_a_linen_model_are_averaged(mode):
 
 
 def test_aux_of_two_axes_is_in_the_order_of_the_batch():
-    placement = Placement(mesh_of(8, 2, 4))
+    placement = Placement(mesh_of(2, 4))
     model = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name=("node", "device"))
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(
-            model, jax.random.key(0), jnp.zeros((2,), jnp.int32), tx=optax.sgd(0.1)
-        )
-    )
+    state = placed(placement, model, jnp.zeros((2,), jnp.int32))
     step = hkv.linen.train_step(
         lambda apply, ids: (apply(ids, train=True).sum(), ids), has_aux=True, placement=placement
     )
@@ -99,15 +94,11 @@ def test_aux_of_two_axes_is_in_the_order_of_the_batch():
 
 
 def test_axes_in_another_order_are_an_error_but_for_replicas():
-    placement = Placement(mesh_of(8, 2, 4))
+    placement = Placement(mesh_of(2, 4))
 
     def run(exchange):
         model = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name=exchange)
-        state = placement.create(
-            lambda: hkv.linen.TrainState.create(
-                model, jax.random.key(0), jnp.zeros((2,), jnp.int32), tx=optax.sgd(0.1)
-            )
-        )
+        state = placed(placement, model, jnp.zeros((2,), jnp.int32))
         step = hkv.linen.train_step(
             lambda apply, ids: apply(ids, train=True).sum(), placement=placement
         )
@@ -132,11 +123,7 @@ def test_load_factors_and_skipped_rows_are_those_of_all_devices():
     ids = np.arange(256, dtype=np.int32)
     own = np.asarray(sharding.owners(ids, 2))
     ids = ids[np.concatenate([np.flatnonzero(own == 0)[:20], np.flatnonzero(own == 1)[:100]])]
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(
-            Model(), jax.random.key(0), jnp.zeros((60,), jnp.int32), tx=optax.sgd(0.1)
-        )
-    )
+    state = placed(placement, Model(), jnp.zeros((60,), jnp.int32))
     step = hkv.linen.train_step(
         lambda apply, ids: apply(ids, train=True).sum(), placement=placement
     )
@@ -159,11 +146,7 @@ def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
             return layer(ids, train=train).sum() + layer(same, train=train).sum()
 
     none = jnp.zeros((100,), jnp.int32)
-    state = placement.create(
-        lambda: hkv.linen.TrainState.create(
-            Twice(), jax.random.key(0), none, none, tx=optax.sgd(0.1)
-        )
-    )
+    state = placed(placement, Twice(), none, none)
     step = hkv.linen.train_step(lambda apply, *ids: apply(*ids, train=True), placement=placement)
     ids, same = np.arange(400, dtype=np.int32), np.zeros(400, np.int32)
     with pytest.raises(sharding.ExchangeOverflow):
@@ -230,7 +213,7 @@ def test_there_is_an_owner_among_one_device_at_least():
 
 
 def test_keys_that_find_no_room_on_the_first_of_two_hops_take_a_second_round():
-    placement = Placement(mesh_of(8, 2, 4))
+    placement = Placement(mesh_of(2, 4))
     every = np.arange(4000, dtype=np.int32)
     own = every[np.asarray(sharding.owners(every, 8)) % 4 == 0][:100]  # of one device of a node
     axes = ("node", "device")

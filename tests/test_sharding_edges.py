@@ -454,7 +454,7 @@ WRONG = {
     "a flag that is none": (
         lambda p: Exchange("device", strict="no"), TypeError, "strict must be True or False, got"),
     "a choice that is none": (
-        lambda p: Exchange("device", partial=1), TypeError, "True or False or None, got 1"),
+        lambda p: Exchange("device", partial=1), TypeError, "True or False or None, got int 1"),
     "arguments in another order": (
         lambda p: sharding.import_entries(one_part(p), p, None),
         TypeError, r"placement must be .* got Table: the order is"),
