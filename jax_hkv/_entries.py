@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,9 @@ from jax_hkv.table import (
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
+# What the names of arrays in a file begin with.
+_OPTIMIZER, _SHARED = "optimizer.", "shared."
+
 _CHUNK = 65536  # slots read, and entries written, at a time
 
 
@@ -40,8 +43,9 @@ class Exported(NamedTuple):
       keys: ``uint64[n]``.
       scores: ``uint64[n]``.
       values: ``[n, dim]``, of the table's type.
-      optimizer: optimizer rows, an array ``[n, ...]`` for each of its leaves.
-      shared: what rows share of the optimizer's state.
+      optimizer: optimizer rows by name, ``[n, ...]`` each: of :func:`jax_hkv.optim.adam` "mu" and
+        "nu"; of one of optax the ways to the leaves of its state, "0.mu" and "0.nu".
+      shared: what rows share of the optimizer's state, by name.
       clock: the latest.
       epoch: the latest.
       counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
@@ -50,8 +54,8 @@ class Exported(NamedTuple):
     keys: np.ndarray
     scores: np.ndarray
     values: np.ndarray
-    optimizer: tuple[np.ndarray, ...]
-    shared: tuple[np.ndarray, ...]
+    optimizer: dict[str, np.ndarray]
+    shared: dict[str, np.ndarray]
     clock: int
     epoch: int
     counters: np.ndarray | None
@@ -123,32 +127,25 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       [5, 6]
     """
     parts = list(parts)
-    for part in parts:
-        if not isinstance(part, Exported):
-            raise TypeError(
-                "sharding.join_entries: parts must be a list of exported entries, got one of "
-                f"{type(part).__name__}"
-            )
+    for number, part in enumerate(parts):
+        _check_exported(
+            "sharding.join_entries", f"parts[{number}]", part, "parts are a list of exports"
+        )
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
     if len(parts) == 1:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
-    rows = [(part.keys, part.scores, part.values, *part.optimizer) for part in parts]
-    kinds = [[(leaf.shape[1:], leaf.dtype) for leaf in own] for own in rows]
+    kinds = [_forms(part.values, part.optimizer, part.shared) for part in parts]
     sketches = [None if part.counters is None else part.counters.shape for part in parts]
     if any(own != kinds[0] for own in kinds) or any(own != sketches[0] for own in sketches):
         raise ValueError(
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer rows "
             f"and sightings, got {kinds} and {sketches}"
         )
-    keys, scores, values, *optimizer = map(np.concatenate, zip(*rows, strict=True))
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(parts, key=lambda part: part.clock)
     return Exported(
-        keys=keys,
-        scores=scores,
-        values=values,
-        optimizer=tuple(optimizer),
+        *_concatenated([_entries_of(part) for part in parts]),
         shared=latest.shared,
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
@@ -173,8 +170,8 @@ def save_entries(path: Any, exported: Exported) -> None:
       (0, 2)
     """
     rows: dict[str, Any] = {"values": exported.values}
-    rows |= {f"optimizer{number}": leaf for number, leaf in enumerate(exported.optimizer)}
-    rows |= {f"shared{number}": leaf for number, leaf in enumerate(exported.shared)}
+    rows |= {f"{_OPTIMIZER}{name}": leaf for name, leaf in exported.optimizer.items()}
+    rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
     if exported.counters is not None:
         rows["counters"] = exported.counters
     # NumPy forgets the name of bfloat16, whose bits are written.
@@ -194,18 +191,19 @@ def save_entries(path: Any, exported: Exported) -> None:
 def load_entries(path: Any) -> Exported:
     """What :func:`save_entries` wrote, in every bit."""
     with np.load(path) as saved:
-        types = dict(entry.split("=") for entry in saved["types"].tolist())
+        types = dict(entry.rsplit("=", 1) for entry in saved["types"].tolist())
         rows = {name: saved[name].view(jnp.dtype(kind)) for name, kind in types.items()}
 
-        def leaves(kind: str) -> tuple[np.ndarray, ...]:
-            return tuple(leaf for name, leaf in rows.items() if name.startswith(kind))
+        def leaves(kind: str) -> dict[str, np.ndarray]:
+            own = [name for name in rows if name.startswith(kind)]
+            return {name.removeprefix(kind): rows[name] for name in own}
 
         return Exported(
             keys=saved["keys"],
             scores=saved["scores"],
             values=rows["values"],
-            optimizer=leaves("optimizer"),
-            shared=leaves("shared"),
+            optimizer=leaves(_OPTIMIZER),
+            shared=leaves(_SHARED),
             clock=int(saved["clock"]),
             epoch=int(saved["epoch"]),
             counters=rows.get("counters"),
@@ -213,20 +211,24 @@ def load_entries(path: Any) -> Exported:
 
 
 def _exported(part: Table, min_score: int | None) -> Exported:
-    chunks = zip(*_chunks(part, min_score), strict=True)
-    keys, scores, values, *optimizer = map(np.concatenate, chunks)
     # A key is counted by its owner alone, so that the highest count of all parts is never too low.
     counters = None if part.admission is None else part.admission.counters
     return Exported(
-        keys=keys,
-        scores=scores,
-        values=values,
-        optimizer=tuple(optimizer),
-        shared=tuple(map(np.asarray, part.optimizer.shared)) if part.optimizer else (),
+        *_concatenated(list(_chunks(part, min_score))),
+        shared=jax.tree.map(np.asarray, part.optimizer.shared) if part.optimizer else {},
         clock=_number(part.clock),
         epoch=int(np.asarray(part.epoch)[0]),
         counters=None if counters is None else np.asarray(counters),
     )
+
+
+def _entries_of(exported: Exported) -> tuple[Any, ...]:
+    """What an export has of each entry."""
+    return exported.keys, exported.scores, exported.values, exported.optimizer
+
+
+def _concatenated(entries: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
 
 
 def _number(words: Any) -> int:
@@ -249,14 +251,10 @@ def _chunks(table: Table, min_score: int | None) -> Any:
         else:
             entries = _export_from(table, lowest, jnp.int32(offset), count=slots)
         count = int(entries.count)
-        yield tuple(
-            np.asarray(array)[:count]
-            for array in (
-                entries.keys.to_numpy(),
-                entries.scores.to_numpy(),
-                entries.values,
-                *entries.optimizer,
-            )
+        keys, scores = entries.keys.to_numpy(), entries.scores.to_numpy()
+        yield jax.tree.map(
+            lambda leaf, count=count: np.asarray(leaf)[:count],
+            (keys, scores, entries.values, entries.optimizer),
         )
 
 
@@ -305,11 +303,9 @@ def import_entries(
             f"device, got {type(placement).__name__}: the order is (placement, table, exported)"
         )
     check_table(call, table)
-    if not isinstance(exported, Exported):
-        raise TypeError(
-            f"{call}: exported must be what export_entries returned, got "
-            f"{type(exported).__name__}: make one of a restored dict by Exported(**restored)"
-        )
+    _check_exported(
+        call, "exported", exported, "make one of a restored dict by Exported(**restored)"
+    )
     parts = [table] if placement is None else placement.shards(table)
     for part in parts:
         _check_fits(part, exported)
@@ -325,18 +321,36 @@ def import_entries(
     return (filled[0] if placement is None else placement.join(filled)), total
 
 
+def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
+    """Raises unless it is an export, whose arrays have names."""
+    if not isinstance(exported, Exported):
+        raise TypeError(
+            f"{call}: {argument} must be what export_entries returned, got "
+            f"{type(exported).__name__}: {remedy}"
+        )
+    for name in ("optimizer", "shared"):
+        own = getattr(exported, name)
+        if not isinstance(own, Mapping):
+            raise TypeError(
+                f"{call}: {argument}.{name} must be a dict of arrays by their names, got "
+                f"{type(own).__name__}: give {{}} for none"
+            )
+
+
 def _check_fits(table: Table, exported: Exported) -> None:
     check_one_device("sharding.import_entries", table)
-    rows, shared = (table.optimizer.rows, table.optimizer.shared) if table.optimizer else ((), ())
-    wanted = _forms((table.values, *rows), shared)
-    given = _forms((exported.values, *exported.optimizer), exported.shared)
+    state = table.optimizer
+    wanted = _forms(table.values, state.rows if state else {}, state.shared if state else {})
+    given = _forms(exported.values, exported.optimizer, exported.shared)
     if wanted != given:
         raise ValueError(
             "sharding.import_entries: exported must have rows, optimizer rows and shared state "
             f"like the table's, {wanted}, got {given}: create the table with the same dim, dtype "
-            "and optimizer. A table for inference takes exported._replace(optimizer=(), "
-            "shared=()), and one of another dtype values=exported.values.astype(dtype); optimizer "
-            "rows of another dtype are cast likewise, leaf by leaf, or kept by optim.sparse(dtype=)"
+            "and optimizer. A table for inference takes exported._replace(optimizer={}, "
+            "shared={}), and one of another dtype values=exported.values.astype(dtype); optimizer "
+            "rows of another dtype are cast likewise, name by name, or kept by "
+            "optim.sparse(dtype=), and those of an optimizer that means the same by other names "
+            "(optim.adam by mu, a chain of optax by 0.mu) are renamed"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
@@ -347,12 +361,15 @@ def _check_fits(table: Table, exported: Exported) -> None:
         )
 
 
-def _forms(rows: Any, shared: Any) -> str:
+def _forms(values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
     """What the rows of a table look like, and what they share."""
-    own = [f"{leaf.dtype.name}[{', '.join(map(str, ('n', *leaf.shape[1:])))}]" for leaf in rows]
-    return (
-        f"rows {own} and shared {[f'{leaf.dtype.name}{list(np.shape(leaf))}' for leaf in shared]}"
-    )
+
+    def form(leaf: Any, shape: Sequence[Any]) -> str:
+        return f"{leaf.dtype.name}[{', '.join(map(str, shape))}]"
+
+    rows = {name: form(leaf, ("n", *leaf.shape[1:])) for name, leaf in sorted(optimizer.items())}
+    common = {name: form(leaf, leaf.shape) for name, leaf in sorted(shared.items())}
+    return f"values {form(values, ('n', *values.shape[1:]))}, optimizer {rows} and shared {common}"
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:
@@ -364,7 +381,7 @@ def _owned(exported: Exported, number: int, devices: int) -> Exported:
         keys=exported.keys[from_here],
         scores=exported.scores[from_here],
         values=exported.values[from_here],
-        optimizer=tuple(leaf[from_here] for leaf in exported.optimizer),
+        optimizer={name: leaf[from_here] for name, leaf in exported.optimizer.items()},
     )
 
 
@@ -390,13 +407,13 @@ def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     # Parts of about the same number of entries are written by one compiled program.
     size = min(_most_at_once(table), 1 << max(0, len(exported.keys) - 1).bit_length())
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
-    arrays = (exported.scores, exported.values, *exported.optimizer)
     for start in range(0, len(exported.keys), size):
-        keys, scores, values, *optimizer = (
-            _padded(array[start : start + size], size) for array in (exported.keys, *arrays)
+        keys, scores, values, optimizer = jax.tree.map(
+            lambda leaf, start=start: _padded(leaf[start : start + size], size),
+            _entries_of(exported),
         )
         valid = np.arange(size) < len(exported.keys) - start
-        batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, tuple(optimizer), valid)
+        batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
         table, counts = _write(table, *jax.device_put(batch, device))
         total = _plus(total, counts)
     return _with_common(table, exported, device), total
@@ -450,7 +467,7 @@ def _with_common(table: Table, exported: Exported, device: Any) -> Table:
     )
     table = dataclasses.replace(table, index=index)
     if table.optimizer is not None and exported.clock >= own_clock:
-        shared = tuple(jax.device_put(leaf, device) for leaf in exported.shared)
+        shared = jax.device_put(exported.shared, device)
         table = dataclasses.replace(
             table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
         )

@@ -44,13 +44,13 @@ class _Rule:
     Attributes:
       name: of the native operation, behind "update_".
       constants: of the native operation.
-      starts: the fresh value of each of its states.
+      starts: the name and the fresh value of each of its states, named as in optax if it has them.
       is_rowwise: whether a state is one number a row, and not one an element.
     """
 
     name: str
     constants: tuple[tuple[str, float], ...]
-    starts: tuple[float, ...]
+    starts: tuple[tuple[str, float], ...]
     is_rowwise: bool
     state_dtype: Any
     count_per_row: bool
@@ -83,11 +83,11 @@ class FusedOptimizer:
                 f"{table.dtype.name}: create it with dtype=jnp.bfloat16, or leave the option out"
             )
         row = (1,) if rule.is_rowwise else (1, table.dim)
-        fresh = [jnp.full(row, start, rule.state_dtype) for start in rule.starts]
+        fresh = {name: jnp.full(row, start, rule.state_dtype) for name, start in rule.starts}
+        count = {"count": jnp.zeros((1,), jnp.uint32)}
         if rule.count_per_row:
-            fresh.append(jnp.zeros((1,), jnp.uint32))
-        count = jnp.zeros((1,), jnp.uint32)
-        rows = _updates.optimizer_rows(fresh, [count], rule, table)
+            fresh |= count
+        rows = _updates.optimizer_rows(fresh, count, rule, table)
         return dataclasses.replace(table, optimizer=rows)
 
     def update(
@@ -121,19 +121,19 @@ class FusedOptimizer:
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule)
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
-        (count,) = before.shared
+        count = before.shared["count"]
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = _rate(given, count)
         is_counted = count < _MOST_STEPS
         if apply is not None:
             is_counted &= apply
         ahead = count + is_counted.astype(jnp.uint32)
-        states = before.rows[: len(rule.starts)]
-        steps = before.rows[-1] if rule.count_per_row else ahead
+        names = [name for name, _ in rule.starts]
+        steps = before.rows["count"] if rule.count_per_row else ahead
         groups = batch.groups
         clock, values, *states, steps = _ffi.call(
             f"update_{rule.name}",
-            *(table.index.clock, table.values, *states, steps),
+            *(table.index.clock, table.values, *(before.rows[name] for name in names), steps),
             *(batch.slots, groups.keys, rate),
             *(groups.count, groups.inverse, *_index.occurrences(groups)),
             *batch.terms.operands,
@@ -142,10 +142,11 @@ class FusedOptimizer:
             seed=int(np.uint64(rule.seed).view(np.int64)),
             **dict(rule.constants),
         )
+        rows = dict(zip(names, states, strict=True))
         optimizer = dataclasses.replace(
             before,
-            rows=(*states, steps) if rule.count_per_row else tuple(states),
-            shared=(ahead if rule.count_per_row else steps,),
+            rows=rows | {"count": steps} if rule.count_per_row else rows,
+            shared={"count": ahead if rule.count_per_row else steps},
             skipped=before.skipped + batch.stale,
         )
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
@@ -179,7 +180,7 @@ def _optimizer(
     name: str,
     learning_rate: Any,
     constants: dict[str, Any],
-    starts: tuple[float, ...],
+    starts: tuple[tuple[str, float], ...],
     options: dict[str, Any],
     *,
     is_rowwise: bool = False,
@@ -246,7 +247,7 @@ def sgd(
             )
         return _optimizer(sgd, "sgd", learning_rate, {}, (), options)
     constants = {"momentum": momentum, "nesterov": int(is_ahead)}
-    return _optimizer(sgd, "momentum", learning_rate, constants, (0.0,), options)
+    return _optimizer(sgd, "momentum", learning_rate, constants, (("trace", 0.0),), options)
 
 
 def adagrad(
@@ -265,7 +266,8 @@ def adagrad(
     """
     call = "optim.adagrad"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
-    return _optimizer(adagrad, "adagrad", learning_rate, {"eps": eps}, (start,), options)
+    starts = (("sum_of_squares", start),)
+    return _optimizer(adagrad, "adagrad", learning_rate, {"eps": eps}, starts, options)
 
 
 def rowwise_adagrad(
@@ -290,7 +292,7 @@ def rowwise_adagrad(
         "rowwise_adagrad",
         learning_rate,
         constants,
-        (start,),
+        (("sum_of_mean_squares", start),),
         options,
         is_rowwise=True,
     )
@@ -331,7 +333,7 @@ def adam(
       >>> table = opt.init(hkv.create(128, dim=2))
       >>> table, result = hkv.find_or_insert(table, np.array([1, 2], np.int32))
       >>> table = opt.update(table, result, jnp.ones_like(result.values))
-      >>> int(table.optimizer.shared[0][0])
+      >>> int(table.optimizer.shared["count"][0])
       1
     """
     constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": 0.0}
@@ -372,7 +374,8 @@ def _adam(
     for name in ("b1", "b2"):
         if not _constant(call, name, constants[name]) < 1:
             raise ValueError(f"{call}: {name} must be below 1, got {constants[name]}")
-    return _optimizer(make, "adam", learning_rate, constants, (0.0, 0.0), options)
+    starts = (("mu", 0.0), ("nu", 0.0))
+    return _optimizer(make, "adam", learning_rate, constants, starts, options)
 
 
 def ftrl(
@@ -405,4 +408,5 @@ def ftrl(
         raise ValueError(f"{call}: learning_rate must be a positive number, got {alpha}")
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     constants = {"l1": l1, "l2": l2, "beta": beta}
-    return _optimizer(ftrl, "ftrl", alpha, constants, (start, 0.0), options)
+    starts = (("sum_of_squares", start), ("linear", 0.0))
+    return _optimizer(ftrl, "ftrl", alpha, constants, starts, options)

@@ -49,10 +49,8 @@ class Keys:
           TypeError: if the array does not hold integers.
         """
         array = _integers(ids)
-        wide = np.ascontiguousarray(
-            array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
-        )
-        words = wide.astype("<u8", copy=False).view("<u4").reshape(*array.shape, 2)
+        wide = np.ascontiguousarray(array.astype("<u8"))  # which extends the sign
+        words = wide.view("<u4").reshape(*array.shape, 2)
         return cls(_read_only(words.astype(np.uint32, copy=False)))
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -40,8 +40,8 @@ class Batch(NamedTuple):
 
 
 def optimizer_rows(
-    fresh: Sequence[Num[Array, "1 ..."]],
-    shared: Sequence[Num[Array, "1 ..."]],
+    fresh: Mapping[str, Num[Array, "1 ..."]],
+    shared: Mapping[str, Num[Array, "1 ..."]],
     structure: Any,
     table: Table,
 ) -> OptimizerRows:
@@ -54,9 +54,9 @@ def optimizer_rows(
         return jnp.array(jax.device_put(leaf, *devices) if len(devices) == 1 else leaf, copy=True)
 
     return OptimizerRows(
-        rows=tuple(_rows.new(on_device(leaf), table.capacity) for leaf in fresh),
-        fresh=tuple(map(on_device, fresh)),
-        shared=tuple(map(on_device, shared)),
+        rows={name: _rows.new(on_device(leaf), table.capacity) for name, leaf in fresh.items()},
+        fresh={name: on_device(leaf) for name, leaf in fresh.items()},
+        shared={name: on_device(leaf) for name, leaf in shared.items()},
         skipped=on_device(jnp.zeros((1,), jnp.uint32)),
         structure=structure,
     )

@@ -154,7 +154,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
     if hasattr(ids, "__array__"):
         ids = np.asarray(ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
-            return ids.astype(np.int64 if ids.dtype.kind == "i" else np.uint64).view(np.uint64)
+            return ids.astype(np.uint64)  # which extends the sign
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
             "cast its ids to int64 or uint64 first"

@@ -64,7 +64,7 @@ def after_read(table: Table, clock: jax.Array) -> Table:
 
 def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
     """New rows start with fresh optimizer values: nobody inherits a victim's moments."""
-    fresh = table.optimizer.fresh if table.optimizer else ()
+    fresh = table.optimizer.fresh if table.optimizer else {}
     return scatter_optimizer(table, slots, jnp.zeros_like(slots), fresh)
 
 

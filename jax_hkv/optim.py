@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -93,18 +93,17 @@ class _Structure:
     """How a state is made up of row leaves and shared leaves, in the order of its flattening."""
 
     tree: Any
-    kinds: tuple[str, ...]
+    kinds: tuple[tuple[str, str], ...]  # of each leaf: its name, and whether rows share it
 
-    def join(self, row: tuple[jax.Array, ...], shared: tuple[jax.Array, ...]) -> Any:
-        rows, others = iter(row), iter(leaf[0] for leaf in shared)
-        leaves = [next(rows) if kind == _ROW else next(others) for kind in self.kinds]
+    def join(self, row: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
+        leaves = [row[name] if kind == _ROW else shared[name][0] for name, kind in self.kinds]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def split(self, state: Any) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    def split(self, state: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         leaves = list(zip(self.kinds, jax.tree.leaves(state), strict=True))
         return (
-            tuple(leaf for kind, leaf in leaves if kind == _ROW),
-            tuple(leaf[None] for kind, leaf in leaves if kind == _SHARED),
+            {name: leaf for (name, kind), leaf in leaves if kind == _ROW},
+            {name: leaf[None] for (name, kind), leaf in leaves if kind == _SHARED},
         )
 
 
@@ -135,8 +134,9 @@ class SparseOptimizer:
             other = self._init(jnp.ones((1, table.dim), self.dtype))
             _check_no_micro_steps(state)
             fresh, shared = structure.split(state)
-            for leaf, leaf_of_ones in zip(fresh, structure.split(other)[0], strict=True):
-                if not np.array_equal(np.asarray(leaf), np.asarray(leaf_of_ones), equal_nan=True):
+            of_ones, _ = structure.split(other)
+            for name, leaf in fresh.items():
+                if not np.array_equal(np.asarray(leaf), np.asarray(of_ones[name]), equal_nan=True):
                     raise ValueError(
                         "optim.sparse: this transformation starts from the parameters (a copy of "
                         "them, say), but rows come and go, and a new row's state must not depend "
@@ -202,8 +202,7 @@ class SparseOptimizer:
         optimizer = table.optimizer
         assert optimizer is not None
         if apply is not None:
-            pairs = zip(shared, before.shared, strict=True)
-            shared = tuple(jnp.where(apply, new, old) for new, old in pairs)
+            shared = jax.tree.map(functools.partial(jnp.where, apply), shared, before.shared)
         skipped = optimizer.skipped + batch.stale
         optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
         return dataclasses.replace(table, optimizer=optimizer)
@@ -241,8 +240,10 @@ class SparseOptimizer:
         )
         leaves = jax.tree.leaves_with_path(two)
         kinds = [
-            _kind(path, leaf, other)
-            for (path, leaf), other in zip(leaves, jax.tree.leaves(three), strict=True)
+            (name, _kind(path, leaf, other))
+            for name, (path, leaf), other in zip(
+                _names(leaves), leaves, jax.tree.leaves(three), strict=True
+            )
         ]
         return _Structure(jax.tree.structure(two), tuple(kinds))
 
@@ -343,6 +344,14 @@ def _check_extra(transformation: Transformation, extra: dict[str, Any]) -> None:
         )
 
 
+def _names(leaves: Sequence[tuple[Any, Any]]) -> list[str]:
+    """A name for each leaf of a state: the way to it, "0.mu"."""
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if len(set(names)) < len(names):  # keys "0" and 0 of two dictionaries, say
+        names = [f"{number}.{name}" for number, name in enumerate(names)]
+    return [name or "state" for name in names]
+
+
 def _kind(path: Any, two: Any, three: Any) -> str:
     if jnp.issubdtype(two.dtype, jax.dtypes.extended):
         raise ValueError(
@@ -361,8 +370,9 @@ def _kind(path: Any, two: Any, three: Any) -> str:
     )
 
 
-def _check_state_dtypes(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> None:
-    for old, new in zip(before, after, strict=True):
+def _check_state_dtypes(before: Mapping[str, jax.Array], after: Mapping[str, jax.Array]) -> None:
+    for name, old in before.items():
+        new = after[name]
         if old.dtype != new.dtype:
             raise ValueError(
                 f"optim.update: the table's optimizer rows are {old.dtype}, but this optimizer "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -30,16 +30,17 @@ class OptimizerRows:
     """An optimizer's state that lies in the table.
 
     Attributes:
-      rows: leaves of a row each, ``[slots, ...]``; they are evicted and moved with the row.
+      rows: by name, as are the others: leaves of a row each, ``[slots, ...]``, which are evicted
+        and moved with the row. Of :func:`jax_hkv.optim.adam` "mu" and "nu".
       fresh: what a new row starts with, ``[1, ...]`` for each of `rows`.
-      shared: leaves that all rows share (step counts), with a leading axis of 1.
+      shared: leaves that all rows share ("count"), with a leading axis of 1.
       skipped: ``uint32[1]``, updates that were dropped because their slot held another key by then.
       structure: static, how the leaves make up the optimizer's state.
     """
 
-    rows: tuple[Num[Array, "S ..."], ...]
-    fresh: tuple[Num[Array, "1 ..."], ...]
-    shared: tuple[Num[Array, "1 ..."], ...]
+    rows: dict[str, Num[Array, "S ..."]]
+    fresh: dict[str, Num[Array, "1 ..."]]
+    shared: dict[str, Num[Array, "1 ..."]]
     skipped: jax.Array
     structure: Any = dataclasses.field(metadata={"static": True})
 
@@ -157,12 +158,15 @@ class Counts(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Entries that left a table or were read from it; compact, zero behind `count`."""
+    """Entries that left a table or were read from it; compact, zero behind `count`.
+
+    `optimizer` are their optimizer rows, by name.
+    """
 
     keys: Keys
     scores: Keys
     values: Float[Array, "n dim"]
-    optimizer: tuple[Num[Array, "n ..."], ...]
+    optimizer: dict[str, Num[Array, "n ..."]]
     count: Int32[Array, ""]
 
 
@@ -356,7 +360,7 @@ def check_one_device(call: str, table: Any) -> None:
             "jax_hkv.sharding, which know whose they are. To make one table of the parts, use "
             "import_entries of jax_hkv.sharding.export_entries(placement.shards(table))"
         )
-    own = () if table.optimizer is None else table.optimizer.rows
+    own = () if table.optimizer is None else table.optimizer.rows.values()
     counts = [leaf.shape[0] for leaf in (table.values, *own)]
     if any(count != table.index.slots for count in counts):
         raise ValueError(
@@ -390,28 +394,28 @@ def scatter_values(table: Table, slots: jax.Array, sources: jax.Array, values: j
     return dataclasses.replace(with_clock(table, clock), values=values)
 
 
-def gather_optimizer(table: Table, slots: jax.Array) -> tuple[Table, tuple[jax.Array, ...]]:
+def gather_optimizer(table: Table, slots: jax.Array) -> tuple[Table, dict[str, jax.Array]]:
     """Optimizer rows by slot, zero where the slot is -1."""
-    gathered = []
+    gathered = {}
     clock = table.index.clock
-    for leaf in table.optimizer.rows if table.optimizer else ():
-        clock, values = _rows.gather(clock, leaf, slots, name=table.name)
-        gathered.append(values)
-    return with_clock(table, clock), tuple(gathered)
+    for name, leaf in table.optimizer.rows.items() if table.optimizer else ():
+        clock, gathered[name] = _rows.gather(clock, leaf, slots, name=table.name)
+    return with_clock(table, clock), gathered
 
 
 def scatter_optimizer(
-    table: Table, slots: jax.Array, sources: jax.Array, values: Sequence[jax.Array]
+    table: Table, slots: jax.Array, sources: jax.Array, values: Mapping[str, jax.Array]
 ) -> Table:
-    """Writes optimizer rows: ``leaf[slots[i]] = values[sources[i]]`` for each leaf."""
+    """Writes optimizer rows: ``leaf[slots[i]] = values[name][sources[i]]`` for each leaf."""
     if table.optimizer is None:
         return table
     clock = table.index.clock
-    leaves = []
-    for leaf, new in zip(table.optimizer.rows, values, strict=True):
-        clock, leaf = _rows.scatter(clock, leaf, slots, sources, new, name=table.name)
-        leaves.append(leaf)
-    optimizer = dataclasses.replace(table.optimizer, rows=tuple(leaves))
+    rows = {}
+    for name, leaf in table.optimizer.rows.items():
+        clock, rows[name] = _rows.scatter(
+            clock, leaf, slots, sources, values[name], name=table.name
+        )
+    optimizer = dataclasses.replace(table.optimizer, rows=rows)
     return dataclasses.replace(with_clock(table, clock), optimizer=optimizer)
 
 

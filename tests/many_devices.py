@@ -238,7 +238,7 @@ def entries_of(tables: Any) -> sharding.Exported:
     order = np.argsort(exported.keys)
     rows = (exported.keys, exported.scores, exported.values)
     keys, scores, values = (array[order] for array in rows)
-    optimizer = tuple(leaf[order] for leaf in exported.optimizer)
+    optimizer = {name: leaf[order] for name, leaf in exported.optimizer.items()}
     return exported._replace(keys=keys, scores=scores, values=values, optimizer=optimizer)
 
 

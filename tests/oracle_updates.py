@@ -101,6 +101,17 @@ def pooled_sums(rows: Array, distinct: Distinct, sources: Array, weights: Array 
     return sums
 
 
+# What the optimizer rows of each optimizer are called, in the order of `Trainer.states`.
+STATES = {
+    "sgd": [],
+    "momentum": ["trace"],
+    "adagrad": ["sum_of_squares"],
+    "rowwise_adagrad": ["sum_of_mean_squares"],
+    "adam": ["mu", "nu"],
+    "ftrl": ["sum_of_squares", "linear"],
+}
+
+
 @dataclass
 class Trainer:
     """Optimizer rows beside an oracle's table."""

@@ -147,7 +147,7 @@ def main() -> None:
         digests=digests,
         steps=steps,
         hits=int(counts.hits),
-        **{f"optimizer{number}": leaf for number, leaf in enumerate(exported.optimizer)},
+        **exported.optimizer,
     )
     print(f"trained {steps} steps on {len(jax.devices())} devices", flush=True)
 

@@ -78,6 +78,21 @@ def test_a_table_restored_into_one_of_other_choices_is_seen_to_be_misplaced(rng,
     assert int(hkv.misplaced(restored)) == lost
 
 
+@pytest.mark.parametrize(
+    "other", [hkv.optim.sgd(0.1, momentum=0.9), hkv.optim.sparse(optax.adagrad(0.1))]
+)
+def test_a_table_is_not_restored_into_one_of_another_optimizer(rng, tmp_path, other):
+    """Their rows have equal shapes: only names tell a sum of squares from a momentum."""
+    opt = hkv.optim.adagrad(0.1)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, 4)), random_keys(rng, 50))
+    table = opt.update(table, result, result.values)
+    save(tmp_path / "step", table)
+    target = other.init(hkv.create(128, 4))
+    assert [leaf.shape for leaf in jax.tree.leaves(target.optimizer.rows)] == [(128, 4)]
+    with pytest.raises(ValueError, match="sum_of_squares"):
+        restore(tmp_path / "step", target)
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_every_chunk_of_a_table_is_asked_for_misplaced_entries(rng, choices):
     """A sound table has none, whatever was evicted and erased; a wrong digest or bucket is one."""
@@ -173,8 +188,8 @@ def test_exported_entries_are_saved_and_come_to_other_devices(rng, tmp_path, dev
     again = sharding.export_entries(other.shards(target))
     order, expected = np.argsort(again.keys), np.argsort(exported.keys)
     for got, wanted in zip(
-        (again.keys, again.scores, again.values, *again.optimizer),
-        (exported.keys, exported.scores, exported.values, *exported.optimizer),
+        (again.keys, again.scores, again.values, *again.optimizer.values()),
+        (exported.keys, exported.scores, exported.values, *exported.optimizer.values()),
         strict=True,
     ):
         np.testing.assert_array_equal(got[order], wanted[expected])

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from oracle_updates import Trainer
+from oracle_updates import STATES, Trainer
 
 import jax_hkv as hkv
 
@@ -36,7 +36,7 @@ def trainer_of(opt, reference):
         reference,
         rule.name,
         dict(rule.constants),
-        rule.starts,
+        tuple(start for _, start in rule.starts),
         rule.state_dtype,
         rule.count_per_row,
         rule.stochastic_rounding,
@@ -47,17 +47,17 @@ def trainer_of(opt, reference):
 def assert_rows_equal(table, trainer):
     trainer.oracle.assert_equal(table)
     occupied = trainer.oracle.occupied
-    states = table.optimizer.rows[: len(trainer.states)]
-    for number, (expected, actual) in enumerate(zip(trainer.states, states, strict=True)):
-        np.testing.assert_array_equal(
-            oracle.as_bits(np.asarray(actual)[occupied]),
-            oracle.as_bits(expected[occupied]),
-            err_msg=f"state {number}",
-        )
+    rows = dict(zip(STATES[trainer.rule], trainer.states, strict=True))
     if trainer.count_per_row:
-        steps = np.asarray(table.optimizer.rows[-1])
-        np.testing.assert_array_equal(steps[occupied], trainer.steps[occupied])
-    assert int(table.optimizer.shared[0][0]) == trainer.count
+        rows["count"] = trainer.steps
+    assert table.optimizer.rows.keys() == rows.keys()
+    for name, expected in rows.items():
+        np.testing.assert_array_equal(
+            oracle.as_bits(np.asarray(table.optimizer.rows[name])[occupied]),
+            oracle.as_bits(expected[occupied]),
+            err_msg=name,
+        )
+    assert int(table.optimizer.shared["count"][0]) == trainer.count
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_step_counts_stop_where_32_bits_end(count_per_row):
     table = dataclasses.replace(table, optimizer=optimizer)
     for _ in range(3):
         table = opt.update(table, result, jnp.ones((1, DIM)))
-        assert int(table.optimizer.shared[0][0]) == 2**32 - 1
+        assert int(table.optimizer.shared["count"][0]) == 2**32 - 1
     assert np.isfinite(hkv.find(table, np.array([1], np.int32))[1].values).all()
 
 
@@ -374,11 +374,11 @@ def test_a_count_beyond_what_a_schedule_can_be_told_stays_at_the_most():
     seen = []
     opt = hkv.optim.sgd(lambda count: seen.append(count) or 0.5)
     table, result = table_and_lookup(opt)
-    count = (jnp.full((1,), 2**31 + 5, jnp.uint32),)
+    count = {"count": jnp.full((1,), 2**31 + 5, jnp.uint32)}
     table = dataclasses.replace(table, optimizer=dataclasses.replace(table.optimizer, shared=count))
     table = opt.update(table, result, jnp.ones((3, DIM)))
     assert (seen[0].dtype, int(seen[0])) == (jnp.int32, 2**31 - 1)
-    assert int(table.optimizer.shared[0][0]) == 2**31 + 6
+    assert int(table.optimizer.shared["count"][0]) == 2**31 + 6
 
 
 BOTH_KINDS = [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))]
@@ -427,7 +427,8 @@ def test_whether_a_step_is_applied_may_be_any_kind_of_bool(opt):
     table, result = table_and_lookup(opt)
     gradients = jnp.ones((3, DIM))
     ends = {True: opt.update(table, result, gradients), False: table}
-    assert int(ends[True].optimizer.shared[0][0]) == 1
+    (count,) = ends[True].optimizer.shared.values()
+    assert int(count[0]) == 1
     traced = jax.jit(lambda apply: opt.update(table, result, gradients, apply=apply))
     for apply, end in ends.items():
         forms = [apply, np.bool_(apply), np.array(apply), jnp.bool_(apply)]
@@ -557,7 +558,7 @@ def test_a_transformation_can_work_in_float32_on_half_rows():
     """Its moments are float32 then, and rows are rounded once."""
     opt = hkv.optim.sparse(optax.adam(0.1), dtype=jnp.float32)
     table, result = table_and_lookup(opt, jnp.bfloat16)
-    assert {leaf.dtype for leaf in table.optimizer.rows} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in table.optimizer.rows.values()} == {np.dtype(np.float32)}
     updated = opt.update(table, result, jnp.ones((3, DIM), jnp.float32))
     assert updated.values.dtype == jnp.bfloat16
     fused = hkv.optim.adam(0.1)

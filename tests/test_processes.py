@@ -79,10 +79,10 @@ def by_key(keys, *rows):
 
 def assert_trained(exports, expected):
     """Together the processes hold what the one table holds."""
-    fields = ["keys", "scores", "values", "optimizer0", "optimizer1"]
-    assert len(expected.optimizer) == 2
+    assert list(expected.optimizer) == ["mu", "nu"]
+    fields = ["keys", "scores", "values", *expected.optimizer]
     got = by_key(*(np.concatenate([export[field] for export in exports]) for field in fields))
-    wanted = by_key(expected.keys, expected.scores, expected.values, *expected.optimizer)
+    wanted = by_key(expected.keys, expected.scores, expected.values, *expected.optimizer.values())
     for field, actual, reference in zip(fields, got, wanted, strict=True):
         if field in ("keys", "scores"):
             np.testing.assert_array_equal(actual, reference, err_msg=field)

@@ -88,7 +88,7 @@ def sorted_by_key(exported):
         keys=exported.keys[order],
         scores=exported.scores[order],
         values=exported.values[order],
-        optimizer=tuple(leaf[order] for leaf in exported.optimizer),
+        optimizer={name: leaf[order] for name, leaf in exported.optimizer.items()},
     )
 
 
@@ -104,7 +104,7 @@ def test_entries_come_to_other_devices_with_all_that_they_have(mode, name):
     for number, part in enumerate(many.parts):
         keys = sharding.export_entries(part).keys
         assert (owner_of(keys, len(many.parts)) == number).all()
-        assert int(part.optimizer.shared[0][0]) == 8
+        assert int(part.optimizer.shared["count"][0]) == 8
 
 
 def test_entries_come_to_one_device():
@@ -179,7 +179,7 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
     changed = sharding.export_entries(table, min_score=since)
     assert sorted(changed.keys.tolist()) == list(range(400, 1000))
     for exported in (earlier, changed):
-        rows = exported._replace(optimizer=(), shared=())
+        rows = exported._replace(optimizer={}, shared={})
         served, counts = sharding.import_entries(None, served, rows)
         assert int(counts.refused) == int(counts.evicted) == 0
     ids = np.arange(1000, dtype=np.int32)
@@ -191,7 +191,9 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
             None, opt.init(hkv.create(4096, DIM, policy=policy)), sharding.join_entries(parts)
         )
         assert int(counts.inserted) == 1000
-        assert [leaf.tolist() for leaf in whole.optimizer.shared] == [[2]]
+        assert {name: leaf.tolist() for name, leaf in whole.optimizer.shared.items()} == {
+            "count": [2]
+        }
         np.testing.assert_array_equal(hkv.find(whole, ids)[1].values, rows[1])
 
 
@@ -282,7 +284,7 @@ def test_a_live_table_goes_on_from_its_own_time_when_it_is_given_entries():
         live, counts = sharding.import_entries(None, live, given)
         assert int(counts.inserted) == 10
         after = sharding.export_entries(live)
-        assert (after.clock, after.epoch, after.shared[0].tolist()) == (100, 1, [100])
+        assert (after.clock, after.epoch, after.shared["count"].tolist()) == (100, 1, [100])
         for number in range(1000, 1100):
             live, _ = hkv.find_or_insert(live, np.array([number], np.int32))
         assert hkv.contains(live, np.arange(1000, 1100, dtype=np.int32))[1].all()
@@ -292,7 +294,7 @@ def test_a_younger_table_takes_the_time_of_the_entries():
     given = sharding.export_entries(trained([[number] for number in range(30)]))
     young, _ = sharding.import_entries(None, trained([[500]]), given)
     after = sharding.export_entries(young)
-    assert (after.clock, after.shared[0].tolist()) == (30, [30])
+    assert (after.clock, after.shared["count"].tolist()) == (30, [30])
 
 
 def test_sightings_are_the_higher_ones_and_stay_where_one_side_has_none():
@@ -314,21 +316,55 @@ def test_sightings_are_the_higher_ones_and_stay_where_one_side_has_none():
     hkv.find_or_insert(table, np.array([9], np.int32))
 
 
-def test_what_rows_share_is_named_where_it_differs():
-    """The rows are alike: native Adagrad's and optax's."""
+def test_rows_of_another_optimizer_are_refused_by_their_names():
+    """Of equal shapes; Adagrad's sums would be the momentum of SGD."""
     exported = sharding.export_entries(hkv.optim.adagrad(0.1).init(hkv.create(128, DIM)))
-    sparse = hkv.optim.sparse(optax.adagrad(lambda _: 0.1)).init(hkv.create(128, DIM))
-    with pytest.raises(ValueError, match=r"shared \['int32\[1\]'\], got .* shared \["):
-        sharding.import_entries(None, sparse, exported)
+    given = r"got .* optimizer \{'sum_of_squares': 'float32\[n, 4\]'\} and shared .*count.*renamed"
+    for other in (hkv.optim.sgd(0.1, momentum=0.9), hkv.optim.sparse(optax.adagrad(0.1))):
+        table = other.init(hkv.create(128, DIM))
+        with pytest.raises(ValueError, match=given):
+            sharding.import_entries(None, table, exported)
+        assert table.values.is_deleted() is False
+
+
+def test_rows_of_an_optimizer_that_means_the_same_come_under_other_names():
+    """As the error says: what optax began a native optimizer goes on with."""
+    optax_adam, native = hkv.optim.sparse(optax.adam(0.1)), hkv.optim.adam(0.1)
+    ids, gradients = np.arange(20, dtype=np.int32), jnp.ones((20, DIM))
+
+    def step(opt, table):
+        table, result = hkv.find_or_insert(table, ids)
+        return opt.update(table, result, gradients)
+
+    table = step(optax_adam, step(optax_adam, optax_adam.init(hkv.create(128, DIM))))
+    exported = sharding.export_entries(table)
+    assert set(exported.optimizer) == {"0.mu", "0.nu"} and set(exported.shared) == {"0.count"}
+    renamed = exported._replace(
+        optimizer={name.removeprefix("0."): leaf for name, leaf in exported.optimizer.items()},
+        shared={"count": exported.shared["0.count"].astype(np.uint32)},
+    )
+    moved, _ = sharding.import_entries(None, native.init(hkv.create(1024, DIM)), renamed)
+    rows = [hkv.find(own, ids)[1].values for own in (step(native, moved), step(optax_adam, table))]
+    np.testing.assert_allclose(*rows, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "shared"])
+def test_optimizer_rows_without_names_are_an_error(name):
+    exported = sharding.export_entries(hkv.create(128, DIM))._replace(**{name: ()})
+    message = rf"\.{name} must be a dict of arrays by their names, got tuple: give \{{\}} for none"
+    with pytest.raises(TypeError, match=f"import_entries: exported{message}"):
+        sharding.import_entries(None, hkv.create(128, DIM), exported)
+    with pytest.raises(TypeError, match=rf"join_entries: parts\[0\]{message}"):
+        sharding.join_entries([exported])
 
 
 def test_entries_are_imported_for_inference_as_the_error_says():
     exported = sharding.export_entries(trained([range(20)]))
     serving = hkv.create(128, DIM, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"optimizer=\(\), shared=\(\).*values=exported"):
+    with pytest.raises(ValueError, match=r"optimizer=\{\}, shared=\{\}.*values=exported"):
         sharding.import_entries(None, serving, exported)
     exported = exported._replace(
-        optimizer=(), shared=(), values=exported.values.astype(jnp.bfloat16)
+        optimizer={}, shared={}, values=exported.values.astype(jnp.bfloat16)
     )
     serving, counts = sharding.import_entries(None, serving, exported)
     assert int(counts.inserted) == 20

@@ -160,7 +160,9 @@ def entries(tables):
     order = np.argsort(exported.keys)
     return [
         array[order]
-        for array in (exported.keys, exported.scores, exported.values, *exported.optimizer)
+        for array in jax.tree.leaves(
+            (exported.keys, exported.scores, exported.values, exported.optimizer)
+        )
     ]
 
 

@@ -42,9 +42,9 @@ def test_a_step_over_devices_that_is_not_applied_changes_nothing(slack, apply):
     table, overflow = placement.step(step)(table, placement.put(keys), np.bool_(apply))
     assert (int(overflow) > 0) == (slack < 1)
     exported = sharding.export_entries(placement.shards(table))
-    moments = [leaf.any() for leaf in exported.optimizer]
+    moments = [leaf.any() for leaf in exported.optimizer.values()]
     assert len(exported.keys) == 400 and moments == [apply] * 2
-    assert exported.shared[0].tolist() == [int(apply)]
+    assert exported.shared["count"].tolist() == [int(apply)]
 
 
 def test_a_digest_sees_the_places_of_words_and_of_leaves():

@@ -160,7 +160,7 @@ def test_a_step_that_a_strict_exchange_stops_updates_nothing_and_keeps_its_loss_
     inserted = {where: int(own.inserted) for where, own in info.tables.items()}
     assert inserted == {"Embed_0/table": 800, "Embed_1/table": 0}
     table = after.tables["Embed_0"]["table"]
-    assert int(np.asarray(table.optimizer.shared[0]).max()) == 0
+    assert int(np.asarray(table.optimizer.shared["count"]).max()) == 0
 
 
 class Mean(nnx.Variable):
@@ -533,9 +533,9 @@ def test_exports_of_several_processes_are_saved_and_joined(rng, tmp_path):
     clocks = [int(hkv.Keys(part.clock).to_numpy()) for part in parts]
     assert joined.clock == max(clocks) and joined.epoch == 0
     whole = sharding.export_entries(parts)
-    assert joined.values.dtype == jnp.bfloat16 and len(joined.optimizer) == 3
+    assert joined.values.dtype == jnp.bfloat16 and list(joined.optimizer) == ["count", "mu", "nu"]
     jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    with pytest.raises(TypeError, match="parts must be a list .* got one of ndarray"):
+    with pytest.raises(TypeError, match=r"parts\[0\] must be .* got ndarray: parts are a list"):
         sharding.join_entries(whole)
     with pytest.raises(ValueError, match="parts must be exported entries, got none"):
         sharding.join_entries([])

@@ -106,7 +106,7 @@ def test_keys_of_one_owner_overflow_and_the_step_is_exact(merged, rng):
     assert_entries(many.parts, one.table)
     for part in many.parts:
         assert part.clock.tolist() == [2, 0]
-        assert int(part.optimizer.shared[0][0]) == 2
+        assert int(part.optimizer.shared["count"][0]) == 2
 
 
 def test_the_keys_without_room_are_counted_over_all_peers_and_devices(rng):
@@ -270,7 +270,7 @@ def test_a_result_whose_keys_are_gone_changes_no_other_row(case, rng):
     assert 0 < is_first.sum() < 320
     np.testing.assert_array_equal(entries.values[~is_first], initial[~is_first])
     assert (entries.values[is_first] < initial[is_first]).all()
-    for leaf in entries.optimizer:
+    for leaf in entries.optimizer.values():
         assert not leaf[~is_first].any() and leaf[is_first].all()
     skipped = sum(int(part.optimizer.skipped[0]) for part in many.parts)
     assert skipped == 320 - is_first.sum()

@@ -569,7 +569,10 @@ def test_a_type_of_rows_can_be_named(dtype):
     table = hkv.create(128, DIM, dtype=dtype)
     assert table.dtype == np.dtype(dtype) == hkv.create(128, DIM, dtype=table.dtype).dtype
     table = hkv.optim.adam(0.1, state_dtype=dtype).init(table)
-    assert [leaf.dtype for leaf in table.optimizer.rows[:2]] == [np.dtype(dtype)] * 2
+    assert {name: leaf.dtype for name, leaf in table.optimizer.rows.items()} == {
+        "mu": np.dtype(dtype),
+        "nu": np.dtype(dtype),
+    }
     layer = hkv.linen.Embed(128, DIM, param_dtype=dtype)
     assert layer.init(jax.random.key(0), KEYS)["tables"]["table"].dtype == np.dtype(dtype)
     assert hkv.nnx.Embed(128, DIM, param_dtype=dtype).table.get_value().dtype == np.dtype(dtype)
