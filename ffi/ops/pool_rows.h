@@ -133,8 +133,10 @@ struct PoolRows {
     }
 
     // The slot of a bag that is one row as it is, or none.
-    HKV_HOST_DEVICE Slot only_slot(int64_t begin, int64_t end) const {
-      if (end - begin != 1 || !copies_rows()) return kNoSlot;
+    HKV_HOST_DEVICE Slot only_slot(int64_t bag) const {
+      if (!copies_rows()) return kNoSlot;
+      const int64_t begin = begin_of(bag);
+      if (begin_of(bag + 1) - begin != 1) return kNoSlot;
       return has_row(slots[begin]) ? slots[begin] : kNoSlot;
     }
   };
@@ -154,7 +156,7 @@ struct PoolRows {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
       const bool exists = bag < state.pooled.count;
-      const Slot slot = exists ? state.only_slot(state.begin_of(bag), state.begin_of(bag + 1)) : kNoSlot;
+      const Slot slot = exists ? state.only_slot(bag) : kNoSlot;
       group.copy_each(state.pooled.data, static_cast<Slot>(bag), state.values.data, slot,
                       state.pooled.row_bytes);
     }
@@ -169,9 +171,13 @@ struct PoolRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
+      if (state.only_slot(bag) < 0) add_up(group, bag);
+    }
+
+    template <Group G>
+    HKV_HOST_DEVICE void add_up(const G& group, int64_t bag) const {
       const int64_t begin = state.begin_of(bag);
       const int64_t end = state.begin_of(bag + 1);
-      if (state.only_slot(begin, end) >= 0) return;
       const RowsView& pooled = state.pooled;
       for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1) {
@@ -271,6 +277,22 @@ struct PoolRows {
     }
   };
 
+  // All others, where they are few: a member looks at a bag of its own, the tile sums those that are left.
+  struct SumLeft {
+    static constexpr int kGroup = Sum::kGroup;
+    static constexpr bool kOwnIndex = true;
+    static constexpr int kBlocks = Sum::kBlocks;
+    static constexpr int64_t kGrain = Sum::kGrain;
+    Sum sum;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
+      const bool is_left = bag < sum.state.pooled.count && sum.state.only_slot(bag) < 0;
+      const int64_t first = bag - group.rank();
+      for_each_member(group, is_left, [&](int member) { sum.add_up(group, first + member); });
+    }
+  };
+
   template <class Executor>
   void run(Executor& executor) const {
     const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
@@ -278,7 +300,11 @@ struct PoolRows {
     const State state{init.initializer(), values, slots.rows, slots.data, splits.data, factors,
                       keys.data,          mask,   pooled};
     if (state.copies_rows()) executor.each(pooled.count, Copy{state});
-    executor.each(pooled.count, Sum{state});
+    if (state.copies_rows() && state.positions <= pooled.count) {  // as features of one id have it
+      executor.each(pooled.count, SumLeft{{state}});
+    } else {
+      executor.each(pooled.count, Sum{state});
+    }
   }
 };
 

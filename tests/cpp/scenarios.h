@@ -338,7 +338,8 @@ class Scenario {
 
   // Bags of no, few and many positions, with weights now and then; some splits are outside the batch.
   void pool(int64_t n, const Attributes& init) {
-    const int64_t longest = random_.chance(0.3) ? 3000 : 12;
+    constexpr int64_t kLongest[] = {2, 12, 3000};  // of the first, most bags have one position or none
+    const int64_t longest = kLongest[random_.below(std::size(kLongest))];
     std::vector<int32_t> splits = {0};
     while (splits.back() < n) splits.push_back(splits.back() + static_cast<int32_t>(random_.below(longest)));
     const double outside = std::min(0.01, 5.0 / static_cast<double>(splits.size()));  // such bags are long
