@@ -3,12 +3,14 @@
 #
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
-# Parts, in this order: build, driver, suite (the tests that run on a CPU and on a GPU, there), benchmarks,
-# sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as the
-# default), others (all other tests); without names, all.
+# Parts, in this order: build, driver (small batches), suite (the tests that run on a CPU and on a GPU, there),
+# benchmarks, sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as
+# the default), thorough (large batches of the driver), others (all other tests, most of which need no GPU); without
+# names, all.
 # OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json. No part, test, tool or case of
-# a benchmark that has passed for the same sources is run again, so that a call which ran out of time is finished
-# by calling again with the same OUTDIR, or with a copy of it on another machine.
+# a benchmark that has passed for the same sources (the package's; and those of the tests or of the benchmarks) is
+# run again, so that a call which ran out of time is finished by calling again with the same OUTDIR, or with a copy
+# of it on another machine.
 # Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc. Where time on
 # the device is short, `benchmarks/gpu_check.sh OUTDIR prepare` compiles for an H200 beforehand, on any machine
 # with nvcc and such a Python: what it leaves in wheelhouse/ is taken there for the same sources. COMMIT names the
@@ -16,14 +18,14 @@
 set -uo pipefail
 
 if (($# == 0)); then
-  sed -n '2,17s/^# \{0,1\}//p' "$0"
+  sed -n '2,19s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
 shift
 parts=("$@")
-readonly PARTS=(build driver suite benchmarks sanitizers large layers others)
+readonly PARTS=(build driver suite benchmarks sanitizers large layers thorough others)
 ((${#parts[@]})) || parts=("${PARTS[@]}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
@@ -37,9 +39,25 @@ export COMMIT=${commit:-${COMMIT:-}}
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the device
 export XLA_PYTHON_CLIENT_MEM_FRACTION=.9   # and the largest of them may have nearly all of it
-sources=$(find ffi jax_hkv tests examples benchmarks CMakeLists.txt pyproject.toml -type f \
-  ! -path '*/results/*' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
-prebuilt=wheelhouse/$sources
+digest_of() { # FILES AND FOLDERS
+  find "$@" -type f ! -path '*/results/*' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum |
+    sha256sum | cut -c1-16
+}
+# What is compiled does not depend on the tests and benchmarks in Python, nor these on each other: a line that is
+# mended in one while a device waits does not have all the others begin anew.
+readonly COMPILED=(ffi jax_hkv tests/cpp benchmarks/random_gather.cu CMakeLists.txt pyproject.toml)
+built=$(digest_of "${COMPILED[@]}")
+tested=$(digest_of "${COMPILED[@]}" tests examples)
+measured=$(digest_of "${COMPILED[@]}" benchmarks examples)
+prebuilt=wheelhouse/$built
+
+sources_of() { # PART
+  case $1 in
+    suite | large | layers | others) echo "$tested" ;;
+    benchmarks) echo "$measured" ;;
+    *) echo "$built" ;;
+  esac
+}
 
 prepare() {
   mkdir -p "$prebuilt"
@@ -68,9 +86,9 @@ build() {
 have() {
   program=$prebuilt/$1
   [[ -x $program ]] && return
-  program=$work/$sources/$1
-  mkdir -p "$work/$sources"
-  [[ -x $program ]] || "$2" "$work/$sources" -arch=native
+  program=$work/$built/$1
+  mkdir -p "$work/$built"
+  [[ -x $program ]] || "$2" "$work/$built" -arch=native
 }
 
 run_tests() { # NAME WORKERS TESTS...
@@ -81,7 +99,7 @@ run_tests() { # NAME WORKERS TESTS...
     # tests out repeat what a file prepares, or do not survive a worker that dies.
     workers=(-n "$count" --dist worksteal)
   fi
-  local status=0 passed=$out/$name-$sources.passed
+  local status=0 passed=$out/$name-$tested.passed
   # A kernel that faults ends its process's device: what fails behind it says nothing more.
   "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --maxfail=20 --passed="$passed" \
     "${workers[@]}" "$@" || status=$?
@@ -122,15 +140,19 @@ compile_gather() {
 }
 
 driver() {
+  have device_driver compile_driver && "$program" small
+}
+
+thorough() { # the host makes and compares gigabytes, while the device waits
   have device_driver compile_driver && "$program"
 }
 
 # PART NAME: what a part need not do again for the same sources.
 has_passed() {
-  grep -qsx "$sources $2" "$out/$1.done" && printf '%s has passed before\n' "$2"
+  grep -qsx "$(sources_of "$1") $2" "$out/$1.done" && printf '%s has passed before\n' "$2"
 }
 mark_passed() {
-  echo "$sources $2" >>"$out/$1.done"
+  echo "$(sources_of "$1") $2" >>"$out/$1.done"
 }
 
 # Some runtimes let no tool watch the device: that is said, and is no failure.
@@ -142,7 +164,7 @@ sanitizers() {
     printf '== %s\n' "$tool"
     has_passed sanitizers "$tool" && continue
     status=0
-    timeout --foreground --kill-after=5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    timeout --foreground --kill-after=5 240 compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
@@ -166,9 +188,9 @@ benchmark() {
   local name=$1 json=$out/$1.json
   shift
   [[ -s $json ]] && has_passed benchmarks "$name" && return
-  if ! grep -qsx "$sources $name" "$out/benchmarks.begun"; then
+  if ! grep -qsx "$measured $name" "$out/benchmarks.begun"; then
     rm -f "$json"
-    echo "$sources $name" >>"$out/benchmarks.begun"
+    echo "$measured $name" >>"$out/benchmarks.begun"
   fi
   "$@" --out "$json" || return 1
   if grep -q '"left_out": \[$' "$json"; then
@@ -192,8 +214,8 @@ benchmarks() {
     peer=(--peer-python "$python")
   fi
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
-  benchmark table table || count $?
   benchmark train_step "$python" benchmarks/train_step.py "${peer[@]}" || count $?
+  benchmark table table || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark soak "$python" benchmarks/soak.py --seconds 60 || count $?
   benchmark scaling "$python" benchmarks/scaling.py --resume --budget 100 || count $?
@@ -205,7 +227,7 @@ readonly SKIPPED=77      # as automake's tests say it
 readonly OUT_OF_TIME=124 # as timeout says it
 
 verdict_of() { # the last line of a part's log, if it is a verdict on these sources
-  tail -n 1 "$out/$1.log" 2>/dev/null | sed -n "s/^gpu_check $sources: //p"
+  tail -n 1 "$out/$1.log" 2>/dev/null | sed -n "s/^gpu_check $(sources_of "$1"): //p"
 }
 
 run_part() {
@@ -217,12 +239,12 @@ run_part() {
     return
   fi
   if ((SECONDS >= BUDGET)); then
-    printf 'gpu_check %s: out of time\n' "$sources" >"$out/$part.log"
+    printf 'gpu_check %s: out of time\n' "$(sources_of "$part")" >"$out/$part.log"
     return
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
-    $(declare -p out python work site sources prebuilt SKIPPED OUT_OF_TIME)
+    $(declare -p out python work site built tested measured prebuilt SKIPPED OUT_OF_TIME)
     $(declare -f)
     $part" >"$out/$part.log" 2>&1
   status=$?
@@ -232,7 +254,7 @@ run_part() {
     "$OUT_OF_TIME" | 137) status="out of time" ;;
     *) status="failed ($status)" ;;
   esac
-  printf '\ngpu_check %s: %s after %d s\n' "$sources" "$status" $((SECONDS - begin)) >>"$out/$part.log"
+  printf '\ngpu_check %s: %s after %d s\n' "$(sources_of "$part")" "$status" $((SECONDS - begin)) >>"$out/$part.log"
 }
 
 summary() {
@@ -240,7 +262,7 @@ summary() {
   if command -v nvidia-smi >/dev/null; then
     device=$(nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader)
   fi
-  printf '{\n  "sources": "%s",\n  "commit": "%s",\n  "device": "%s",\n  "parts": {' "$sources" \
+  printf '{\n  "sources": "%s",\n  "commit": "%s",\n  "device": "%s",\n  "parts": {' "$built $tested $measured" \
     "$COMMIT" "$(head -n 1 <<<"$device")"
   for part in "${PARTS[@]}"; do
     printf '%s\n    "%s": "%s"' "$separator" "$part" "$(verdict_of "$part")"

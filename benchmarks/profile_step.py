@@ -71,6 +71,9 @@ def of_profile(profile: Any) -> dict[str, Any]:
         "copies": {"count": len(copies), "largest": max(copies, default=0)},
         "own_kernels": ours,
         "graph_launches": calls["cuGraphLaunch"],
+        # A step whose results lie elsewhere has each traced call recorded again.
+        "graph_updates": sum(n for name, n in calls.items() if "SetParams" in name),
+        "captures": sum(n for name, n in calls.items() if name.startswith("cuStreamBeginCapture")),
         "synchronisations": sum(n for name, n in calls.items() if name.endswith("Synchronize")),
     }
 

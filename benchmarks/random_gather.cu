@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRuns = 9;
 constexpr int kInARow = 10;
+// Batches that take turns, with results of their own: narrow rows of one batch would stay in the L2.
+constexpr int kBatches = 8;
 
 void require(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -31,35 +34,39 @@ uint64_t mix(uint64_t x) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    gather(const float4* rows, const int32_t* places, float4* out, int64_t fours, int64_t count) {
+    gather(const float4* rows, const int32_t* places, float4* out, int shift, int64_t count) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  out[i] = rows[places[i / fours] * fours + i % fours];
+  const int64_t fours = int64_t{1} << shift;
+  out[i] = rows[(int64_t{places[i >> shift]} << shift) + (i & (fours - 1))];
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4 || std::atoll(argv[1]) % 4 != 0) {
-    std::fprintf(stderr, "usage: random_gather DIM ROWS BATCH, DIM a multiple of 4\n");
+  const int64_t dim = argc == 4 ? std::atoll(argv[1]) : 0;
+  if (dim < 4 || !std::has_single_bit(static_cast<uint64_t>(dim))) {
+    std::fprintf(stderr, "usage: random_gather DIM ROWS BATCH, DIM a power of two from 4 on\n");
     return 2;
   }
-  const int64_t fours = std::atoll(argv[1]) / 4;
+  const int64_t fours = dim / 4;
+  const int shift = std::countr_zero(static_cast<uint64_t>(fours));
   const int64_t rows = std::atoll(argv[2]);
   const int64_t batch = std::atoll(argv[3]);
   float4* values = nullptr;
   float4* out = nullptr;
   int32_t* places = nullptr;
   require(cudaMalloc(&values, sizeof(float4) * fours * rows), "rows");
-  require(cudaMalloc(&out, sizeof(float4) * fours * batch), "result");
-  require(cudaMalloc(&places, sizeof(int32_t) * batch), "places");
+  require(cudaMalloc(&out, sizeof(float4) * fours * batch * kBatches), "results");
+  require(cudaMalloc(&places, sizeof(int32_t) * batch * kBatches), "places");
   require(cudaMemset(values, 1, sizeof(float4) * fours * rows), "cudaMemset");
-  std::vector<int32_t> random(static_cast<size_t>(batch));
-  for (int64_t i = 0; i < batch; ++i) {
+  std::vector<int32_t> random(static_cast<size_t>(batch * kBatches));
+  for (int64_t i = 0; i < batch * kBatches; ++i) {
     random[static_cast<size_t>(i)] =
         static_cast<int32_t>(mix(static_cast<uint64_t>(i)) % static_cast<uint64_t>(rows));
   }
-  require(cudaMemcpy(places, random.data(), sizeof(int32_t) * batch, cudaMemcpyHostToDevice), "upload");
+  require(cudaMemcpy(places, random.data(), sizeof(int32_t) * random.size(), cudaMemcpyHostToDevice),
+          "upload");
   cudaEvent_t begin, end;
   require(cudaEventCreate(&begin), "cudaEventCreate");
   require(cudaEventCreate(&end), "cudaEventCreate");
@@ -68,7 +75,10 @@ int main(int argc, char** argv) {
   std::vector<double> seconds;
   for (int run = 0; run < kRuns; ++run) {
     require(cudaEventRecord(begin), "cudaEventRecord");
-    for (int i = 0; i < kInARow; ++i) gather<<<blocks, kThreads>>>(values, places, out, fours, count);
+    for (int i = 0; i < kInARow; ++i) {
+      const int64_t turn = i % kBatches;
+      gather<<<blocks, kThreads>>>(values, places + turn * batch, out + turn * count, shift, count);
+    }
     require(cudaEventRecord(end), "cudaEventRecord");
     require(cudaEventSynchronize(end), "the kernel");
     float milliseconds = 0;

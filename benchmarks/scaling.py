@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import measure
 import numpy as np
-from table import Case, batches, check, filled, timed
+from table import Case, batches, check, compiled, filled, timed
 
 import jax_hkv as hkv
 
@@ -35,8 +34,8 @@ def point(slots: int, batch: int, options: argparse.Namespace) -> dict[str, Any]
     record: dict[str, Any] = {"slots": table.capacity, "batch": batch, "operations": {}}
     for name, operation in (("find", hkv.find), ("find_or_insert", hkv.find_or_insert)):
         keys = batches("present", table, offered, batch, rng)
-        call = jax.jit(operation, donate_argnums=0)
-        wall, device, table = timed(call, table, (keys,), options, is_fresh=False)
+        call = compiled(operation)
+        wall, device, table = timed(call, table, [keys], (), options, is_fresh=False)
         rate = keys.shape[0] / measure.median(device)
         record["operations"][name] = {"wall": wall, "device": device, "keys_per_second": rate}
         print(f"2^{np.log2(slots):.0f} slots, {batch:,} keys, {name}: {rate / 1e9:.3f} billion/s")

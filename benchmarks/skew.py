@@ -11,14 +11,14 @@ or refused), and an upsert with an update by Adam. Small sizes run on a CPU too,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import measure
 import numpy as np
-from table import GOLDEN, keys_of, timed
+from table import GOLDEN, Call, compiled, keys_of, timed
 from train_step import EXPONENT, power_law
 
 import jax_hkv as hkv
@@ -56,30 +56,33 @@ def patterns(batch: int, rng: np.random.Generator) -> Iterator[tuple[str, np.nda
     yield ONE_BUCKET, of_hashes(rng.integers(0, 2**IN_FIRST_BUCKET, batch, np.uint64))
 
 
-def calls(batch: int, dim: int) -> dict[str, Callable[..., Any]]:
-    """By name, from a table and keys to a table and a result."""
-    gradients = jax.random.normal(jax.random.key(1), (batch, dim))
+def calls() -> dict[str, Call]:
+    """By name, from a table, keys and gradients to a table and a result."""
 
-    def train(table: hkv.Table, keys: hkv.Keys) -> Any:
+    def train(table: hkv.Table, keys: hkv.Keys, gradients: jax.Array) -> Any:
         table, result = hkv.find_or_insert(table, keys)
         return ADAM.update(table, result, gradients), result.counts
 
-    found = {"find": hkv.find, "find_or_insert": hkv.find_or_insert, "find_or_insert, adam": train}
-    return {name: jax.jit(call, donate_argnums=0) for name, call in found.items()}
+    return {
+        "find": compiled(lambda table, keys, _: hkv.find(table, keys)),
+        "find_or_insert": compiled(lambda table, keys, _: hkv.find_or_insert(table, keys)),
+        "find_or_insert, adam": compiled(train),
+    }
 
 
 def measured(
-    timed_calls: dict[str, Callable[..., Any]], keys: np.ndarray, options: argparse.Namespace
+    timed_calls: dict[str, Call], keys: np.ndarray, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Every call on a table of its own."""
     record = {}
     batch = keys_of(keys)
+    gradients = jax.random.normal(jax.random.key(1), (options.batch, options.dim))
     for name, call in timed_calls.items():
         table = hkv.create(options.slots, options.dim, init=hkv.initializers.uniform(-1, 1))
         table = ADAM.init(table)
-        table, inserted = timed_calls["find_or_insert"](table, batch)
+        table, inserted = timed_calls["find_or_insert"].once(table, batch, gradients)
         found = {"distinct": int(inserted.counts.unique), "size": int(hkv.size(table))}
-        wall, device, _ = timed(call, table, (batch,), options, is_fresh=False)
+        wall, device, _ = timed(call, table, [batch], (gradients,), options, is_fresh=False)
         record[name] = {"wall": wall, "device": device} | found
     return record
 
@@ -99,7 +102,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     sizes = {"slots": options.slots, "dim": options.dim, "batch": options.batch}
     record = measure.surroundings() | sizes | {"patterns": {}}
-    timed_calls = calls(options.batch, options.dim)
+    timed_calls = calls()
     for name, keys in patterns(options.batch, rng):
         distinct = len(np.unique(keys))
         spread = rng.permutation(np.arange(options.batch) % distinct).astype(np.uint64)

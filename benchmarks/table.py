@@ -5,9 +5,10 @@
 The recipe of the peer (HierarchicalKV's own benchmark): the table is filled with consecutive keys
 until its load factor is reached, then batches of 2^20 keys are timed, of which 60 % are among those
 inserted last and 40 % are absent, or all of which are present. A call is timed twice: alone, until
-its result is there (wall), and in a row of calls that wait for each other on the device only
-(device). Calls that change what they measure start from a fresh copy of the table each, which is
-not timed: a row of them has as many calls as copies fit into the memory.
+its result is there (wall), and in one program that makes a row of calls (device), so that the host
+starts a row and not a call: memory of other addresses has XLA record a CUDA graph anew. Calls that
+change what they measure start from a fresh copy of the table, which is not timed; a row of them
+takes other keys for each call, so that a table of load factor .75 ends at .78.
 
 What does not fit into the budget is left out and said, and measured by the next call with
 `--resume`. Tables are made half as large until two of them fit into the device's memory. Small
@@ -21,7 +22,7 @@ import dataclasses
 import functools
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ import numpy as np
 import jax_hkv as hkv
 from jax_hkv import index, rows
 
-IN_A_ROW = 10  # calls of one device measurement, at most
+IN_A_ROW = 8  # calls of one device measurement that leave a table as it was
+CHANGES_IN_A_ROW = 4  # that insert or erase
 RECENT = 8  # batches: hits of the mixed pattern are among the keys of so many last ones
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Bytes of the index that a key moves at least: 128 of digests, 32 each of keys and scores.
@@ -81,9 +83,15 @@ def filled(case: Case, slots: int, batch: int) -> tuple[hkv.Table, int]:
         offered += batch
 
 
-def batches(pattern: str, table: hkv.Table, offered: int, batch: int, rng: Any) -> hkv.Keys:
-    """A batch of different keys: all "present", "mixed" (60 % present), or all "absent"."""
-    absent = (np.arange(offered, offered + batch).astype(np.uint64) * GOLDEN) | np.uint64(1 << 63)
+def batches(
+    pattern: str, table: hkv.Table, offered: int, batch: int, rng: Any, number: int = 0
+) -> hkv.Keys:
+    """A batch of different keys: all "present", "mixed" (60 % present), or all "absent".
+
+    The absent ones of batches of different numbers are different ones.
+    """
+    first = offered + number * batch
+    absent = (np.arange(first, first + batch).astype(np.uint64) * GOLDEN) | np.uint64(1 << 63)
     if pattern == "absent":
         return keys_of(absent)
     if pattern == "mixed":
@@ -96,41 +104,62 @@ def batches(pattern: str, table: hkv.Table, offered: int, batch: int, rng: Any) 
     return keys_of(rng.permutation(found)[:batch])
 
 
-def copies_of(table: hkv.Table) -> list[hkv.Table]:
-    """As many as there is room for beside the table and some results."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    room = stats.get("bytes_limit", 0) * 9 // 10 - stats.get("bytes_in_use", 0)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(table))
-    return [copy_of(table) for _ in range(max(1, min(IN_A_ROW, room // size - 1)))]
+class Call(NamedTuple):
+    """An operation from (table, batch, *rest) to (table, result), compiled; the table is donated.
+
+    Attributes:
+      once: of one batch.
+      in_a_row: from (table, batches, count, *rest), where batches are stacked and taken in turn.
+    """
+
+    once: Callable[..., Any]
+    in_a_row: Callable[..., Any]
+
+
+def compiled(operation: Callable[..., Any]) -> Call:
+    """The two programs that are timed. Large arrays are arguments: captured ones are constants."""
+
+    def row(table: hkv.Table, batches: Any, count: int, *rest: Any) -> Any:
+        available = jax.tree.leaves(batches)[0].shape[0]
+
+        def take(number: Any) -> Any:
+            return jax.tree.map(lambda leaf: leaf[number % available], batches)
+
+        def body(number: Any, state: Any) -> Any:
+            return operation(state[0], take(number), *rest)
+
+        _, result = jax.eval_shape(operation, table, take(0), *rest)
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
+        return jax.lax.fori_loop(0, count, body, (table, empty))
+
+    return Call(
+        jax.jit(operation, donate_argnums=0), jax.jit(row, donate_argnums=0, static_argnums=2)
+    )
 
 
 def timed(
-    call: Callable[..., Any], table: hkv.Table, rest: Any, options: Any, is_fresh: bool
+    call: Call, table: hkv.Table, batches: list[Any], rest: Any, options: Any, is_fresh: bool
 ) -> tuple[list[float], list[float], hkv.Table]:
-    """Wall and device seconds of a call from (table, *rest) to (table, result); it is donated."""
-    wall, device = [], []
-    for number in range(measure.WARM_UPS + options.runs):
-        start_from = copy_of(table) if is_fresh else table
-        start = time.perf_counter()
-        after = jax.block_until_ready(call(start_from, *rest))
-        seconds = time.perf_counter() - start
-        if not is_fresh:
-            table = after[0]
-        del after, start_from
-        if number >= measure.WARM_UPS:
-            wall.append(seconds)
-    for _ in range(options.runs):
-        copies = copies_of(table) if is_fresh else []
-        calls = len(copies) or IN_A_ROW
-        start = time.perf_counter()
-        for number in range(calls):
-            after = call(copies[number] if is_fresh else table, *rest)
+    """Wall and device seconds of a call, and the table after those that leave it as it was."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    calls = len(batches) if is_fresh else IN_A_ROW
+
+    def seconds(run: Callable[[hkv.Table], Any]) -> list[float]:
+        nonlocal table
+        times = []
+        for _ in range(measure.WARM_UPS + options.runs):
+            start_from = copy_of(table) if is_fresh else table
+            start = time.perf_counter()
+            after = jax.block_until_ready(run(start_from))
+            times.append(time.perf_counter() - start)
             if not is_fresh:
                 table = after[0]
-        jax.block_until_ready(after)
-        device.append((time.perf_counter() - start) / calls)
-        del after, copies
-    return wall, device, table
+            del after, start_from
+        return times[measure.WARM_UPS :]
+
+    wall = seconds(lambda table: call.once(table, batches[0], *rest))
+    device = seconds(lambda table: call.in_a_row(table, stacked, calls, *rest))
+    return wall, [each / calls for each in device], table
 
 
 def find_in_two_steps(table: hkv.Table, keys: hkv.Keys) -> tuple[hkv.Table, Any]:
@@ -142,64 +171,55 @@ def find_in_two_steps(table: hkv.Table, keys: hkv.Keys) -> tuple[hkv.Table, Any]
     return after, (values, slots)
 
 
-def operations(dim: int, batch: int) -> Iterator[tuple[str, str, bool, Callable[..., Any], int]]:
-    """Name, pattern of keys, whether each call needs a fresh table, the call, bytes a key."""
-    new = jax.random.normal(jax.random.key(0), (batch, dim))
+class Operation(NamedTuple):
+    """What is done to a table."""
+
+    name: str
+    pattern: str  # of keys
+    changes: bool  # what is there, so that each measurement needs a fresh table
+    call: Call
+    rest: tuple[Any, ...]
+    bytes: int  # a key
+
+
+def operations(dim: int, batch: int) -> list[Operation]:
+    """All of a dim and a batch."""
+    new = (jax.random.normal(jax.random.key(0), (batch, dim)),)
     exists = jnp.ones((batch,), jnp.bool_)
-    row = 4 * dim
-
-    def of(function: Callable[..., Any], *rest: Any) -> Callable[..., Any]:
-        return jax.jit(lambda table, keys: function(table, keys, *rest), donate_argnums=0)
-
-    probe = DIGESTS + SECTOR
-    for pattern in ("mixed", "present"):
-        yield f"find {pattern}", pattern, False, of(hkv.find), probe + 2 * row
-        yield f"find in two {pattern}", pattern, False, of(find_in_two_steps), probe + 2 * row
-        yield f"contains {pattern}", pattern, False, of(hkv.contains), probe
-    yield (
-        "find_or_insert present",
-        "present",
-        False,
-        of(hkv.find_or_insert),
-        probe + SECTOR + 2 * row,
-    )
-    yield (
-        "insert_or_assign present",
-        "present",
-        False,
-        of(hkv.insert_or_assign, new),
-        (probe + SECTOR + 2 * row),
-    )
-    yield "assign present", "present", False, of(hkv.assign, new), probe + 2 * row
-    yield (
-        "accum_or_assign present",
-        "present",
-        False,
-        of(hkv.accum_or_assign, new, exists),
-        (probe + SECTOR + 3 * row),
-    )
-    yield (
-        "find_or_insert absent",
-        "absent",
-        True,
-        of(hkv.find_or_insert),
-        probe + 2 * SECTOR + 2 * row,
-    )
-    yield (
-        "insert_or_assign absent",
-        "absent",
-        True,
-        of(hkv.insert_or_assign, new),
-        (probe + 2 * SECTOR + 2 * row),
-    )
-    yield (
-        "insert_and_evict absent",
-        "absent",
-        True,
-        of(hkv.insert_and_evict, new),
-        (probe + 2 * SECTOR + 4 * row),
-    )
-    yield "erase present", "present", True, of(hkv.erase), probe + SECTOR
+    row, probe = 4 * dim, DIGESTS + SECTOR
+    hit, inserted = probe + SECTOR, probe + 2 * SECTOR
+    find, two, contains, find_or_insert, insert_or_assign, assign, accumulate, evict, erase = map(
+        compiled,
+        (
+            hkv.find, find_in_two_steps, hkv.contains, hkv.find_or_insert, hkv.insert_or_assign,
+            hkv.assign, hkv.accum_or_assign, hkv.insert_and_evict, hkv.erase,
+        ),
+    )  # fmt: skip
+    reads = [
+        Operation(f"{name} {pattern}", pattern, False, call, (), bytes_a_key)
+        for pattern in ("mixed", "present")
+        for name, call, bytes_a_key in (
+            ("find", find, probe + 2 * row),
+            ("find in two", two, probe + 2 * row),
+            ("contains", contains, probe),
+        )
+    ]
+    present, absent = "present", "absent"
+    return [
+        *reads,
+        Operation("find_or_insert present", present, False, find_or_insert, (), hit + 2 * row),
+        Operation("insert_or_assign present", present, False, insert_or_assign, new, hit + 2 * row),
+        Operation("assign present", present, False, assign, new, probe + 2 * row),
+        Operation(
+            "accum_or_assign present", present, False, accumulate, (*new, exists), hit + 3 * row
+        ),
+        Operation("find_or_insert absent", absent, True, find_or_insert, (), inserted + 2 * row),
+        Operation(
+            "insert_or_assign absent", absent, True, insert_or_assign, new, inserted + 2 * row
+        ),
+        Operation("insert_and_evict absent", absent, True, evict, new, inserted + 4 * row),
+        Operation("erase present", present, True, erase, (), hit),
+    ]
 
 
 def slots_for(dim: int, options: Any) -> int:
@@ -215,19 +235,20 @@ def ceilings(dim: int, options: Any) -> dict[str, float]:
     """Bytes a second of a plain copy, and of XLA's gather of random rows."""
     slots, batch = slots_for(dim, options), options.batch
     values = jnp.ones((slots, dim), jnp.float32)
-    places = jax.random.randint(jax.random.key(1), (batch,), 0, slots)
+    # Other rows each time: those of one batch of narrow rows would stay in the L2.
+    places = list(jax.random.randint(jax.random.key(1), (IN_A_ROW, batch), 0, slots))
     gather = jax.jit(lambda values, places: values[places])
     copy = jax.jit(lambda values: values + 1.0)
 
-    def fastest(call: Callable[[], Any]) -> float:
-        runs = measure.seconds(lambda _: [call() for _ in range(IN_A_ROW)], runs=options.runs)
+    def fastest(call: Callable[[int], Any]) -> float:
+        runs = measure.seconds(lambda _: [call(n) for n in range(IN_A_ROW)], runs=options.runs)
         return measure.median(runs) / IN_A_ROW
 
     part = values[: min(slots, 2**28 // (4 * dim))]
     return {
         "slots": slots,
-        "copy": 2 * part.nbytes / fastest(lambda: copy(part)),
-        "xla gather": 2 * 4 * dim * batch / fastest(lambda: gather(values, places)),
+        "copy": 2 * part.nbytes / fastest(lambda _: copy(part)),
+        "xla gather": 2 * 4 * dim * batch / fastest(lambda n: gather(values, places[n])),
     }
 
 
@@ -248,7 +269,7 @@ def check(table: hkv.Table, offered: int, rng: Any) -> None:
     assert not np.asarray(hkv.contains(table, keys_of(numbers + 2**40))[1]).any()
 
 
-def measured(case: Case, calls: list[Any], options: Any) -> dict[str, Any]:
+def measured(case: Case, calls: list[Operation], options: Any) -> dict[str, Any]:
     """All operations on one table."""
     slots = slots_for(case.dim, options)
     rng = np.random.default_rng(0)
@@ -258,22 +279,36 @@ def measured(case: Case, calls: list[Any], options: Any) -> dict[str, Any]:
         **case._asdict(), "slots": table.capacity, "reached": float(hkv.load_factor(table)),
         "operations": {},
     }  # fmt: skip
-    for name, pattern, is_fresh, call, bytes_a_key in calls:
-        keys = batches(pattern, table, offered, options.batch, rng)
-        if keys.shape[0] < options.batch:
+    made: dict[tuple[str, bool], list[hkv.Keys]] = {}
+    for operation in calls:
+        _, pattern, changes, call, rest, bytes_a_key = operation
+        if (pattern, changes) not in made:
+            count = CHANGES_IN_A_ROW if changes else 1
+            draw = functools.partial(batches, pattern, table, offered, options.batch, rng)
+            made[pattern, changes] = [draw(number) for number in range(count)]
+        keys = made[pattern, changes]
+        if any(each.shape[0] < options.batch for each in keys):
             continue  # a table this empty has no batch of present keys
-        wall, device, table = timed(call, table, (keys,), options, is_fresh)
-        result = Timed(wall, device, bytes_a_key * options.batch)
-        rate = options.batch / measure.median(device)
-        record["operations"][name] = result._asdict() | {"keys_per_second": rate}
-        print(f"  {name:26} {rate / 1e9:7.3f} billion keys/s", flush=True)
-    export = jax.jit(functools.partial(hkv.export_batch, count=options.batch))
-    runs = measure.seconds(lambda at: export(table, at), lambda: jnp.int32(0), runs=options.runs)
-    record["operations"]["export"] = {
-        "wall": runs, "bytes": options.batch * (49 + 8 * case.dim),
-        "keys_per_second": options.batch / measure.median(runs),
-    }  # fmt: skip
+        wall, device, table = timed(call, table, keys, rest, options, changes)
+        add_rate(record, operation.name, Timed(wall, device, bytes_a_key * options.batch), options)
+    places = [jnp.int32(number * options.batch % table.capacity) for number in range(IN_A_ROW)]
+    export = functools.partial(export_as_call, count=options.batch)
+    wall, device, table = timed(compiled(export), table, places, (), options, is_fresh=False)
+    result = Timed(wall, device, options.batch * (49 + 8 * case.dim))
+    add_rate(record, "export", result, options)
     return record
+
+
+def export_as_call(table: hkv.Table, offset: jax.Array, count: int) -> tuple[hkv.Table, Any]:
+    """`export_batch` in the form of other operations; of the slots some are empty, as they come."""
+    return table, hkv.export_batch(table, offset, count)
+
+
+def add_rate(record: dict[str, Any], name: str, result: Timed, options: Any) -> None:
+    """To the operations of a case."""
+    rate = options.batch / measure.median(result.device)
+    record["operations"][name] = result._asdict() | {"keys_per_second": rate}
+    print(f"  {name:26} {rate / 1e9:7.3f} billion keys/s", flush=True)
 
 
 def failed(case: Case, error: Exception) -> dict[str, Any]:
@@ -288,7 +323,7 @@ def seen_in(record: dict[str, Any]) -> set[Case]:
 
 def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, Any]]:
     """What was measured of cases that differ in their load, and so share compiled programs."""
-    calls = list(operations(cases[0].dim, options.batch))
+    calls = operations(cases[0].dim, options.batch)
     found = []
     for case in cases:
         if time.time() > deadline:
@@ -306,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
-    add("--loads", type=float, nargs="+", default=[0.5, 1.0, 0.75, 0.95])
+    add("--loads", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.95])
     add("--choices", type=int, nargs="+", default=[1, 2])
     add("--slots", type=int, default=2**27, help="half as many from dim 64 on (%(default)s)")
     add("--batch", type=int, default=2**20)
