@@ -49,11 +49,13 @@ readonly COMPILED=(ffi jax_hkv tests/cpp benchmarks/random_gather.cu CMakeLists.
 built=$(digest_of "${COMPILED[@]}")
 tested=$(digest_of "${COMPILED[@]}" tests examples)
 measured=$(digest_of "${COMPILED[@]}" benchmarks examples)
+everything=$(digest_of "${COMPILED[@]}" benchmarks examples tests) # tests of the benchmarks are among others
 prebuilt=wheelhouse/$built
 
 sources_of() { # PART
   case $1 in
-    suite | large | layers | others) echo "$tested" ;;
+    suite | large | layers) echo "$tested" ;;
+    others) echo "$everything" ;;
     benchmarks) echo "$measured" ;;
     *) echo "$built" ;;
   esac
@@ -99,7 +101,7 @@ run_tests() { # NAME WORKERS TESTS...
     # tests out repeat what a file prepares, or do not survive a worker that dies.
     workers=(-n "$count" --dist worksteal)
   fi
-  local status=0 passed=$out/$name-$tested.passed
+  local status=0 passed=$out/$name-$(sources_of "$name").passed
   # A kernel that faults ends its process's device: what fails behind it says nothing more.
   "$python" -P -m pytest -rs -p no:cacheprovider --durations=10 --maxfail=20 --passed="$passed" \
     "${workers[@]}" "$@" || status=$?
@@ -244,7 +246,7 @@ run_part() {
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
   timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
-    $(declare -p out python work site built tested measured prebuilt SKIPPED OUT_OF_TIME)
+    $(declare -p out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)
     $(declare -f)
     $part" >"$out/$part.log" 2>&1
   status=$?

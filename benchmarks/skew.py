@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import measure
 import numpy as np
-from table import GOLDEN, Call, compiled, keys_of, timed
+from table import BATCHES, GOLDEN, Call, compiled, keys_of, timed
 from train_step import EXPONENT, power_law
 
 import jax_hkv as hkv
@@ -75,14 +75,15 @@ def measured(
 ) -> dict[str, Any]:
     """Every call on a table of its own."""
     record = {}
-    batch = keys_of(keys)
+    rng = np.random.default_rng(0)
+    turns = [keys_of(rng.permutation(keys)) for _ in range(BATCHES)]
     gradients = jax.random.normal(jax.random.key(1), (options.batch, options.dim))
     for name, call in timed_calls.items():
         table = hkv.create(options.slots, options.dim, init=hkv.initializers.uniform(-1, 1))
         table = ADAM.init(table)
-        table, inserted = timed_calls["find_or_insert"].once(table, batch, gradients)
+        table, inserted = timed_calls["find_or_insert"].once(table, turns[0], gradients)
         found = {"distinct": int(inserted.counts.unique), "size": int(hkv.size(table))}
-        wall, device, _ = timed(call, table, [batch], (gradients,), options, is_fresh=False)
+        wall, device, _ = timed(call, table, turns, (gradients,), options, is_fresh=False)
         record[name] = {"wall": wall, "device": device} | found
     return record
 

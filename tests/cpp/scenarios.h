@@ -338,10 +338,13 @@ class Scenario {
 
   // Bags of no, few and many positions, with weights now and then; some splits are outside the batch.
   void pool(int64_t n, const Attributes& init) {
-    constexpr int64_t kLongest[] = {2, 12, 3000};  // of the first, most bags have one position or none
+    constexpr int64_t kLongest[] = {2, 12, 3000};  // of the first, nearly all bags have one position or none
     const int64_t longest = kLongest[random_.below(std::size(kLongest))];
     std::vector<int32_t> splits = {0};
-    while (splits.back() < n) splits.push_back(splits.back() + static_cast<int32_t>(random_.below(longest)));
+    while (splits.back() < n) {
+      const int64_t own = random_.chance(0.02) ? 12 : longest;
+      splits.push_back(splits.back() + static_cast<int32_t>(random_.below(own)));
+    }
     const double outside = std::min(0.01, 5.0 / static_cast<double>(splits.size()));  // such bags are long
     for (int32_t& split : splits) {
       if (random_.chance(outside)) split = random_.chance(0.5) ? -3 : static_cast<int32_t>(2 * n + 1);
