@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, replicated
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, would_cut
 from jax_hkv.index import Policy
@@ -94,7 +94,7 @@ def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool
     """A mask of the given shape; None is all True."""
     if mask is None:
         return jnp.ones(shape, jnp.bool_)
-    array = jnp.asarray(mask)
+    array = replicated(jnp.asarray(mask))
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
@@ -121,7 +121,7 @@ def as_rows(
 ) -> Float[Array, "*batch dim"]:
     """Rows of the given shape and type."""
     try:
-        array = jnp.asarray(rows)
+        array = replicated(jnp.asarray(rows))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{call}: {argument} must be an array of {np.dtype(dtype).name}, got "

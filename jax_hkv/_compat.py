@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import contextlib
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
+from jaxlib.version import __version__ as JAXLIB_VERSION
 
 __all__ = [
+    "JAXLIB_VERSION",
     "ad",
     "agreed",
     "batching",
@@ -18,13 +20,15 @@ __all__ = [
     "is_traced",
     "match_varying",
     "mlir",
+    "on_one_device",
+    "replicated",
     "result_aval",
     "vary",
 ]
 
 
 # Its Shardy (ManualComputationUnusedInputsPattern) crashes; 0.11.0, 0.11.1 and 0.12.0 do not.
-_CRASHES_WITHOUT_ELEMENTS = metadata.version("jaxlib") == "0.11.2"
+_CRASHES_WITHOUT_ELEMENTS = JAXLIB_VERSION.startswith("0.11.2")
 
 
 def check_elements(call: str, batch: Any) -> None:
@@ -40,6 +44,23 @@ def check_elements(call: str, batch: Any) -> None:
 def is_traced(array: Any) -> bool:
     """Whether an array stands for a value that is not known yet."""
     return isinstance(array, Tracer)
+
+
+def on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """Where a program for one device can run, whatever mesh the caller has set (`jax.set_mesh`)."""
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def replicated(array: Any) -> Any:
+    """The same array, on all devices of an Explicit mesh where its type says that it is split."""
+    if not isinstance(array, jax.Array):
+        return array
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
+        return array
+    return jax.sharding.reshard(
+        array, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    )
 
 
 def match_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

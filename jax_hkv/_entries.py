@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_hkv import index as _index
 from jax_hkv._checks import as_integer
+from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._placement import Placement
@@ -103,7 +104,8 @@ def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = N
         raise ValueError(
             "sharding.export_entries: tables must be a table or parts of one, got none"
         )
-    return join_entries([_exported(part, min_score) for part in parts])
+    with on_one_device():
+        return join_entries([_exported(part, min_score) for part in parts])
 
 
 def join_entries(parts: Sequence[Exported]) -> Exported:
@@ -160,7 +162,11 @@ def save_entries(path: Any, exported: Exported) -> None:
       path: of the file, a path or its name; each process has one of its own. Until everything is
         written it is the path with ".writing" behind it, so that no half of a file is found.
       exported: of :func:`export_entries`. bfloat16, which NumPy does not know, is written as the
-        bits of uint16; a text in the file, "types", says of which.
+        bits of uint16. The texts "types" in the file say of which, and what is "state1" and so on:
+        the optimizer's arrays, by their places among those texts.
+
+    Raises:
+      TypeError: if it is no export.
 
     Example:
       >>> import tempfile, jax_hkv as hkv
@@ -169,6 +175,7 @@ def save_entries(path: Any, exported: Exported) -> None:
       >>> load_entries(path).values.shape
       (0, 2)
     """
+    _check_exported("sharding.save_entries", "exported", exported, "make one by export_entries")
     rows: dict[str, Any] = {"values": exported.values}
     rows |= {f"{_OPTIMIZER}{name}": leaf for name, leaf in exported.optimizer.items()}
     rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
@@ -177,8 +184,10 @@ def save_entries(path: Any, exported: Exported) -> None:
     # NumPy forgets the name of bfloat16, whose bits are written.
     types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
     arrays: dict[str, Any] = {
-        name: leaf.view(f"u{leaf.dtype.itemsize}") if leaf.dtype.kind == "V" else leaf
-        for name, leaf in rows.items()
+        _file_of(number, name): leaf.view(f"u{leaf.dtype.itemsize}")
+        if leaf.dtype.kind == "V"
+        else leaf
+        for number, (name, leaf) in enumerate(rows.items())
     }
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
@@ -188,11 +197,19 @@ def save_entries(path: Any, exported: Exported) -> None:
     os.replace(unfinished, path)
 
 
+def _file_of(number: int, name: str) -> str:
+    """An array's name in a file: not all that an optimizer's state has are names of files."""
+    return f"state{number}" if name.startswith((_OPTIMIZER, _SHARED)) else name
+
+
 def load_entries(path: Any) -> Exported:
     """What :func:`save_entries` wrote, in every bit."""
     with np.load(path) as saved:
-        types = dict(entry.rsplit("=", 1) for entry in saved["types"].tolist())
-        rows = {name: saved[name].view(jnp.dtype(kind)) for name, kind in types.items()}
+        types = [entry.rsplit("=", 1) for entry in saved["types"].tolist()]
+        rows = {
+            name: saved[_file_of(number, name)].view(jnp.dtype(kind))
+            for number, (name, kind) in enumerate(types)
+        }
 
         def leaves(kind: str) -> dict[str, np.ndarray]:
             own = [name for name in rows if name.startswith(kind)]
@@ -306,19 +323,22 @@ def import_entries(
     _check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
     )
-    parts = [table] if placement is None else placement.shards(table)
-    for part in parts:
-        _check_fits(part, exported)
-    total = Counts(*(jnp.int32(0) for _ in Counts._fields))
-    filled = []
-    devices = 1 if placement is None or replicas else placement.devices
-    numbers = [0] if placement is None else placement.local_parts
-    for number, part in zip(numbers, parts, strict=True):
-        mine = _owned(exported, number % devices, devices)
-        part, counts = _fill(part, mine)
-        filled.append(part)
-        total = _plus(total, counts)
-    return (filled[0] if placement is None else placement.join(filled)), total
+    with on_one_device():
+        # A table of one device may have NumPy's leaves, after jax.device_get.
+        own = jax.tree.map(jnp.asarray, table) if placement is None else table
+        parts = [own] if placement is None else placement.shards(table)
+        for part in parts:
+            _check_fits(part, exported)
+        total = Counts(*(jnp.int32(0) for _ in Counts._fields))
+        filled = []
+        devices = 1 if placement is None or replicas else placement.devices
+        numbers = [0] if placement is None else placement.local_parts
+        for number, part in zip(numbers, parts, strict=True):
+            mine = _owned(exported, number % devices, devices)
+            part, counts = _fill(part, mine)
+            filled.append(part)
+            total = _plus(total, counts)
+        return (filled[0] if placement is None else placement.join(filled)), total
 
 
 def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
@@ -339,6 +359,12 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
 
 def _check_fits(table: Table, exported: Exported) -> None:
     check_one_device("sharding.import_entries", table)
+    if len(table.values.devices()) > 1:
+        raise ValueError(
+            "sharding.import_entries: table must lie on one device, got one that "
+            f"{len(table.values.devices())} hold: put it on one by jax.device_put(table, device), "
+            "or make it by Placement.create and give its placement"
+        )
     state = table.optimizer
     wanted = _forms(table.values, state.rows if state else {}, state.shared if state else {})
     given = _forms(exported.values, exported.optimizer, exported.shared)
@@ -350,7 +376,8 @@ def _check_fits(table: Table, exported: Exported) -> None:
             "shared={}), and one of another dtype values=exported.values.astype(dtype); optimizer "
             "rows of another dtype are cast likewise, name by name, or kept by "
             "optim.sparse(dtype=), and those of an optimizer that means the same by other names "
-            "(optim.adam by mu, a chain of optax by 0.mu) are renamed"
+            "(optim.adam by mu, a chain of optax by 0.mu) are renamed, its count cast to the "
+            "table's type, and a schedule's count left out"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:

@@ -390,7 +390,7 @@ def _hop(
 
 def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One block for all: the first valid items, in order."""
-    before = jnp.cumsum(valid, dtype=jnp.int32) - valid
+    before = jnp.cumsum(valid, dtype=jnp.int32) - valid.astype(jnp.int32)
     places = jnp.where(valid & (before < hop.places), before, NO_SLOT)
     sent = jnp.full((hop.places,), NO_SLOT, jnp.int32)
     sent = sent.at[jnp.where(places < 0, hop.places, places)].set(

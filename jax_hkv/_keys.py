@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
+from jax_hkv._compat import replicated
+
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
 
@@ -224,10 +226,11 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
         )
     if isinstance(ids, Keys):
         _check_words(call, argument, ids.words)
-        return ids
+        words = replicated(ids.words)
+        return ids if words is ids.words else Keys(words)
     check_unmasked(f"{call}: {argument}", ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
-        return _from_array(call, argument, ids)
+        return _from_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
     if kind == "Jagged":

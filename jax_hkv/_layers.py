@@ -362,9 +362,9 @@ def for_dense(tx: Any, scale: LossScale | None) -> Any:
     return tx if scale is None else InFloat32(tx)
 
 
-def copied(scale: LossScale | None) -> LossScale | None:
-    """A scale of one's own, which can be donated."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), scale)
+def copied(tree: Any) -> Any:
+    """Arrays of one's own, which can be donated."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def kept_unless(finite: Bool[Array, ""] | None, new: Any, old: Any) -> Any:

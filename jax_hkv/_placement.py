@@ -142,7 +142,7 @@ class Placement:
             return on_each(np.arange(len(self.local_devices)))
         leaves, trees, specs = self._leaves_of(make)
         made = jax.jit(self._mapped(leaves, (), specs))()
-        return jax.tree.unflatten(jax.tree.structure(trees[-1]), made)
+        return jax.tree.unflatten(trees[-1], made)
 
     def abstract(self, make: Callable[[], Any]) -> Any:
         """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
@@ -166,21 +166,25 @@ class Placement:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
             for leaf, spec in zip(shapes, specs, strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(trees[-1]), shapes)
+        return jax.tree.unflatten(trees[-1], shapes)
 
     def _leaves_of(
         self, make: Callable[[], Any]
     ) -> tuple[Callable[[], tuple[Any, ...]], list[Any], tuple[P, ...]]:
-        """A function to a state's leaves, the states that it has made, and the leaves' specs."""
+        """A function to a state's leaves, the forms of those it has made, and the leaves' specs."""
         trees: list[Any] = []
+        specs: tuple[P, ...] = ()
 
         def leaves() -> tuple[Any, ...]:
+            nonlocal specs
+            state = make()
             # What is static of a state (functions, say) may differ from call to call.
-            trees.append(make())
-            return tuple(jax.tree.leaves(trees[-1]))
+            trees.append(jax.tree.structure(state))
+            specs = tuple(jax.tree.leaves(self._leaf_specs(state)))
+            return tuple(jax.tree.leaves(state))
 
         jax.eval_shape(self._mapped(leaves, (), P()))
-        return leaves, trees, tuple(jax.tree.leaves(self._leaf_specs(trees[-1])))
+        return leaves, trees, specs
 
     def step(self, fn: Callable[..., tuple[Any, Any]], *, donate: bool = True) -> Any:
         """A compiled training step.

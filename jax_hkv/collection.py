@@ -78,14 +78,13 @@ class TableConfig:
         if not isinstance(self.name, str):
             raise TypeError(f"{call}: name must be a str, got {type(self.name).__name__}")
         # Of all devices together; how many one can have is known where it is created.
-        as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
+        capacity = as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
         given = Settings(
             self.dim, self.dtype, self.policy, self.choices, self.init, self.seed, self.admission
         )
         checked = given.checked(call)
-        object.__setattr__(self, "dtype", checked.dtype)
-        object.__setattr__(self, "policy", checked.policy)
-        object.__setattr__(self, "init", checked.init)
+        for name, value in (checked._asdict() | {"capacity": capacity}).items():
+            object.__setattr__(self, name, value)
         check_optimizer(call, self.optimizer)
         if self.policy is Policy.CUSTOM:
             raise ValueError(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced, match_varying
+from jax_hkv._compat import is_traced, match_varying, replicated
 from jax_hkv._keys import Keys, as_keys, check_unmasked
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags
@@ -306,7 +306,7 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
     """Weights of the given shape, flat."""
     if weights is None:
         return None
-    array = jnp.asarray(weights)
+    array = replicated(jnp.asarray(weights))
     if array.dtype != jnp.float32 or array.shape != shape:
         raise TypeError(
             f"{call}: weights must be float32{list(shape)}, one for each id, got {array.dtype}"
@@ -332,7 +332,7 @@ def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array,
                 f"of positions) or before, got {known.tolist() if len(known) < 20 else known}: "
                 "they are the cumulative lengths of the bags, with 0 in front"
             )
-    return jnp.asarray(splits)
+    return replicated(jnp.asarray(splits))
 
 
 def dense_bags(batch: tuple[int, ...], hotness: int, weights: jax.Array | None) -> Bags:
@@ -372,7 +372,7 @@ class Unique(NamedTuple):
     @property
     def valid(self) -> Bool[Array, " size"]:
         """Which of `keys` are keys: the mask that a lookup of them needs."""
-        return jnp.arange(self.keys.shape[0]) < self.count
+        return jax.lax.iota(jnp.int32, self.keys.shape[0]) < self.count
 
     def expand(self, rows: Any) -> Float[Array, "*batch ..."]:
         """What belongs to the distinct keys, for each position of the batch; differentiable.
@@ -392,7 +392,7 @@ class Unique(NamedTuple):
         Raises:
           TypeError: if there is not a row for each key.
         """
-        array = jnp.asarray(rows)
+        array = replicated(jnp.asarray(rows))
         size = self.keys.shape[0]
         if array.dtype not in _ffi.FLOATS or not array.ndim or array.shape[0] != size:
             raise TypeError(

@@ -234,7 +234,7 @@ def combine(groups: Groups, terms: Terms) -> Float32[Array, "n ..."]:
 
 def all_of(groups: Groups) -> Bool[Array, " n"]:
     """Which entries of `groups.keys` are keys."""
-    return jnp.arange(groups.keys.shape[0]) < groups.count
+    return jax.lax.iota(jnp.int32, groups.keys.shape[0]) < groups.count
 
 
 def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int32[Array, " n"]]:

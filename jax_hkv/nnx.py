@@ -518,6 +518,7 @@ class TrainState(nnx.Module):
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
         _layers.check_dense_state("TrainState", self.optimizer.opt_state, _trainable(model))
+        nnx.update(self.optimizer, _layers.copied(nnx.state(self.optimizer)))  # tx may hold arrays
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 

@@ -144,7 +144,7 @@ class SparseOptimizer:
                     )
             self._check_update(table)
             if not self.count_per_row:
-                _check_rows_are_apart(self.transformation, table.dim)
+                _check_rows_are_apart_once(self.transformation, table.dim)
         rows = _updates.optimizer_rows(fresh, shared, structure, table)
         return dataclasses.replace(table, optimizer=rows)
 
@@ -181,7 +181,7 @@ class SparseOptimizer:
         apply = as_flag("optim.update", "apply", apply)
         _check_extra(self.transformation, extra)
         if extra and not self.count_per_row:
-            _check_rows_are_apart(self.transformation, table.dim, *_kinds_of(extra))
+            _check_rows_are_apart_once(self.transformation, table.dim, *_kinds_of(extra))
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, result, row_gradients, apply)
         # As native updates: a key without a position (of a slice, say) stays as it is.
@@ -346,10 +346,11 @@ def _check_extra(transformation: Transformation, extra: dict[str, Any]) -> None:
 
 def _names(leaves: Sequence[tuple[Any, Any]]) -> list[str]:
     """A name for each leaf of a state: the way to it, "0.mu"."""
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    ways = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    names = [way or "state" for way in ways]
     if len(set(names)) < len(names):  # keys "0" and 0 of two dictionaries, say
         names = [f"{number}.{name}" for number, name in enumerate(names)]
-    return [name or "state" for name in names]
+    return names
 
 
 def _kind(path: Any, two: Any, three: Any) -> str:
@@ -421,6 +422,15 @@ def _of_kinds(tree: Any, kinds: tuple[Any, ...]) -> dict[str, Any]:
         return jnp.ones(kind.shape, kind.dtype) if is_number else kind
 
     return {} if tree is None else jax.tree.unflatten(tree, list(map(number, kinds)))
+
+
+def _check_rows_are_apart_once(*arguments: Any) -> None:
+    """As below; again each time for what has no hash, an object of a plain dataclass, say."""
+    try:
+        hash(arguments)
+    except TypeError:
+        return _check_rows_are_apart.__wrapped__(*arguments)
+    return _check_rows_are_apart(*arguments)
 
 
 @functools.lru_cache

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import match_varying
+from jax_hkv._compat import match_varying, replicated
 from jax_hkv._keys import Keys
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
@@ -254,7 +254,7 @@ def pool(
       [[2.0]]
     """
     check_combiner("pool", combiner)
-    array = jnp.asarray(rows)
+    array = replicated(jnp.asarray(rows))
     rank = 2 if row_splits is not None else 3
     if array.dtype not in _ffi.FLOATS or array.ndim < 2 or (rank == 2 and array.ndim != 2):
         raise TypeError(

@@ -30,7 +30,8 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
         `fn` may change.
 
     Returns:
-      The lines of the optimised HLO that copy an array of a table leaf's type and size.
+      The lines of the optimised HLO that copy an array of a table leaf's type and size; of a table
+      over devices, of one device's part.
     """
 
     def is_one(leaf: Any) -> bool:
@@ -53,8 +54,15 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
         after = jax.tree.leaves(given, is_leaf=is_one)
         return returned, [leaf for leaf in after if id(leaf) not in before]
 
-    compiled = jax.jit(donating, donate_argnums=0).lower(tables, others).compile()
-    return copies_in(compiled.as_text() or "", tables)
+    program = jax.jit(donating, donate_argnums=0, keep_unused=True)
+    compiled = program.lower(tables, others).compile()
+    # What is compiled for several devices has the shapes of one device's part.
+    own = jax.tree.map(_part_of, tables, compiled.input_shardings[0][0])
+    return copies_in(compiled.as_text() or "", own)
+
+
+def _part_of(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
 def copies_in(hlo: str, tables: Any) -> list[str]:

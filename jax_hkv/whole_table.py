@@ -59,7 +59,7 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
       (4, 6)
     """
     _check_predicate("erase_if", table, predicate)
-    return _erase_if(table, predicate)
+    return _in_trace(_erase_if, table)(table, predicate)
 
 
 @jitted("predicate")
@@ -231,7 +231,12 @@ def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
       4
     """
     _check_predicate("size_if", table, predicate)
-    return _size_if(table, predicate)
+    return _in_trace(_size_if, table)(table, predicate)
+
+
+def _in_trace(call: Any, table: Table) -> Callable[..., Any]:
+    """A jitted function, or within a trace what it jits: jit keeps what a predicate closes over."""
+    return call.__wrapped__ if is_traced(table.clock) else call
 
 
 def _check_predicate(call: str, table: Any, predicate: Any) -> None:
@@ -368,12 +373,17 @@ def _checked_export(
     call: str, table: Table, predicate: Predicate | None, offset: Any, count: int
 ) -> Entries:
     count = _checks.as_integer(call, "count", count, 0, MAX_SLOTS)
+    export = _in_trace(_export, table)
     if not is_traced(offset):
         first = min(_checks.as_integer(call, "offset", offset, 0, 2**63), table.capacity)
-        return _export(table, predicate, jnp.int32(first), count=count)
-    if offset.dtype != jnp.int32 or offset.size != 1:
-        raise TypeError(f"{call}: offset must be one int32, got {offset.dtype}{list(offset.shape)}")
-    return _export(table, predicate, offset.reshape(()), count=count)
+        return export(table, predicate, jnp.int32(first), count=count)
+    if not jnp.issubdtype(offset.dtype, jnp.integer) or offset.size != 1:
+        raise TypeError(
+            f"{call}: offset must be one integer, got {offset.dtype}{list(offset.shape)}"
+        )
+    end = jnp.asarray(table.capacity, offset.dtype)
+    first = jnp.minimum(offset.reshape(()), end).astype(jnp.int32)
+    return export(table, predicate, first, count=count)
 
 
 @jitted("predicate", "count")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -141,3 +142,25 @@ def test_an_accumulator_starts_where_it_is_said(name):
     fresh = opt.init(hkv.create(128, DIM)).optimizer.fresh
     accumulators = [leaf for name, leaf in fresh.items() if name.startswith("sum_of_")]
     assert len(accumulators) == 1 and (np.asarray(accumulators[0]) == 0.75).all()
+
+
+STATES = {"dots": {"a": {"b": 1.0}, "a.b": 2.0}, "empty": {"": 1.0, "state": 2.0}, "bare": 1.0}
+
+
+@pytest.mark.parametrize("form", STATES)
+def test_every_leaf_of_a_state_has_a_name_of_its_own(form):
+    """Whatever an optimizer calls them; each counts by a step of its own."""
+
+    def init(params):
+        return jax.tree.map(lambda _: jnp.zeros_like(params), STATES[form])
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda leaf, step: leaf + step, state, STATES[form])
+
+    opt = hkv.optim.sparse(optax.GradientTransformation(init, update))
+    table = opt.init(hkv.create(128, DIM))
+    table, result = hkv.find_or_insert(table, np.array([1], np.int32))
+    for _ in range(3):
+        table = opt.update(table, result, jnp.ones((1, DIM)))
+    ends = sorted(float(leaf[result.slots[0], 0]) for leaf in table.optimizer.rows.values())
+    assert ends == [3 * step for step in jax.tree.leaves(STATES[form])]

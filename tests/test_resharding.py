@@ -328,7 +328,7 @@ def test_rows_of_another_optimizer_are_refused_by_their_names():
 
 
 def test_rows_of_an_optimizer_that_means_the_same_come_under_other_names():
-    """As the error says: what optax began a native optimizer goes on with."""
+    """As the error says: what optax began a native optimizer goes on with, its count cast."""
     optax_adam, native = hkv.optim.sparse(optax.adam(0.1)), hkv.optim.adam(0.1)
     ids, gradients = np.arange(20, dtype=np.int32), jnp.ones((20, DIM))
 
@@ -484,3 +484,17 @@ def test_saved_entries_keep_their_epoch_and_no_half_of_a_file_is_found(tmp_path,
     with pytest.raises(OSError, match="no space"):
         sharding.save_entries(tmp_path / "other", exported)
     assert not (tmp_path / "other").exists()
+
+
+def test_files_keep_names_that_are_none_of_files(tmp_path):
+    """Names come from an optimizer's state."""
+    exported = sharding.export_entries(trained([range(20)]))
+    (rows,) = {leaf.shape for leaf in exported.optimizer.values()}
+    names = ["x", "x.npy", "a=b", "../c", "", "optimizer.x", "file", "e\0"]
+    leaves = {name: np.full(rows, number, np.float32) for number, name in enumerate(names)}
+    sharding.save_entries(tmp_path / "entries", exported._replace(optimizer=leaves))
+    loaded = sharding.load_entries(tmp_path / "entries")
+    assert loaded.optimizer.keys() == leaves.keys()
+    jax.tree.map(np.testing.assert_array_equal, loaded, exported._replace(optimizer=leaves))
+    with pytest.raises(TypeError, match=r"save_entries: exported\.optimizer must be a dict"):
+        sharding.save_entries(tmp_path / "entries", exported._replace(optimizer=()))
