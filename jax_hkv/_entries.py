@@ -325,8 +325,7 @@ def import_entries(
     )
     with on_one_device():
         # A table of one device may have NumPy's leaves, after jax.device_get.
-        own = jax.tree.map(jnp.asarray, table) if placement is None else table
-        parts = [own] if placement is None else placement.shards(table)
+        parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
             _check_fits(part, exported)
         total = Counts(*(jnp.int32(0) for _ in Counts._fields))
@@ -404,12 +403,8 @@ def _owned(exported: Exported, number: int, devices: int) -> Exported:
     from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
     from_here = _latest(exported, from_here)
     from_here = from_here[np.argsort(~exported.scores[from_here], kind="stable")]
-    return exported._replace(
-        keys=exported.keys[from_here],
-        scores=exported.scores[from_here],
-        values=exported.values[from_here],
-        optimizer={name: leaf[from_here] for name, leaf in exported.optimizer.items()},
-    )
+    mine = jax.tree.map(lambda leaf: leaf[from_here], _entries_of(exported))
+    return Exported(*mine, *exported[len(mine) :])
 
 
 def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:

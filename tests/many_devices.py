@@ -234,12 +234,18 @@ def assert_seen(actual: Seen, expected: Seen, tolerance: float = 0.0) -> None:
 
 def entries_of(tables: Any) -> sharding.Exported:
     """All entries of a table or its parts, in the order of their keys, without sightings."""
-    exported = sharding.export_entries(tables)._replace(counters=None)
+    return sorted_by_key(sharding.export_entries(tables)._replace(counters=None))
+
+
+def sorted_by_key(exported: sharding.Exported) -> sharding.Exported:
+    """The same entries in the order of their keys."""
     order = np.argsort(exported.keys)
-    rows = (exported.keys, exported.scores, exported.values)
-    keys, scores, values = (array[order] for array in rows)
-    optimizer = {name: leaf[order] for name, leaf in exported.optimizer.items()}
-    return exported._replace(keys=keys, scores=scores, values=values, optimizer=optimizer)
+    return exported._replace(
+        keys=exported.keys[order],
+        scores=exported.scores[order],
+        values=exported.values[order],
+        optimizer={name: leaf[order] for name, leaf in exported.optimizer.items()},
+    )
 
 
 def assert_entries(actual: Any, expected: Any, tolerance: float = 0.0) -> None:

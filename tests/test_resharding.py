@@ -23,6 +23,7 @@ from many_devices import (
     assert_seen,
     entries_of,
     seldom,
+    sorted_by_key,
     zipf_batch,
 )
 from oracle_sharding import owner_of
@@ -79,16 +80,6 @@ def assert_all_came(exported, tables, counts):
     assert_same_bits(
         jax.tree.map(np.asarray, entries_of(tables)),
         jax.tree.map(np.asarray, sorted_by_key(exported)._replace(counters=None)),
-    )
-
-
-def sorted_by_key(exported):
-    order = np.argsort(exported.keys)
-    return exported._replace(
-        keys=exported.keys[order],
-        scores=exported.scores[order],
-        values=exported.values[order],
-        optimizer={name: leaf[order] for name, leaf in exported.optimizer.items()},
     )
 
 
