@@ -7,6 +7,7 @@ import numbers
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -90,10 +91,12 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
     return found
 
 
-def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
-    """A mask of the given shape; None is all True."""
+def as_mask(
+    call: str, argument: str, mask: Any, shape: tuple[int, ...]
+) -> Bool[Array, "*shape"] | None:
+    """A mask of the given shape, or None."""
     if mask is None:
-        return jnp.ones(shape, jnp.bool_)
+        return None
     array = replicated(jnp.asarray(mask))
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
@@ -101,6 +104,11 @@ def as_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool
             f"{array.dtype}{list(array.shape)}: give one of that shape, cast with .astype(bool)"
         )
     return array
+
+
+def flat_mask(mask: jax.Array | None, shape: tuple[int, ...]) -> Bool[Array, " n"]:
+    """A mask of the given shape as a flat one; None is all True."""
+    return jnp.ones(math.prod(shape), jnp.bool_) if mask is None else mask.reshape(-1)
 
 
 def as_flag(call: str, argument: str, flag: Any) -> Bool[Array, ""] | None:

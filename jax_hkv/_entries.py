@@ -16,10 +16,10 @@ from jax_hkv import index as _index
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
+from jax_hkv._inserts import counts_of
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._placement import Placement
 from jax_hkv.index import LANES, Policy
-from jax_hkv.operations import counts_of
 from jax_hkv.table import (
     Counts,
     Entries,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -212,7 +213,17 @@ def _integers(ids: Any) -> np.ndarray:
 
 
 def as_keys(call: str, argument: str, ids: Any) -> Keys:
-    """What a caller gave as keys, as Keys; errors name the call and the argument.
+    """What a caller gave as keys, as Keys; errors name the call and the argument."""
+    return keys_of(check_keys(call, argument, ids))
+
+
+def keys_of(ids: Any) -> Keys:
+    """What :func:`check_keys` has let pass, as Keys."""
+    return ids if isinstance(ids, Keys) else Keys(_words(ids))
+
+
+def check_keys(call: str, argument: str, ids: Any) -> Any:
+    """What a caller gave as keys, where it is Keys, or an array of which those can be made.
 
     NumPy's 64-bit integers are taken where JAX, with x64 off, would not cut them: an id is the same
     key whether it comes as such, or through a ``jax.jit`` that has made 32 bits of it.
@@ -230,7 +241,7 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
         return ids if words is ids.words else Keys(words)
     check_unmasked(f"{call}: {argument}", ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
-        return _from_array(call, argument, replicated(ids))
+        return _check_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
     if kind == "Jagged":
@@ -259,7 +270,7 @@ def _check_words(call: str, argument: str, words: Any) -> None:
         )
 
 
-def _from_array(call: str, argument: str, ids: Any) -> Keys:
+def _check_array(call: str, argument: str, ids: Any) -> Any:
     wide = ids.dtype in (np.dtype(np.int64), np.dtype(np.uint64))
     if wide and isinstance(ids, (np.ndarray, np.generic)):
         if would_cut(ids):
@@ -269,32 +280,36 @@ def _from_array(call: str, argument: str, ids: Any) -> Keys:
                 "them. Use jax_hkv.Keys.from_numpy(ids)."
             )
         return Keys.from_numpy(ids)
-    if ids.dtype == np.int32:
-        high = jnp.where(jnp.asarray(ids) < 0, jnp.uint32(_LOW_WORD), jnp.uint32(0))
-        low = jax.lax.bitcast_convert_type(jnp.asarray(ids), jnp.uint32)
-    elif ids.dtype == np.uint32:
-        low, high = jnp.asarray(ids), jnp.zeros_like(ids)
-    elif wide:
-        low = (ids & _LOW_WORD).astype(jnp.uint32)
-        high = ((ids >> _WORD_BITS) & _LOW_WORD).astype(jnp.uint32)
-    else:
+    if not wide and ids.dtype not in (np.dtype(np.int32), np.dtype(np.uint32)):
         raise TypeError(
             f"{call}: {argument} must hold integers of 32 or 64 bits, got {ids.dtype}. Cast small "
             "integers to int32; hash anything else to 64 bits."
         )
-    return Keys(jnp.stack([low, high], axis=-1))
+    return ids
 
 
-def _pair(call: str, argument: str, number: Any) -> tuple[Any, Any]:
+@functools.partial(jax.jit, inline=True)
+def _words(ids: jax.Array) -> UInt32[Array, "*shape 2"]:
+    """The words of integers of 32 or 64 bits, of which the sign is extended."""
+    if ids.dtype.itemsize == 8:
+        low = (ids & _LOW_WORD).astype(jnp.uint32)
+        high = ((ids >> _WORD_BITS) & _LOW_WORD).astype(jnp.uint32)
+    else:
+        low = jax.lax.bitcast_convert_type(ids, jnp.uint32)
+        is_negative = ids < jnp.zeros((), ids.dtype)
+        high = jnp.where(is_negative, jnp.uint32(_LOW_WORD), jnp.uint32(0))
+    return jnp.stack([low, high], axis=-1)
+
+
+def _words_of(call: str, argument: str, number: Any) -> Any:
     if isinstance(number, (int, np.integer)) and not isinstance(number, bool):
         if not 0 <= number < 2**64:
             raise ValueError(
                 f"{call}: {argument} must be an unsigned 64-bit number, 0 to 2**64 - 1, "
                 f"got {number}: Keys.from_numpy sign-extends negative ones"
             )
-        return np.uint32(int(number) & _LOW_WORD), np.uint32(int(number) >> _WORD_BITS)
-    keys = as_keys(call, argument, number)
-    return keys.low, keys.high
+        return np.array([int(number) & _LOW_WORD, int(number) >> _WORD_BITS], np.uint32)
+    return as_keys(call, argument, number).words
 
 
 def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -312,7 +327,7 @@ def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> less(Keys.from_numpy(np.array([3, 2**40])), 2**33).tolist()
       [True, False]
     """
-    return _is_less(_pair("less", "a", a), _pair("less", "b", b))
+    return _is_less(_words_of("less", "a", a), _words_of("less", "b", b))
 
 
 def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -322,7 +337,7 @@ def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> less_equal(np.array([3, -1], np.int32), 3).tolist()  # keys are unsigned
       [True, False]
     """
-    return ~_is_less(_pair("less_equal", "b", b), _pair("less_equal", "a", a))
+    return _is_less(_words_of("less_equal", "a", a), _words_of("less_equal", "b", b), or_equal=True)
 
 
 def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -332,10 +347,15 @@ def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> equal(np.array([3, -1], np.int32), 2**64 - 1).tolist()
       [False, True]
     """
-    (low_a, high_a), (low_b, high_b) = _pair("equal", "a", a), _pair("equal", "b", b)
-    return jnp.asarray((low_a == low_b) & (high_a == high_b))
+    return _is_equal(_words_of("equal", "a", a), _words_of("equal", "b", b))
 
 
-def _is_less(a: tuple[Any, Any], b: tuple[Any, Any]) -> Bool[Array, "*shape"]:
-    (low_a, high_a), (low_b, high_b) = a, b
-    return jnp.asarray((high_a < high_b) | ((high_a == high_b) & (low_a < low_b)))
+@functools.partial(jax.jit, inline=True)
+def _is_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
+    return (a[..., 0] == b[..., 0]) & (a[..., 1] == b[..., 1])
+
+
+@functools.partial(jax.jit, static_argnames="or_equal", inline=True)
+def _is_less(a: Any, b: Any, or_equal: bool = False) -> Bool[Array, "*shape"]:
+    is_low = a[..., 0] <= b[..., 0] if or_equal else a[..., 0] < b[..., 0]
+    return (a[..., 1] < b[..., 1]) | ((a[..., 1] == b[..., 1]) & is_low)

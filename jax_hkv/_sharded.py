@@ -36,11 +36,12 @@ from jax_hkv._exchange import (
     plan_of,
     spread,
 )
+from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status
-from jax_hkv.operations import ROWS_NAME, insert_result, insert_rows
+from jax_hkv.operations import ROWS_NAME
 from jax_hkv.table import Bags, Counts, InsertResult, Table, gather_values
 
 State = TypeVar("State")

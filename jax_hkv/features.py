@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
-from jax_hkv._keys import Keys, as_keys, check_unmasked
+from jax_hkv._keys import Keys, check_keys, check_unmasked, keys_of
 from jax_hkv.index import MAX_SLOTS
-from jax_hkv.table import Bags
+from jax_hkv.table import Bags, jitted
 
 _LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 
@@ -270,17 +270,22 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
     """What a caller gave as bags of ids, checked."""
     if isinstance(ids, Jagged):
         return _from_jagged(call, ids, weights, valid)
-    keys = as_keys(call, "ids", ids)
+    keys = check_keys(call, "ids", ids)
     if not keys.shape:
         raise ValueError(
             f"{call}: ids must have the shape [batch, hotness], or be a jax_hkv.Jagged, got a "
             "single id: give it as ids[None, None]"
         )
-    mask = _checks.as_mask(call, "valid", valid, keys.shape).reshape(-1)
-    batch = keys.shape[:-1]
-    bags = dense_bags(batch, keys.shape[-1], as_weights(call, weights, keys.shape))
-    layout = Layout(keys.shape, batch, weights is not None)
-    return Bagged(keys.reshape(-1), mask, bags), layout
+    mask = _checks.as_mask(call, "valid", valid, keys.shape)
+    factors = as_weights(call, weights, keys.shape)
+    return _dense(keys, mask, factors), Layout(keys.shape, keys.shape[:-1], weights is not None)
+
+
+@jitted()
+def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Bagged:
+    *batch, hotness = given.shape
+    bags = dense_bags(tuple(batch), hotness, weights)
+    return Bagged(keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape), bags)
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
@@ -290,16 +295,22 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
                 f"{call}: {name} cannot be given beside a Jagged, got {type(argument).__name__}: "
                 "weights are Jagged(ids, row_splits, weights), and padding lies behind row_splits"
             )
-    keys = as_keys(call, "ids.ids", given.ids)
+    keys = check_keys(call, "ids.ids", given.ids)
     if len(keys.shape) != 1:
         raise ValueError(
             f"{call}: the ids of a Jagged must be flat, got shape {list(keys.shape)}: reshape them "
             "to [n], with row_splits that say where bags begin"
         )
     splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
-    bags = jagged_bags(splits, keys.shape[0], as_weights(call, given.weights, keys.shape))
+    factors = as_weights(call, given.weights, keys.shape)
     layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
-    return Bagged(keys, bags.sources < layout.batch[0], bags), layout
+    return _jagged(keys, splits, factors), layout
+
+
+@jitted()
+def _jagged(given: Any, splits: jax.Array, weights: jax.Array | None) -> Bagged:
+    bags = jagged_bags(splits, given.shape[0], weights)
+    return Bagged(keys_of(given), bags.sources < splits.shape[0] - 1, bags)
 
 
 def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array, " n"] | None:
@@ -453,12 +464,17 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
       >>> found.valid.tolist(), found.expand(jnp.array([1.0, 2.0, 3.0])).tolist()
       ([True, True, False], [1.0, 2.0, 1.0])
     """
-    given = as_keys("unique", "keys", keys)
-    flat = given.reshape(-1)
-    mask = _checks.as_mask("unique", "valid", valid, given.shape).reshape(-1)
-    positions = flat.shape[0]
-    size = positions if size is None else _checks.as_integer("unique", "size", size, 0, MAX_SLOTS)
-    groups = _index.unique(flat, mask)
+    given = check_keys("unique", "keys", keys)
+    mask = _checks.as_mask("unique", "valid", valid, given.shape)
+    if size is not None:
+        size = _checks.as_integer("unique", "size", size, 0, MAX_SLOTS)
+    return _unique(given, mask, size=math.prod(given.shape) if size is None else size)
+
+
+@jitted("size")
+def _unique(given: Any, valid: jax.Array | None, size: int) -> Unique:
+    groups = _index.unique(keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape))
+    positions = math.prod(given.shape)
     kept, missing = min(size, positions), max(size - positions, 0)
     count = groups.count[0]
     inverse = jnp.where(groups.inverse < size, groups.inverse, _index.NO_SLOT)

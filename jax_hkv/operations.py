@@ -1,13 +1,13 @@
 """The operations on a batch of keys: lookups, inserts, assignments, removals.
 
-Each public function checks and flattens its arguments; the function of the same name with an
-underscore does the work, compiled.
+Each public function checks its arguments; the function of the same name with an underscore does the
+work, compiled: outside of jit a call is one program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._inserts import counts_of, insert_result, insert_rows, is_new, upsert
+from jax_hkv._keys import Keys, check_keys, keys_of
 from jax_hkv.index import NO_SLOT, Groups, Status
 from jax_hkv.table import (
-    Bags,
-    Counts,
     Entries,
     EraseResult,
     FindResult,
@@ -31,10 +30,8 @@ from jax_hkv.table import (
     Table,
     WriteResult,
     check_one_device,
-    entries_at,
     gather_values,
     jitted,
-    scatter_optimizer,
     scatter_values,
     with_clock,
 )
@@ -42,122 +39,28 @@ from jax_hkv.table import (
 # The name under which rows of a lookup are saved by jax.checkpoint policies.
 ROWS_NAME = "hkv_rows"
 
+# Keys as they were given and checked: Keys, or an array of integers.
+_Given = Any
 
-def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[Keys, Keys, jax.Array]:
-    """The keys as given, flat, and their mask."""
+
+def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[_Given, jax.Array | None]:
+    """Keys and mask as they were given, checked."""
     check_one_device(call, table)
-    given = as_keys(call, "keys", keys)
-    flat = given.reshape(-1)
-    return given, flat, _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
+    given = check_keys(call, "keys", keys)
+    return given, _checks.as_mask(call, "valid", valid, given.shape)
 
 
-def _flat_rows(call: str, argument: str, values: Any, table: Table, keys: Keys) -> jax.Array:
-    expected = (*keys.shape, table.dim)
-    array = _checks.as_rows(call, argument, values, expected, table.dtype)
-    return array.reshape(-1, table.dim)
+def _flat(given: _Given, valid: jax.Array | None) -> tuple[Keys, jax.Array]:
+    return keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape)
+
+
+def _as_rows(call: str, values: Any, table: Table, keys: _Given) -> jax.Array:
+    return _checks.as_rows(call, "values", values, (*keys.shape, table.dim), table.dtype)
 
 
 def after_read(table: Table, clock: jax.Array) -> Table:
     """A table after a read. Outside a trace nothing needs an order: the same object."""
     return with_clock(table, clock) if is_traced(clock) else table
-
-
-def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
-    """New rows start with fresh optimizer values: nobody inherits a victim's moments."""
-    fresh = table.optimizer.fresh if table.optimizer else {}
-    return scatter_optimizer(table, slots, jnp.zeros_like(slots), fresh)
-
-
-def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
-    """What became of the distinct keys of a batch."""
-    # All in one pass: as sums of their own they are one each.
-    tallies = [
-        (unique_status == Status.FOUND).astype(jnp.int32),
-        _is_new(unique_status).astype(jnp.int32),
-        (unique_status == Status.EVICTED).astype(jnp.int32),
-        (unique_status == Status.REFUSED).astype(jnp.int32),
-    ]
-    hits, inserted, evicted, refused = jax.lax.reduce(
-        tallies,
-        [jnp.int32(0)] * len(tallies),
-        lambda sums, terms: [a + b for a, b in zip(sums, terms, strict=True)],
-        (0,),
-    )
-    return Counts(groups.count[0], hits, inserted, evicted, refused)
-
-
-def _is_new(unique_status: jax.Array) -> jax.Array:
-    return (unique_status == Status.INSERTED) | (unique_status == Status.EVICTED)
-
-
-def _new_slots(upserted: _index.Upserted) -> jax.Array:
-    """The slots of the distinct keys that were inserted, -1 for the others."""
-    return jnp.where(_is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
-
-
-def _upsert(
-    table: Table,
-    groups: Groups,
-    scores: Keys | None,
-    report_evicted: bool,
-    pinned: jax.Array | None = None,
-    is_ticked: bool = False,
-) -> tuple[Table, _index.Upserted, Entries | None]:
-    """Inserts and refreshes; new rows have fresh optimizer values but no value yet."""
-    index, upserted = _index.upsert(
-        table.index if is_ticked else _index.tick(table.index),
-        groups,
-        scores,
-        admit=True,
-        pinned=pinned,
-        report_evicted=report_evicted,
-    )
-    table = dataclasses.replace(table, index=index)
-    evicted = None
-    if report_evicted:
-        table, evicted = entries_at(
-            table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
-        )
-    new_slots = _new_slots(upserted)
-    return _start_optimizer_rows(table, new_slots), upserted, evicted
-
-
-def _let_in(
-    table: Table,
-    keys: Keys,
-    seen: Groups,
-    occurrences: jax.Array | None = None,
-    is_ticked: bool = False,
-) -> tuple[Table, Groups]:
-    """Asks the table's admission about the absent keys; the groups without those turned away."""
-    assert table.admission is not None
-    distinct, asked = Keys(seen.keys), _index.all_of(seen)
-    index, slots = _index.find(table.index, distinct, asked)
-    is_present = slots >= 0
-    admission, admitted = table.admission.decide(
-        table.seed,
-        (index if is_ticked else _index.tick(index)).clock,
-        distinct,
-        asked & ~is_present,
-        _index.occurrences(seen).counts if occurrences is None else occurrences,
-    )
-    table = dataclasses.replace(table, index=index, admission=admission)
-    enters = _index.by_position(seen, is_present | admitted, False)
-    return table, _index.unique(keys, enters)
-
-
-def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
-    """A result of the keys that were let in, completed by those that were not."""
-    away = (seen.inverse >= 0) & (result.groups.inverse < 0)
-    unique = seen.count[0]
-    refused = result.counts.refused + unique - result.counts.unique
-    slots = jnp.where(_index.all_of(seen), _index.take(result.slots, seen.first), NO_SLOT)
-    return result._replace(
-        groups=seen,
-        unique_slots=slots,
-        status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
-        counts=result.counts._replace(unique=unique, refused=refused),
-    )
 
 
 # --- Reads ---------------------------------------------------------------------------------------
@@ -199,7 +102,7 @@ def find(
       >>> result.values.tolist()
       [[1.0, 1.0], [-1.0, -1.0]]
     """
-    given, flat, mask = _batch("find", table, keys, valid)
+    given, mask = _batch("find", table, keys, valid)
     if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
         raise ValueError(
             f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
@@ -209,12 +112,9 @@ def find(
     number = None if isinstance(fill, str) else _bits_of("find", fill)
     if touch:
         _checks.check_scores("find with touch=True", table.policy, None)
-        table, values, slots = _find_and_touch(table, flat, mask, fill=number)
-    else:
-        clock, values, slots = _find(table, flat, mask, fill=number)
-        table = after_read(table, clock)
-    slots = slots.reshape(given.shape)
-    return table, FindResult(values.reshape(*given.shape, table.dim), slots >= 0, slots)
+        return _find_and_touch(table, given, mask, fill=number)
+    clock, result = _find(table, given, mask, fill=number)
+    return after_read(table, clock), result
 
 
 def _bits_of(call: str, fill: Any) -> int:
@@ -234,22 +134,30 @@ def _as_number(fill: int | None) -> float:
 
 
 @jitted("fill")
-def _find(table: Table, keys: Keys, valid: jax.Array, fill: int | None) -> Any:
+def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
+    keys, valid = _flat(given, valid)
     initial = (table.initializer, table.seed) if fill is None else None
     index, slots, values = _index.find_rows(
         table.index, keys, valid, table.values, fill=_as_number(fill), initial=initial
     )
-    return index.clock, checkpoint_name(values, ROWS_NAME), slots
+    return index.clock, _found(given, values, slots)
 
 
 @jitted("fill")
-def _find_and_touch(table: Table, keys: Keys, valid: jax.Array, fill: int | None) -> Any:
+def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
+    keys, valid = _flat(given, valid)
     groups = _index.unique(keys, valid)
     index, upserted = _index.upsert(_index.tick(table.index), groups, None, admit=False)
     table = dataclasses.replace(table, index=index)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
     table, values = gather_values(table, upserted.slots, fill=_as_number(fill), initial=initial)
-    return table, checkpoint_name(values, ROWS_NAME), upserted.slots
+    return table, _found(given, values, upserted.slots)
+
+
+def _found(given: _Given, values: jax.Array, slots: jax.Array) -> FindResult:
+    rows = checkpoint_name(values, ROWS_NAME).reshape(*given.shape, values.shape[-1])
+    slots = slots.reshape(given.shape)
+    return FindResult(rows, slots >= 0, slots)
 
 
 def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool[Array, "*batch"]]:
@@ -266,15 +174,15 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       >>> contains(table, np.array([5, 6], np.int32))[1].tolist()
       [True, False]
     """
-    given, flat, mask = _batch("contains", table, keys, valid)
-    clock, slots = _slots(table, flat, mask)
-    return after_read(table, clock), (slots >= 0).reshape(given.shape)
+    given, mask = _batch("contains", table, keys, valid)
+    clock, found = _contains(table, given, mask)
+    return after_read(table, clock), found
 
 
 @jitted()
-def _slots(table: Table, keys: Keys, valid: jax.Array) -> Any:
-    index, slots = _index.find(table.index, keys, valid)
-    return index.clock, slots
+def _contains(table: Table, given: _Given, valid: jax.Array | None) -> Any:
+    index, slots = _index.find(table.index, *_flat(given, valid))
+    return index.clock, (slots >= 0).reshape(given.shape)
 
 
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
@@ -286,13 +194,19 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
       >>> initial_rows(table, np.array([5], np.int32)).tolist()
       [[0.5, 0.5]]
     """
-    given, flat, mask = _batch("initial_rows", table, keys, None)
+    given, _ = _batch("initial_rows", table, keys, None)
+    return _initial_rows(table, given)
+
+
+@jitted()
+def _initial_rows(table: Table, given: _Given) -> jax.Array:
+    keys, valid = _flat(given, None)
     # From an array without rows: reading the table's own would keep it from being updated in place.
     _, values = _rows.gather(
         jnp.zeros((2,), jnp.uint32),
         jnp.zeros((0, table.dim), table.dtype),
-        jnp.full(mask.shape, NO_SLOT, jnp.int32),
-        initial=(table.initializer, table.seed, flat, mask),
+        jnp.full(valid.shape, NO_SLOT, jnp.int32),
+        initial=(table.initializer, table.seed, keys, valid),
         name=table.name,
     )
     return values.reshape(*given.shape, table.dim)
@@ -338,106 +252,32 @@ def find_or_insert(
       >>> [hkv.Status(s).name for s in result.status.tolist()]
       ['INSERTED', 'FOUND']
     """
-    given, flat, mask = _batch("find_or_insert", table, keys, valid)
+    given, mask = _batch("find_or_insert", table, keys, valid)
     pairs = _checks.as_scores("find_or_insert", table.policy, scores, given.shape)
     offered = None
     if values is not None:
-        offered = _flat_rows("find_or_insert", "values", values, table, given)
-    table, result = _find_or_insert(table, flat, mask, pairs, offered, evicted=return_evicted)
-    shape = given.shape
-    return table, result._replace(
-        values=result.values.reshape(*shape, table.dim),
-        keys=given,
-        slots=result.slots.reshape(shape),
-        status=result.status.reshape(shape),
-    )
+        offered = _as_rows("find_or_insert", values, table, given)
+    return _find_or_insert(table, given, mask, pairs, offered, evicted=return_evicted)
 
 
 @jitted("evicted")
 def _find_or_insert(
     table: Table,
-    keys: Keys,
-    valid: jax.Array,
+    given: _Given,
+    valid: jax.Array | None,
     scores: Keys | None,
     offered: jax.Array | None,
     evicted: bool,
 ) -> Any:
+    keys, valid = _flat(given, valid)
+    if offered is not None:
+        offered = offered.reshape(-1, table.dim)
     table, inserted = insert_rows(table, keys, valid, scores, offered, evicted)
     initial = (table.initializer, table.seed, keys, valid)
     table, values = gather_values(table, inserted.upserted.slots, initial=initial)
-    return table, insert_result(checkpoint_name(values, ROWS_NAME), keys, inserted)
-
-
-class Inserted(NamedTuple):
-    """What became of a batch: of the keys let in; those seen are more if some were not admitted."""
-
-    groups: Groups
-    seen: Groups
-    upserted: _index.Upserted
-    evicted: Entries | None
-
-
-def insert_rows(
-    table: Table,
-    keys: Keys,
-    valid: jax.Array,
-    scores: Keys | None,
-    offered: jax.Array | None,
-    evicted: bool,
-    *,
-    occurrences: jax.Array | None = None,
-    is_ticked: bool = False,
-) -> tuple[Table, Inserted]:
-    """Inserts absent keys with their initial or the given rows, and refreshes the others.
-
-    Args:
-      table: to change.
-      keys: flat.
-      valid: of them.
-      scores: of the positions, or None.
-      offered: rows of the positions, or None.
-      evicted: whether the evicted entries are wanted.
-      occurrences: ``int32``, as how many occurrences each position counts; None: as one.
-      is_ticked: whether the clock already stands at the time of this batch.
-    """
-    groups = seen = _index.unique(keys, valid)
-    if table.admission is not None:
-        counted = None if occurrences is None else _index.sum_by_key(seen, occurrences)
-        table, groups = _let_in(table, keys, seen, counted, is_ticked)
-    table, upserted, entries = _upsert(table, groups, scores, evicted, is_ticked=is_ticked)
-    inserted = Inserted(groups, seen, upserted, entries)
-    new_slots = _new_slots(upserted)
-    if offered is not None:
-        return scatter_values(table, new_slots, groups.first, offered), inserted
-    clock, values = _rows.initialize(
-        table.index.clock,
-        table.values,
-        new_slots,
-        Keys(groups.keys),
-        table.initializer,
-        table.seed,
-        name=table.name,
-    )
-    return dataclasses.replace(with_clock(table, clock), values=values), inserted
-
-
-def insert_result(
-    values: jax.Array, keys: Keys, inserted: Inserted, bags: Bags | None = None
-) -> InsertResult:
-    """What became of the flat keys of a batch, with the rows that were read for them."""
-    groups, seen, upserted, entries = inserted
-    result = InsertResult(
-        values=values,
-        keys=keys,
-        slots=upserted.slots,
-        status=upserted.status,
-        counts=counts_of(groups, upserted.unique_status),
-        evicted=entries,
-        groups=groups,
-        unique_slots=upserted.unique_slots,
-        bags=bags,
-    )
-    return result if seen is groups else _with_refused(result, seen)
+    result = insert_result(checkpoint_name(values, ROWS_NAME), keys, inserted)
+    rows = result.values.reshape(*given.shape, table.dim)
+    return table, _shaped(result._replace(values=rows, keys=keys_of(given)), given.shape)
 
 
 def insert_or_assign(
@@ -484,30 +324,30 @@ def insert_and_evict(
 def _write_through(
     call: str, table: Table, keys: Any, values: Any, scores: Any, valid: Any, *, evicted: bool
 ) -> tuple[Table, WriteResult]:
-    given, flat, mask = _batch(call, table, keys, valid)
+    given, mask = _batch(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _flat_rows(call, "values", values, table, given)
-    table, result = _insert_or_assign(table, flat, mask, pairs, rows, evicted=evicted)
-    return table, _shaped(result, given.shape)
+    rows = _as_rows(call, values, table, given)
+    return _insert_or_assign(table, given, mask, pairs, rows, evicted=evicted)
 
 
-def _shaped(result: WriteResult, shape: tuple[int, ...]) -> WriteResult:
+def _shaped(result: Any, shape: tuple[int, ...]) -> Any:
     return result._replace(slots=result.slots.reshape(shape), status=result.status.reshape(shape))
 
 
 @jitted("evicted")
 def _insert_or_assign(
     table: Table,
-    keys: Keys,
-    valid: jax.Array,
+    given: _Given,
+    valid: jax.Array | None,
     scores: Keys | None,
     values: jax.Array,
     evicted: bool,
 ) -> Any:
-    groups = _index.unique(keys, valid)
-    table, upserted, entries = _upsert(table, groups, scores, evicted)
-    table = scatter_values(table, upserted.unique_slots, groups.last, values)
-    return table, _write_result(groups, upserted, entries)
+    groups = _index.unique(*_flat(given, valid))
+    table, upserted, entries = upsert(table, groups, scores, evicted)
+    rows = values.reshape(-1, table.dim)
+    table = scatter_values(table, upserted.unique_slots, groups.last, rows)
+    return table, _shaped(_write_result(groups, upserted, entries), given.shape)
 
 
 def _write_result(
@@ -546,33 +386,34 @@ def accum_or_assign(
       [[2.0], [1.0]]
     """
     call = "accum_or_assign"
-    given, flat, mask = _batch(call, table, keys, valid)
+    given, mask = _batch(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _flat_rows(call, "values", values, table, given)
+    rows = _as_rows(call, values, table, given)
     if exists is None:
         raise TypeError(
             f"{call}: exists must be a bool array of shape {list(given.shape)}, got None"
         )
-    believed = _checks.as_mask(call, "exists", exists, given.shape).reshape(-1)
-    table, result = _accum_or_assign(table, flat, mask, pairs, rows, believed)
-    return table, _shaped(result, given.shape)
+    believed = _checks.as_mask(call, "exists", exists, given.shape)
+    return _accum_or_assign(table, given, mask, pairs, rows, believed)
 
 
 @jitted()
 def _accum_or_assign(
     table: Table,
-    keys: Keys,
-    valid: jax.Array,
+    given: _Given,
+    valid: jax.Array | None,
     scores: Keys | None,
     values: jax.Array,
     believed: jax.Array,
 ) -> Any:
+    keys, valid = _flat(given, valid)
+    values, believed = values.reshape(-1, table.dim), believed.reshape(-1)
     index, slots = _index.find(table.index, keys, valid)
     table = dataclasses.replace(table, index=index)
     effective = valid & (believed == (slots >= 0))
     groups = _index.unique(keys, effective)
-    table, upserted, _ = _upsert(table, groups, scores, False, pinned=slots)
-    new = _is_new(upserted.unique_status)
+    table, upserted, _ = upsert(table, groups, scores, False, pinned=slots)
+    new = is_new(upserted.unique_status)
     table = scatter_values(
         table, jnp.where(new, upserted.unique_slots, NO_SLOT), groups.last, values
     )
@@ -586,10 +427,11 @@ def _accum_or_assign(
     table = dataclasses.replace(with_clock(table, clock), values=summed)
     result = _write_result(groups, upserted)
     read_status = jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
-    return table, result._replace(
+    result = result._replace(
         slots=jnp.where(effective, result.slots, slots),
         status=jnp.where(effective, result.status, read_status),
     )
+    return table, _shaped(result, given.shape)
 
 
 def assign(
@@ -612,29 +454,33 @@ def assign(
       >>> [hkv.Status(s).name for s in result.status.tolist()]
       ['FOUND', 'MISSING']
     """
-    given, flat, mask = _batch("assign", table, keys, valid)
+    given, mask = _batch("assign", table, keys, valid)
     if values is None and scores is None:
         raise ValueError("assign: values or scores must be given, got neither")
     pairs = None
     if scores is not None:
         pairs = _checks.as_scores("assign", table.policy, scores, given.shape)
-    rows = None if values is None else _flat_rows("assign", "values", values, table, given)
-    table, result = _assign(table, flat, mask, pairs, rows)
-    return table, _shaped(result, given.shape)
+    rows = None if values is None else _as_rows("assign", values, table, given)
+    return _assign(table, given, mask, pairs, rows)
 
 
 @jitted()
 def _assign(
-    table: Table, keys: Keys, valid: jax.Array, scores: Keys | None, values: jax.Array | None
+    table: Table,
+    given: _Given,
+    valid: jax.Array | None,
+    scores: Keys | None,
+    values: jax.Array | None,
 ) -> Any:
-    groups = _index.unique(keys, valid)
+    groups = _index.unique(*_flat(given, valid))
     index, upserted = _index.upsert(
         _index.tick(table.index), groups, scores, admit=False, write_scores=scores is not None
     )
     table = dataclasses.replace(table, index=index)
     if values is not None:
-        table = scatter_values(table, upserted.unique_slots, groups.last, values)
-    return table, _write_result(groups, upserted)
+        rows = values.reshape(-1, table.dim)
+        table = scatter_values(table, upserted.unique_slots, groups.last, rows)
+    return table, _shaped(_write_result(groups, upserted), given.shape)
 
 
 # --- Removal -------------------------------------------------------------------------------------
@@ -655,20 +501,20 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
       >>> int(result.counts.hits), int(hkv.size(table))
       (1, 1)
     """
-    given, flat, mask = _batch("erase", table, keys, valid)
-    table, result = _erase(table, flat, mask)
-    return table, result._replace(status=result.status.reshape(given.shape))
+    given, mask = _batch("erase", table, keys, valid)
+    return _erase(table, given, mask)
 
 
 @jitted()
-def _erase(table: Table, keys: Keys, valid: jax.Array) -> Any:
-    groups = _index.unique(keys, valid)
+def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
+    groups = _index.unique(*_flat(given, valid))
     index, upserted = _index.upsert(
         _index.tick(table.index), groups, None, admit=False, write_scores=False
     )
     index = _index.erase(index, upserted.unique_slots)
     counts = counts_of(groups, upserted.unique_status)
-    return dataclasses.replace(table, index=index), EraseResult(upserted.status, counts)
+    status = upserted.status.reshape(given.shape)
+    return dataclasses.replace(table, index=index), EraseResult(status, counts)
 
 
 def clear(table: Table) -> Table:

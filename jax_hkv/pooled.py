@@ -21,11 +21,12 @@ from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying, replicated
+from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
-from jax_hkv.operations import ROWS_NAME, after_read, insert_result, insert_rows
+from jax_hkv.operations import ROWS_NAME, after_read
 from jax_hkv.table import Bags, InsertResult, Table, check_one_device, jitted, with_clock
 
 COMBINERS = ("sum", "mean", "sqrtn")
@@ -81,10 +82,15 @@ def find_pooled(
     check_one_device("find_pooled", table)
     initial = is_initial("find_pooled", fill)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
+    clock, result = _find_bags(table, batch, initial=initial, layout=layout)
+    return after_read(table, clock), result
+
+
+@jitted("initial", "layout")
+def _find_bags(table: Table, batch: Bagged, initial: bool, layout: features.Layout) -> Any:
     clock, values, slots = _find(table, batch, initial=initial)
-    return after_read(table, clock), PooledFindResult(
-        values.reshape(*layout.batch, table.dim), (slots >= 0).reshape(layout.ids)
-    )
+    rows = values.reshape(*layout.batch, table.dim)
+    return clock, PooledFindResult(rows, (slots >= 0).reshape(layout.ids))
 
 
 @jitted("initial")
@@ -136,7 +142,14 @@ def find_or_insert_pooled(
     check_one_device(call, table)
     batch, layout = as_batch(call, combiner, ids, weights, valid)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
-    table, result = _find_or_insert(table, batch, pairs, initial=True, evicted=return_evicted)
+    return _find_or_insert_bags(table, batch, pairs, evicted=return_evicted, layout=layout)
+
+
+@jitted("evicted", "layout")
+def _find_or_insert_bags(
+    table: Table, batch: Bagged, scores: Keys | None, evicted: bool, layout: features.Layout
+) -> Any:
+    table, result = _find_or_insert(table, batch, scores, initial=True, evicted=evicted)
     return table, result._replace(
         values=result.values.reshape(*layout.batch, table.dim),
         keys=result.keys.reshape(*layout.ids),
@@ -261,23 +274,34 @@ def pool(
             "pool: rows must be float32, bfloat16 or float16 of shape [batch, hotness, dim], or "
             f"[n, dim] with row_splits, got {array.dtype}{list(array.shape)}: cast or reshape them"
         )
-    shape, dim = array.shape[:-1], array.shape[-1]
-    mask = _checks.as_mask("pool", "valid", valid, shape).reshape(-1)
+    shape = array.shape[:-1]
+    mask = _checks.as_mask("pool", "valid", valid, shape)
     factors = features.as_weights("pool", weights, shape)
-    if row_splits is None:
-        batch = shape[:-1]
-        bags = features.dense_bags(batch, shape[-1], factors)
-    else:
+    splits = None
+    if row_splits is not None:
         splits = features.as_splits("pool", "row_splits", row_splits, shape[0])
-        batch = (splits.shape[0] - 1,)
-        bags = features.jagged_bags(splits, shape[0], factors)
-        mask = mask & (bags.sources < batch[0])
-    return _pool(array.reshape(-1, dim), mask, bags, combiner=combiner).reshape(*batch, dim)
+    return _pool(array, splits, factors, mask, combiner=combiner)
 
 
 @jitted("combiner")
-def _pool(rows: jax.Array, valid: jax.Array, bags: Bags, combiner: str) -> jax.Array:
-    return _pool_given(rows, effective(bags, valid, combiner=combiner), valid)
+def _pool(
+    rows: jax.Array,
+    splits: jax.Array | None,
+    weights: jax.Array | None,
+    valid: jax.Array | None,
+    combiner: str,
+) -> jax.Array:
+    *shape, dim = rows.shape
+    mask = _checks.flat_mask(valid, tuple(shape))
+    if splits is None:
+        batch = shape[:-1]
+        bags = features.dense_bags(tuple(batch), shape[-1], weights)
+    else:
+        batch = [splits.shape[0] - 1]
+        bags = features.jagged_bags(splits, shape[0], weights)
+        mask &= bags.sources < batch[0]
+    bags = effective(bags, mask, combiner=combiner)
+    return _pool_given(rows.reshape(-1, dim), bags, mask).reshape(*batch, dim)
 
 
 def check_combiner(call: str, combiner: Any) -> None:

@@ -196,7 +196,7 @@ def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
 def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
-    mask = _checks.as_mask(call, "valid", valid, given.shape).reshape(-1)
+    mask = _checks.flat_mask(_checks.as_mask(call, "valid", valid, given.shape), given.shape)
     none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
     return given, Bagged(given.reshape(-1), mask, none)
 

@@ -214,6 +214,12 @@ def size(table: Table) -> Int32[Array, ""]:
 
 def load_factor(table: Table) -> Float[Array, ""]:
     """Entries by slots, 0 to 1; see :func:`size`."""
+    check_table("load_factor", table)
+    return _load_factor(table)
+
+
+@jitted()
+def _load_factor(table: Table) -> jax.Array:
     entries = size(table).astype(jnp.float32)
     # Compilers multiply by the inverse of a constant, and of what vmap makes of one.
     slots = jax.lax.optimization_barrier(jnp.float32(table.capacity) + 0 * entries)

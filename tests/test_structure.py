@@ -28,7 +28,7 @@ WITHOUT_XLA_OR_PYTHON = ("core", "ops")
 LAYERS = (
     {"_build", "_compat", "_ffi", "_keys", "initializers"},
     {"index", "rows"},
-    {"_checks", "admission", "operations", "table", "whole_table"},
+    {"_checks", "_inserts", "admission", "operations", "table", "whole_table"},
     {"the wings"},
     {"linen", "nnx"},
     {"__init__"},

@@ -1,0 +1,195 @@
+"""What every insertion does, whoever asks for it: the operations, pooled lookups, many devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_hkv import index as _index
+from jax_hkv import rows as _rows
+from jax_hkv._keys import Keys
+from jax_hkv.index import NO_SLOT, Groups, Status
+from jax_hkv.table import (
+    Bags,
+    Counts,
+    Entries,
+    InsertResult,
+    Table,
+    entries_at,
+    scatter_optimizer,
+    scatter_values,
+    with_clock,
+)
+
+
+def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
+    """New rows start with fresh optimizer values: nobody inherits a victim's moments."""
+    fresh = table.optimizer.fresh if table.optimizer else {}
+    return scatter_optimizer(table, slots, jnp.zeros_like(slots), fresh)
+
+
+def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
+    """What became of the distinct keys of a batch."""
+    # All in one pass: as sums of their own they are one each.
+    tallies = [
+        (unique_status == Status.FOUND).astype(jnp.int32),
+        is_new(unique_status).astype(jnp.int32),
+        (unique_status == Status.EVICTED).astype(jnp.int32),
+        (unique_status == Status.REFUSED).astype(jnp.int32),
+    ]
+    hits, inserted, evicted, refused = jax.lax.reduce(
+        tallies,
+        [jnp.int32(0)] * len(tallies),
+        lambda sums, terms: [a + b for a, b in zip(sums, terms, strict=True)],
+        (0,),
+    )
+    return Counts(groups.count[0], hits, inserted, evicted, refused)
+
+
+def is_new(unique_status: jax.Array) -> jax.Array:
+    """Which distinct keys were inserted, into a free lane or in place of another."""
+    return (unique_status == Status.INSERTED) | (unique_status == Status.EVICTED)
+
+
+def new_slots(upserted: _index.Upserted) -> jax.Array:
+    """The slots of the distinct keys that were inserted, -1 for the others."""
+    return jnp.where(is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
+
+
+def upsert(
+    table: Table,
+    groups: Groups,
+    scores: Keys | None,
+    report_evicted: bool,
+    pinned: jax.Array | None = None,
+    is_ticked: bool = False,
+) -> tuple[Table, _index.Upserted, Entries | None]:
+    """Inserts and refreshes; new rows have fresh optimizer values but no value yet."""
+    index, upserted = _index.upsert(
+        table.index if is_ticked else _index.tick(table.index),
+        groups,
+        scores,
+        admit=True,
+        pinned=pinned,
+        report_evicted=report_evicted,
+    )
+    table = dataclasses.replace(table, index=index)
+    evicted = None
+    if report_evicted:
+        table, evicted = entries_at(
+            table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
+        )
+    return _start_optimizer_rows(table, new_slots(upserted)), upserted, evicted
+
+
+def _let_in(
+    table: Table,
+    keys: Keys,
+    seen: Groups,
+    occurrences: jax.Array | None = None,
+    is_ticked: bool = False,
+) -> tuple[Table, Groups]:
+    """Asks the table's admission about the absent keys; the groups without those turned away."""
+    assert table.admission is not None
+    distinct, asked = Keys(seen.keys), _index.all_of(seen)
+    index, slots = _index.find(table.index, distinct, asked)
+    is_present = slots >= 0
+    admission, admitted = table.admission.decide(
+        table.seed,
+        (index if is_ticked else _index.tick(index)).clock,
+        distinct,
+        asked & ~is_present,
+        _index.occurrences(seen).counts if occurrences is None else occurrences,
+    )
+    table = dataclasses.replace(table, index=index, admission=admission)
+    enters = _index.by_position(seen, is_present | admitted, False)
+    return table, _index.unique(keys, enters)
+
+
+def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
+    """A result of the keys that were let in, completed by those that were not."""
+    away = (seen.inverse >= 0) & (result.groups.inverse < 0)
+    unique = seen.count[0]
+    refused = result.counts.refused + unique - result.counts.unique
+    slots = jnp.where(_index.all_of(seen), _index.take(result.slots, seen.first), NO_SLOT)
+    return result._replace(
+        groups=seen,
+        unique_slots=slots,
+        status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
+        counts=result.counts._replace(unique=unique, refused=refused),
+    )
+
+
+class Inserted(NamedTuple):
+    """What became of a batch: of the keys let in; those seen are more if some were not admitted."""
+
+    groups: Groups
+    seen: Groups
+    upserted: _index.Upserted
+    evicted: Entries | None
+
+
+def insert_rows(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array,
+    scores: Keys | None,
+    offered: jax.Array | None,
+    evicted: bool,
+    *,
+    occurrences: jax.Array | None = None,
+    is_ticked: bool = False,
+) -> tuple[Table, Inserted]:
+    """Inserts absent keys with their initial or the given rows, and refreshes the others.
+
+    Args:
+      table: to change.
+      keys: flat.
+      valid: of them.
+      scores: of the positions, or None.
+      offered: rows of the positions, or None.
+      evicted: whether the evicted entries are wanted.
+      occurrences: ``int32``, as how many occurrences each position counts; None: as one.
+      is_ticked: whether the clock already stands at the time of this batch.
+    """
+    groups = seen = _index.unique(keys, valid)
+    if table.admission is not None:
+        counted = None if occurrences is None else _index.sum_by_key(seen, occurrences)
+        table, groups = _let_in(table, keys, seen, counted, is_ticked)
+    table, upserted, entries = upsert(table, groups, scores, evicted, is_ticked=is_ticked)
+    inserted = Inserted(groups, seen, upserted, entries)
+    slots = new_slots(upserted)
+    if offered is not None:
+        return scatter_values(table, slots, groups.first, offered), inserted
+    clock, values = _rows.initialize(
+        table.index.clock,
+        table.values,
+        slots,
+        Keys(groups.keys),
+        table.initializer,
+        table.seed,
+        name=table.name,
+    )
+    return dataclasses.replace(with_clock(table, clock), values=values), inserted
+
+
+def insert_result(
+    values: jax.Array, keys: Keys, inserted: Inserted, bags: Bags | None = None
+) -> InsertResult:
+    """What became of the flat keys of a batch, with the rows that were read for them."""
+    groups, seen, upserted, entries = inserted
+    result = InsertResult(
+        values=values,
+        keys=keys,
+        slots=upserted.slots,
+        status=upserted.status,
+        counts=counts_of(groups, upserted.unique_status),
+        evicted=entries,
+        groups=groups,
+        unique_slots=upserted.unique_slots,
+        bags=bags,
+    )
+    return result if seen is groups else _with_refused(result, seen)

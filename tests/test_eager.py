@@ -1,0 +1,105 @@
+"""Calls outside of jit: what a call asks of the device is one program, not an operation each."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_hkv as hkv
+
+DIM = 3
+SHAPES = itertools.count(11)  # of a batch that no other test has: its programs are compiled anew
+COMPILED = "/jax/core/compile/backend_compile_duration"
+_compiled: list[str] = []
+
+
+def _note(event: str, duration_secs: float, **_: str | int) -> None:
+    del duration_secs
+    _compiled.append(event)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _noted():
+    jax.monitoring.register_event_duration_secs_listener(_note)
+    yield
+
+
+def programs(call):
+    """How many programs a call had compiled."""
+    _compiled.clear()
+    jax.block_until_ready(call())
+    return _compiled.count(COMPILED)
+
+
+def made(kind, ids):
+    return {
+        "keys": lambda: jax.device_put(hkv.Keys.from_numpy(ids)),
+        "host keys": lambda: hkv.Keys.from_numpy(ids),
+        "int32": lambda: jnp.asarray(ids, jnp.int32),
+        "numpy": lambda: ids,
+    }[kind]()
+
+
+CALLS = {
+    "find": lambda table, keys, *_: hkv.find(table, keys),
+    "find, filled": lambda table, keys, *_: hkv.find(table, keys, fill="initial"),
+    "find, touched": lambda table, keys, *_: hkv.find(table, keys, touch=True),
+    "contains": lambda table, keys, *_: hkv.contains(table, keys),
+    "initial_rows": lambda table, keys, *_: hkv.initial_rows(table, keys),
+    "find_or_insert": lambda table, keys, *_: hkv.find_or_insert(table, keys),
+    "find_or_insert, values": lambda table, keys, rows, _: hkv.find_or_insert(
+        table, keys, values=rows, return_evicted=True
+    ),
+    "insert_or_assign": lambda table, keys, rows, _: hkv.insert_or_assign(table, keys, rows),
+    "insert_and_evict": lambda table, keys, rows, _: hkv.insert_and_evict(table, keys, rows),
+    "accum_or_assign": hkv.accum_or_assign,
+    "assign": lambda table, keys, rows, _: hkv.assign(table, keys, rows),
+    "erase": lambda table, keys, *_: hkv.erase(table, keys),
+    "unique": lambda table, keys, *_: hkv.unique(keys),
+    "equal": lambda table, keys, *_: hkv.equal(keys, 7),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [("find", kind) for kind in ("keys", "host keys", "numpy")]
+    + [(call, "int32") for call in CALLS],
+)
+def test_a_call_is_one_program(call, kind):
+    shape = (next(SHAPES), 2)
+    ids = np.arange(2 * shape[0], dtype=np.int64).reshape(shape)
+    rows = jnp.ones((*shape, DIM))
+    believed = jnp.ones(shape, jnp.bool_)
+    table, keys = hkv.create(128, DIM), made(kind, ids)
+    converted = 1 if call == "equal" else 0
+    assert programs(lambda: CALLS[call](table, keys, rows, believed)) == 1 + converted
+    assert programs(lambda: CALLS[call](table, keys, rows, believed)) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "combiner", "is_jagged"),
+    [
+        (hkv.find_pooled, "sum", False),
+        (hkv.find_pooled, "mean", True),
+        (hkv.find_or_insert_pooled, "sqrtn", False),
+    ],
+)
+def test_a_pooled_call_is_three_programs(call, combiner, is_jagged):
+    """One makes the bags, one their weights, one looks up."""
+    count = next(SHAPES)
+    table, ids = hkv.create(128, DIM), np.arange(2 * count, dtype=np.int32)
+    bags = ids.reshape(-1, 2)
+    if is_jagged:
+        bags = hkv.Jagged(jnp.asarray(ids), jnp.arange(count + 1, dtype=jnp.int32))
+    assert programs(lambda: call(table, bags, combiner=combiner)) == 3
+    assert programs(lambda: call(table, bags, combiner=combiner)) == 0
+
+
+def test_rows_are_pooled_by_one_program():
+    rows = jnp.ones((next(SHAPES), 2, DIM))
+    valid = jnp.ones(rows.shape[:-1], jnp.bool_)
+    assert programs(lambda: hkv.pool(rows, combiner="mean", valid=valid)) == 1
