@@ -82,7 +82,7 @@ class Counted {
   }
   void set_batch(const std::vector<Words>& batch) {
     store_["batch"] = Buffer::of(batch);
-    store_["valid"] = Buffer::of(std::vector<uint8_t>(batch.size(), 1));
+    store_["valid"] = Buffer::of(std::vector<uint8_t>());  // all are
     std::vector<int32_t> sources;
     for (size_t i = 0; i < batch.size(); ++i) sources.push_back(static_cast<int32_t>(i));
     store_["sources"] = Buffer::of(sources);

@@ -120,7 +120,7 @@ class FusedOptimizer:
             raise TypeError(f"optim.update: FTRL takes no learning_rate: {_ONE_ALPHA}")
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule)
-        table, batch = _updates.batch_of(table, result, row_gradients, apply)
+        table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         count = before.shared["count"]
         given = self.learning_rate if learning_rate is None else learning_rate
         rate = _rate(given, count)
@@ -147,7 +147,7 @@ class FusedOptimizer:
             before,
             rows=rows | {"count": steps} if rule.count_per_row else rows,
             shared={"count": ahead if rule.count_per_row else steps},
-            skipped=before.skipped + batch.stale,
+            skipped=batch.skipped,
         )
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
 

@@ -28,7 +28,7 @@ from jax_hkv.table import (
 def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
     """New rows start with fresh optimizer values: nobody inherits a victim's moments."""
     fresh = table.optimizer.fresh if table.optimizer else {}
-    return scatter_optimizer(table, slots, jnp.zeros_like(slots), fresh)
+    return scatter_optimizer(table, slots, None, fresh)
 
 
 def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
@@ -135,7 +135,7 @@ class Inserted(NamedTuple):
 def insert_rows(
     table: Table,
     keys: Keys,
-    valid: jax.Array,
+    valid: jax.Array | None,
     scores: Keys | None,
     offered: jax.Array | None,
     evicted: bool,
@@ -148,7 +148,7 @@ def insert_rows(
     Args:
       table: to change.
       keys: flat.
-      valid: of them.
+      valid: of them, or None: all.
       scores: of the positions, or None.
       offered: rows of the positions, or None.
       evicted: whether the evicted entries are wanted.

@@ -30,13 +30,13 @@ class Batch(NamedTuple):
       groups: who they are.
       slots: where their rows lie, -1 for those that are not updated.
       terms: what their gradients are sums of.
-      stale: how many have lost their slot since the lookup.
+      skipped: as of the table's optimizer rows, with those that lost their slot since the lookup.
     """
 
     groups: _index.Groups
     slots: Int32[Array, " n"]
     terms: _index.Terms
-    stale: UInt32[Array, ""]
+    skipped: UInt32[Array, 1]
 
 
 def optimizer_rows(
@@ -81,7 +81,11 @@ def rows_of(table: Table, structure: Any) -> OptimizerRows:
 
 
 def batch_of(
-    table: Table, result: Any, row_gradients: Any, apply: Bool[Array, ""] | None
+    table: Table,
+    before: OptimizerRows,
+    result: Any,
+    row_gradients: Any,
+    apply: Bool[Array, ""] | None,
 ) -> tuple[Table, Batch]:
     """Checks the arguments of an update; several results are merged into one batch."""
     results, gradients = listed(result, row_gradients)
@@ -93,11 +97,11 @@ def batch_of(
                 "returned"
             )
     terms = terms_of(results, gradients)
-    index, groups, slots, stale = _verified(table.index, results)
+    index, groups, slots, skipped = _verified(table.index, results, before.skipped)
     if apply is not None:
         slots = jnp.where(apply, slots, NO_SLOT)
-        stale = jnp.where(apply, stale, 0)
-    return dataclasses.replace(table, index=index), Batch(groups, slots, terms, stale)
+        skipped = jnp.where(apply, skipped, before.skipped)
+    return dataclasses.replace(table, index=index), Batch(groups, slots, terms, skipped)
 
 
 def merged_groups(results: list[InsertResult]) -> tuple[_index.Groups, Int32[Array, " n"]]:
@@ -221,17 +225,16 @@ def _as_rows(result: InsertResult, gradients: Any) -> jax.Array:
 
 
 def _verified(
-    index: _index.Index, results: list[InsertResult]
+    index: _index.Index, results: list[InsertResult], skipped: jax.Array
 ) -> tuple[_index.Index, _index.Groups, jax.Array, jax.Array]:
-    """What the results say that still holds."""
+    """What the results say that still holds, and how much does not."""
     keys = jnp.concatenate([result.groups.keys for result in results])
     looked_up = jnp.concatenate([result.unique_slots for result in results])
-    index, slots = _index.verify(index, Keys(keys), looked_up)
-    stale = jnp.sum((looked_up >= 0) & (slots < 0), dtype=jnp.uint32)
+    index, slots, skipped = _index.verify(index, Keys(keys), looked_up, skipped)
     if len(results) == 1:
-        return index, results[0].groups, slots, stale
+        return index, results[0].groups, slots, skipped
     ends = np.cumsum([result.unique_slots.shape[0] for result in results])[:-1]
-    return index, *_merge(results, jnp.split(slots, ends)), stale
+    return index, *_merge(results, jnp.split(slots, ends)), skipped
 
 
 def _merge(

@@ -473,7 +473,7 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
 
 @jitted("size")
 def _unique(given: Any, valid: jax.Array | None, size: int) -> Unique:
-    groups = _index.unique(keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape))
+    groups = _index.unique(keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1))
     positions = math.prod(given.shape)
     kept, missing = min(size, positions), max(size - positions, 0)
     count = groups.count[0]

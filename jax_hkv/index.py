@@ -191,9 +191,9 @@ def tick(index: Index) -> Index:
     return dataclasses.replace(index, clock=jnp.concatenate([low, high]))
 
 
-def unique(keys: Keys, valid: Bool[Array, " n"]) -> Groups:
+def unique(keys: Keys, valid: rows.Mask) -> Groups:
     """The distinct valid keys of a batch."""
-    return Groups(*_ffi.call("unique", keys.words, valid))
+    return Groups(*_ffi.call("unique", keys.words, rows.flags(valid)))
 
 
 def occurrences(groups: Groups) -> Occurrences:
@@ -237,7 +237,7 @@ def all_of(groups: Groups) -> Bool[Array, " n"]:
     return jax.lax.iota(jnp.int32, groups.keys.shape[0]) < groups.count
 
 
-def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int32[Array, " n"]]:
+def find(index: Index, keys: Keys, valid: rows.Mask) -> tuple[Index, Int32[Array, " n"]]:
     """The slot of every key, -1 where it is absent or masked."""
     clock, slots = _ffi.call(
         "find_slots",
@@ -245,7 +245,7 @@ def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int
         index.digests,
         index.keys,
         keys.words,
-        valid,
+        rows.flags(valid),
         table=index.name,
         choices=index.choices,
     )
@@ -255,7 +255,7 @@ def find(index: Index, keys: Keys, valid: Bool[Array, " n"]) -> tuple[Index, Int
 def find_rows(
     index: Index,
     keys: Keys,
-    valid: Bool[Array, " n"],
+    valid: rows.Mask,
     values: Num[Array, "S ..."],
     *,
     fill: float,
@@ -279,7 +279,7 @@ def find_rows(
         index.keys,
         values,
         keys.words,
-        valid,
+        rows.flags(valid),
         table=index.name,
         choices=index.choices,
         initialize=int(initial is not None),
@@ -289,12 +289,17 @@ def find_rows(
     return dataclasses.replace(index, clock=clock), slots, found
 
 
-def verify(index: Index, keys: Keys, slots: Int32[Array, " n"]) -> tuple[Index, Int32[Array, " n"]]:
-    """The slots that still hold their keys; the others become -1."""
-    clock, verified = _ffi.call(
-        "verify_slots", index.clock, index.digests, index.keys, keys.words, slots, table=index.name
+def verify(
+    index: Index, keys: Keys, slots: Int32[Array, " n"], stale: UInt32[Array, 1]
+) -> tuple[Index, Int32[Array, " n"], UInt32[Array, 1]]:
+    """The slots that still hold their keys; the others become -1, and `stale` counts them."""
+    clock, stale, verified = _ffi.call(
+        "verify_slots",
+        *(index.clock, index.digests, index.keys),
+        *(keys.words, slots, stale),
+        table=index.name,
     )
-    return dataclasses.replace(index, clock=clock), verified
+    return dataclasses.replace(index, clock=clock), verified, stale
 
 
 def upsert(
@@ -394,7 +399,7 @@ def read(
 
 
 def export(
-    index: Index, offset: Int32[Array, ""], count: int, chosen: Bool[Array, " count"] | None
+    index: Index, offset: Int32[Array, ""], count: int, chosen: rows.Mask
 ) -> tuple[Index, Keys, Keys, Int32[Array, " count"]]:
     """Keys, scores and slots of the entries in `count` slots from `offset` on, side by side.
 
@@ -413,7 +418,7 @@ def export(
         index.keys,
         index.scores,
         offset.reshape(1),
-        jnp.zeros((0,), jnp.bool_) if chosen is None else chosen,
+        rows.flags(chosen),
         table=index.name,
         count=count,
     )

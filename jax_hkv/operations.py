@@ -50,8 +50,8 @@ def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[_Given, jax.
     return given, _checks.as_mask(call, "valid", valid, given.shape)
 
 
-def _flat(given: _Given, valid: jax.Array | None) -> tuple[Keys, jax.Array]:
-    return keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape)
+def _flat(given: _Given, valid: jax.Array | None) -> tuple[Keys, jax.Array | None]:
+    return keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1)
 
 
 def _as_rows(call: str, values: Any, table: Table, keys: _Given) -> jax.Array:
@@ -200,13 +200,13 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
 
 @jitted()
 def _initial_rows(table: Table, given: _Given) -> jax.Array:
-    keys, valid = _flat(given, None)
+    keys, _ = _flat(given, None)
     # From an array without rows: reading the table's own would keep it from being updated in place.
     _, values = _rows.gather(
         jnp.zeros((2,), jnp.uint32),
         jnp.zeros((0, table.dim), table.dtype),
-        jnp.full(valid.shape, NO_SLOT, jnp.int32),
-        initial=(table.initializer, table.seed, keys, valid),
+        jnp.full(keys.shape, NO_SLOT, jnp.int32),
+        initial=(table.initializer, table.seed, keys, None),
         name=table.name,
     )
     return values.reshape(*given.shape, table.dim)
@@ -410,7 +410,8 @@ def _accum_or_assign(
     values, believed = values.reshape(-1, table.dim), believed.reshape(-1)
     index, slots = _index.find(table.index, keys, valid)
     table = dataclasses.replace(table, index=index)
-    effective = valid & (believed == (slots >= 0))
+    effective = believed == (slots >= 0)
+    effective = effective if valid is None else effective & valid
     groups = _index.unique(keys, effective)
     table, upserted, _ = upsert(table, groups, scores, False, pinned=slots)
     new = is_new(upserted.unique_status)

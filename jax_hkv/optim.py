@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
-from jax_hkv import rows as _rows
 from jax_hkv._checks import as_bool, as_flag, as_float_dtype
 from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
@@ -183,7 +182,7 @@ class SparseOptimizer:
         if extra and not self.count_per_row:
             _check_rows_are_apart_once(self.transformation, table.dim, *_kinds_of(extra))
         before = _updates.rows_of(table, self._structure(table))
-        table, batch = _updates.batch_of(table, result, row_gradients, apply)
+        table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         # As native updates: a key without a position (of a slice, say) stays as it is.
         is_moved = _index.occurrences(batch.groups).counts > 0
         batch = batch._replace(slots=jnp.where(is_moved, batch.slots, _index.NO_SLOT))
@@ -196,15 +195,13 @@ class SparseOptimizer:
         new_rows, shared = before.structure.split(state)
         _check_state_dtypes(before.rows, new_rows)
 
-        sources = _rows.positions(batch.slots.shape[0])
-        table = scatter_values(table, batch.slots, sources, (params + updates).astype(table.dtype))
-        table = scatter_optimizer(table, batch.slots, sources, new_rows)
+        table = scatter_values(table, batch.slots, None, (params + updates).astype(table.dtype))
+        table = scatter_optimizer(table, batch.slots, None, new_rows)
         optimizer = table.optimizer
         assert optimizer is not None
         if apply is not None:
             shared = jax.tree.map(functools.partial(jnp.where, apply), shared, before.shared)
-        skipped = optimizer.skipped + batch.stale
-        optimizer = dataclasses.replace(optimizer, shared=shared, skipped=skipped)
+        optimizer = dataclasses.replace(optimizer, shared=shared, skipped=batch.skipped)
         return dataclasses.replace(table, optimizer=optimizer)
 
     # With a count in every row, every row has a state of its own: the transformation sees one row.

@@ -14,6 +14,7 @@ from jax_hkv._keys import Keys
 from jax_hkv.initializers import Initializer
 
 Clock = UInt32[Array, "2"]
+Mask = Bool[Array, " n"] | None  # None: everything counts
 
 
 def attributes(initializer: Initializer, seed: int) -> dict[str, float]:
@@ -24,6 +25,11 @@ def attributes(initializer: Initializer, seed: int) -> dict[str, float]:
         "init_b": initializer.b,
         "seed": seed - 2**64 if seed >= 2**63 else seed,
     }
+
+
+def flags(mask: Mask) -> Bool[Array, " n?"]:
+    """A mask as native operations take it: for "all" nobody has to make one."""
+    return jnp.zeros((0,), jnp.bool_) if mask is None else mask
 
 
 def new(row: Num[Array, "1 ..."], slots: int) -> Num[Array, "S ..."]:
@@ -38,7 +44,7 @@ def gather(
     slots: Int32[Array, " n"],
     *,
     fill: float = 0.0,
-    initial: tuple[Initializer, int, Keys, Bool[Array, " n"]] | None = None,
+    initial: tuple[Initializer, int, Keys, Mask] | None = None,
     name: str,
 ) -> tuple[Clock, Num[Array, "n ..."]]:
     """Rows by slot; where the slot is -1, the fill value or (where the mask says so) a first row.
@@ -58,7 +64,7 @@ def gather(
         values,
         slots,
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
-        jnp.zeros((0,), jnp.bool_) if mask is None else mask,
+        flags(mask),
         table=name,
         fill=float(fill),
         **attributes(initializer, seed),
@@ -73,7 +79,7 @@ def pool(
     splits: Int32[Array, " b+1"],
     *,
     weights: Float32[Array, " n"] | None = None,
-    initial: tuple[Initializer, int, Keys, Bool[Array, " n"]] | None = None,
+    initial: tuple[Initializer, int, Keys, Mask] | None = None,
     name: str,
 ) -> tuple[Clock, Float32[Array, "b ..."]]:
     """The sum of the rows of each bag, positions ``splits[j]`` to ``splits[j + 1] - 1``.
@@ -98,7 +104,7 @@ def pool(
         splits,
         jnp.zeros((0,), jnp.float32) if weights is None else weights,
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
-        jnp.zeros((0,), jnp.bool_) if mask is None else mask,
+        flags(mask),
         table=name,
         **attributes(initializer, seed),
     )
@@ -109,12 +115,16 @@ def scatter(
     clock: Clock,
     values: Num[Array, "S ..."],
     slots: Int32[Array, " m"],
-    sources: Int32[Array, " m"],
+    sources: Int32[Array, " m"] | None,
     rows: Num[Array, "k ..."],
     *,
     name: str,
 ) -> tuple[Clock, Num[Array, "S ..."]]:
-    """``values[slots[i]] = rows[sources[i]]`` for distinct slots, -1 passed over."""
+    """``values[slots[i]] = rows[sources[i]]`` for distinct slots, -1 passed over.
+
+    Without sources the i-th row, or the only one, goes to ``slots[i]``.
+    """
+    sources = jnp.zeros((0,), jnp.int32) if sources is None else sources
     clock, values = _ffi.call("scatter_rows", clock, values, slots, sources, rows, table=name)
     return clock, values
 

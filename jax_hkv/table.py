@@ -386,8 +386,10 @@ def gather_values(
     return with_clock(table, clock), values
 
 
-def scatter_values(table: Table, slots: jax.Array, sources: jax.Array, values: jax.Array) -> Table:
-    """Writes rows: ``values[slots[i]] = rows[sources[i]]`` for distinct slots, -1 passed over."""
+def scatter_values(
+    table: Table, slots: jax.Array, sources: jax.Array | None, values: jax.Array
+) -> Table:
+    """Writes rows; see :func:`jax_hkv.rows.scatter`."""
     clock, values = _rows.scatter(
         table.index.clock, table.values, slots, sources, values, name=table.name
     )
@@ -404,9 +406,9 @@ def gather_optimizer(table: Table, slots: jax.Array) -> tuple[Table, dict[str, j
 
 
 def scatter_optimizer(
-    table: Table, slots: jax.Array, sources: jax.Array, values: Mapping[str, jax.Array]
+    table: Table, slots: jax.Array, sources: jax.Array | None, values: Mapping[str, jax.Array]
 ) -> Table:
-    """Writes optimizer rows: ``leaf[slots[i]] = values[name][sources[i]]`` for each leaf."""
+    """Writes optimizer rows, leaf by leaf; see :func:`jax_hkv.rows.scatter`."""
     if table.optimizer is None:
         return table
     clock = table.index.clock

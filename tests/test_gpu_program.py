@@ -58,6 +58,9 @@ EXCHANGES = [
     "replicas_exchange_step",
     "two_rounds_exchange_step",
 ]
+# Of XLA's own: the flags that say what was found, the clock, the counts; in steps dense layers too.
+KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 2, "find_or_insert_1": 2}
+KERNELS |= {"train_step": 13, "shard_map_step": 13, "collection_step": 31}
 LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if", "misplaced"]
 
 
@@ -142,6 +145,14 @@ def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
     for name in ("unique", "upsert", "verify_slots", "pool_rows", "update_adam"):
         assert calls.count(name) == 1, calls
     assert calls.count("divide_weights") == 1 and len(calls) <= 10, calls
+
+
+@pytest.mark.parametrize(("name", "most"), KERNELS.items())
+def test_xla_adds_few_kernels_to_the_native_calls(compiled, name, most):
+    """Each costs a launch, and most of them read or write a word for each position."""
+    kinds = [kind for _, kind in kinds_of(compiled[name]["thunks"])]
+    kernels = [kind for kind in kinds if kind.endswith("Kernel")]
+    assert 0 < len(kernels) <= most, kinds
 
 
 def test_only_splits_and_sketches_are_scattered_by_xla(compiled):

@@ -207,7 +207,7 @@ class CpuExecutor {
   static int64_t unique_bytes(int64_t n) {
     return bytes_taken([n](Arena& arena) { UniqueScratch(arena, n); });
   }
-  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* memory) const {
+  void unique(int64_t n, const Words* keys, Mask valid, const UniqueKeys& out, char* memory) const {
     Arena arena(memory);
     const UniqueScratch scratch(arena, n);
     Partition partition(n);
@@ -386,7 +386,7 @@ class CpuExecutor {
 
   // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows how many came
   // before each. Until then `inverse` holds what find_firsts says of valid positions.
-  void number_firsts(int64_t n, const Words* keys, const bool* valid, const UniqueScratch& scratch,
+  void number_firsts(int64_t n, const Words* keys, Mask valid, const UniqueScratch& scratch,
                      const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
     int32_t* before = scratch.firsts;

@@ -47,7 +47,7 @@ struct State : Scratch {
   int64_t n;
   int64_t stride;  // of blocks of positions
   const Words* keys;
-  const bool* valid;
+  Mask valid;
   UniqueKeys out;
 
   // Positions in an order without trend. A key's occurrences are seldom spread over a whole batch (features
@@ -129,8 +129,7 @@ struct NumberKeys {
 };
 
 template <class Executor>
-void run(Executor& executor, int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out,
-         char* memory) {
+void run(Executor& executor, int64_t n, const Words* keys, Mask valid, const UniqueKeys& out, char* memory) {
   if (n == 0) return executor.zero(out.count, sizeof(int32_t));
   Arena arena(memory);
   const State state{Scratch::take<Executor>(arena, n), n, State::stride_for(n), keys, valid, out};
@@ -208,7 +207,7 @@ class ManyWorkers {
   static int64_t unique_bytes(int64_t n) {
     return bytes_taken([n](Arena& arena) { distinct::Scratch::take<Executor>(arena, n); });
   }
-  void unique(int64_t n, const Words* keys, const bool* valid, const UniqueKeys& out, char* scratch) {
+  void unique(int64_t n, const Words* keys, Mask valid, const UniqueKeys& out, char* scratch) {
     distinct::run(self(), n, keys, valid, out, scratch);
   }
 

@@ -44,7 +44,8 @@ namespace hkv {
 
 // Adds to a counter that other workers add to as well. Addition of integers commutes, so the final
 // value does not depend on their order.
-HKV_HOST_DEVICE void atomic_add(int32_t* address, int32_t amount) {
+template <class Number>
+HKV_HOST_DEVICE void atomic_add(Number* address, Number amount) {
 #ifdef __CUDA_ARCH__
   atomicAdd(address, amount);
 #else

@@ -37,10 +37,10 @@ struct ExportSlots {
   struct IsExported {
     TableView table;
     const Slot* offset;
-    const bool* chosen;  // null: all are
+    Mask chosen;
 
     HKV_HOST_DEVICE int32_t operator()(int64_t i) const {
-      return table.has_entry(*offset + i) && (chosen == nullptr || chosen[i]) ? 1 : 0;
+      return table.has_entry(*offset + i) && chosen[i] ? 1 : 0;
     }
   };
 
@@ -77,7 +77,7 @@ struct ExportSlots {
 
   template <class Executor>
   void run(Executor& executor) const {
-    const IsExported is_exported{index.view(1), offset.data, chosen.rows > 0 ? chosen.data : nullptr};
+    const IsExported is_exported{index.view(1), offset.data, {chosen.data_or_null()}};
     executor.scan(count, is_exported, places, scratch);
     executor.each(count, Place{count, is_exported, places, keys.data, scores.data, slots.data});
   }

@@ -25,7 +25,7 @@ struct FindRows {
     binder.in("keys", find.index.keys, "B 128 2");
     binder.in("values", gather.values, "S ...");
     binder.in("batch", find.batch, "n 2");
-    binder.in("valid", find.valid, "n");
+    binder.in("valid", find.valid, "n?");
     binder.out("slots", find.slots, "n");
     binder.out("rows", gather.rows, "n ...");
   }

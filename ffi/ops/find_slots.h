@@ -22,7 +22,7 @@ struct FindSlots {
     binder.in("digests", index.digests, "B 128");
     binder.in("keys", index.keys, "B 128 2");
     binder.in("batch", batch, "n 2");
-    binder.in("valid", valid, "n");
+    binder.in("valid", valid, "n?");
     binder.out("slots", slots, "n");
   }
 
@@ -32,7 +32,7 @@ struct FindSlots {
     int64_t count;
     TableView table;
     const Words* batch;
-    const bool* valid;
+    Mask valid;
     Slot* slots;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_digests(table, batch[i].value()); }
@@ -52,7 +52,9 @@ struct FindSlots {
     }
   };
 
-  Step step() const { return {batch.rows, index.view(choices), batch.data, valid.data, slots.data}; }
+  Step step() const {
+    return {batch.rows, index.view(choices), batch.data, {valid.data_or_null()}, slots.data};
+  }
 
   template <class Executor>
   void run(Executor& executor) const {

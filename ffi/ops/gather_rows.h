@@ -68,8 +68,8 @@ struct GatherRows {
     float fill;
     RowsView values;
     const Slot* slots;
-    const Words* keys;
-    const bool* initial;  // null: never
+    const Words* keys;  // null: there are no first rows
+    Mask initial;
     RowsView rows;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const { prefetch_row(values, slots[i]); }
@@ -91,7 +91,7 @@ struct GatherRows {
    private:
     template <Group G>
     HKV_HOST_DEVICE void write_without_slot(const G& group, int64_t i) const {
-      if (initial != nullptr && initial[i]) {
+      if (keys != nullptr && initial[i]) {
         write_initial_row(group, initializer, keys[i].value(), rows, i);
       } else if (rows.type == RowType::kOther) {
         for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) {
@@ -108,8 +108,8 @@ struct GatherRows {
   };
 
   Step step() const {
-    const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
-    return {init.initializer(), fill, values, slots.data, keys.data, mask, rows};
+    return {init.initializer(),       fill, values, slots.data, keys.data_or_null(),
+            {initial.data_or_null()}, rows};
   }
 
   template <class Executor>

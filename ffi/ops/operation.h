@@ -35,6 +35,15 @@ struct Array {
   int64_t rows = 0;
 
   HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
+
+  T* data_or_null() const { return rows > 0 ? data : nullptr; }
+};
+
+// Which items count. Without flags all do: an operand that XLA would have to fill with ones is left out.
+struct Mask {
+  const bool* flags = nullptr;
+
+  HKV_HOST_DEVICE bool operator[](int64_t index) const { return flags == nullptr || flags[index]; }
 };
 
 template <class Step>

@@ -115,8 +115,8 @@ struct PoolRows {
     const Slot* slots;
     const int32_t* splits;
     const float* weights;  // null: all are one
-    const Words* keys;
-    const bool* initial;  // null: never
+    const Words* keys;  // null: there are no first rows
+    Mask initial;
     RowsView pooled;
 
     // Splits come from data: wrong ones make wrong sums, but nothing is read outside the batch.
@@ -251,7 +251,7 @@ struct PoolRows {
       float term[kBlock];
       if (state.has_row(slot)) {
         load_block(values.type, values.row(slot), column, columns, term);
-      } else if (state.initial != nullptr && state.initial[position]) {
+      } else if (state.keys != nullptr && state.initial[position]) {
         state.initializer.elements(state.initializer.base(state.keys[position].value()), column, columns,
                                    term);
         for (int c = 0; c < kBlock; ++c) term[c] = c < columns ? rounded(values.type, term[c]) : 0.0f;
@@ -295,10 +295,15 @@ struct PoolRows {
 
   template <class Executor>
   void run(Executor& executor) const {
-    const bool* mask = initial.rows > 0 && keys.rows > 0 ? initial.data : nullptr;
-    const float* factors = weights.rows > 0 ? weights.data : nullptr;
-    const State state{init.initializer(), values, slots.rows, slots.data, splits.data, factors,
-                      keys.data,          mask,   pooled};
+    const State state{init.initializer(),
+                      values,
+                      slots.rows,
+                      slots.data,
+                      splits.data,
+                      weights.data_or_null(),
+                      keys.data_or_null(),
+                      {initial.data_or_null()},
+                      pooled};
     if (state.copies_rows()) executor.each(pooled.count, Copy{state});
     if (state.copies_rows() && state.positions <= pooled.count) {  // as features of one id have it
       executor.each(pooled.count, SumLeft{{state}});

@@ -9,7 +9,7 @@ namespace hkv {
 // What the steps of a routing share. `i` is a position, `j` one of the positions grouped by target.
 struct RouteState {
   const Words* keys;
-  const bool* valid;
+  Mask valid;
   int64_t devices;
   int64_t inner;
   int64_t peers;
@@ -91,7 +91,7 @@ struct RouteKeys {
     binder.attribute("p", peers);
     binder.attribute("c", capacity);
     binder.in("keys", batch, "n 2");
-    binder.in("valid", valid, "n");
+    binder.in("valid", valid, "n?");
     binder.out("sent", sent, "p c");
     binder.out("places", places, "n");
     binder.out("counts", counts, "p");
@@ -121,7 +121,7 @@ struct RouteKeys {
     RouteState state = workspace;
     state.ends = state.begins + peers;
     state.keys = batch.data;
-    state.valid = valid.data;
+    state.valid = {valid.data_or_null()};
     state.devices = devices;
     state.inner = inner;
     state.peers = peers;

@@ -38,7 +38,7 @@ struct Unique {
   template <class Binder>
   void describe(Binder& binder) {
     binder.in("keys", batch, "n 2");
-    binder.in("valid", valid, "n");
+    binder.in("valid", valid, "n?");
     binder.out("unique_keys", unique_keys, "n 2");
     binder.out("inverse", inverse, "n");
     binder.out("first", first, "n");
@@ -53,7 +53,7 @@ struct Unique {
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.unique(batch.rows, batch.data, valid.data,
+    executor.unique(batch.rows, batch.data, Mask{valid.data_or_null()},
                     UniqueKeys{unique_keys.data, inverse.data, first.data, last.data, count.data}, scratch);
   }
 };

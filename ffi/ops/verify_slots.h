@@ -1,4 +1,4 @@
-// Which slots still hold the keys that they are said to hold: the others become kNoSlot. A read.
+// Which slots still hold the keys that they are said to hold: the others become kNoSlot, and are counted.
 #pragma once
 
 #include "ops/operation.h"
@@ -7,12 +7,13 @@ namespace hkv {
 
 struct VerifySlots {
   static constexpr const char* kName = "verify_slots";
-  static constexpr bool kPerPosition = true;
+  static constexpr bool kPerPosition = false;
 
   IndexArrays index;
   Array<Words> batch;
   Array<Slot> slots;
   Array<Slot> verified;
+  Array<uint32_t> stale;
 
   template <class Binder>
   void describe(Binder& binder) {
@@ -21,6 +22,7 @@ struct VerifySlots {
     binder.in("keys", index.keys, "B 128 2");
     binder.in("batch", batch, "n 2");
     binder.in("slots", slots, "n");
+    binder.inout("stale", stale, "1");
     binder.out("verified", verified, "n");
   }
 
@@ -30,6 +32,7 @@ struct VerifySlots {
     const Words* batch;
     const Slot* slots;
     Slot* verified;
+    uint32_t* stale;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
       if (!table.has_slot(slots[i])) return;
@@ -41,12 +44,13 @@ struct VerifySlots {
       const Slot slot = slots[i];
       const bool holds = table.has_entry(slot) && table.keys[slot].value() == batch[i].value();
       verified[i] = holds ? slot : kNoSlot;
+      if (slot >= 0 && !holds) atomic_add(stale, uint32_t{1});
     }
   };
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(batch.rows, Step{index.view(1), batch.data, slots.data, verified.data});
+    executor.each(batch.rows, Step{index.view(1), batch.data, slots.data, verified.data, stale.data});
   }
 };
 

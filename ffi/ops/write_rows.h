@@ -5,7 +5,7 @@
 
 namespace hkv {
 
-// values[slots[i]] = rows[sources[i]]
+// values[slots[i]] = rows[sources[i]]; without sources rows[i], or the only row.
 struct ScatterRows {
   static constexpr const char* kName = "scatter_rows";
   static constexpr bool kPerPosition = false;
@@ -21,7 +21,7 @@ struct ScatterRows {
     binder.inout("clock", clock, "2");
     binder.inout("values", values, "S ...");
     binder.in("slots", slots, "m");
-    binder.in("sources", sources, "m");
+    binder.in("sources", sources, "m?");
     binder.in("rows", rows, "k ...");
   }
 
@@ -32,26 +32,33 @@ struct ScatterRows {
     int64_t count;
     RowsView values;
     const Slot* slots;
-    const int32_t* sources;
+    const int32_t* sources;  // or null
     RowsView rows;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
       if (slots[i] < 0) return;
       prefetch_row<kToWrite>(values, slots[i]);
-      prefetch_row(rows, sources[i]);
+      prefetch_row(rows, source_of(i));
     }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot slot = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
-      const int32_t source = slot >= 0 && sources[i] < rows.count ? sources[i] : kNoSlot;
-      group.copy_each(values.data, slot, rows.data, source, values.row_bytes);
+      const int64_t source = slot >= 0 ? source_of(i) : kNoSlot;
+      group.copy_each(values.data, slot, rows.data,
+                      source < rows.count ? static_cast<int32_t>(source) : kNoSlot, values.row_bytes);
+    }
+
+   private:
+    HKV_HOST_DEVICE int64_t source_of(int64_t i) const {
+      if (sources != nullptr) return sources[i];
+      return rows.count == 1 ? 0 : i;
     }
   };
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(slots.rows, Step{slots.rows, values, slots.data, sources.data, rows});
+    executor.each(slots.rows, Step{slots.rows, values, slots.data, sources.data_or_null(), rows});
   }
 };
 

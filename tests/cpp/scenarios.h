@@ -39,6 +39,7 @@ class Scenario {
     machines_.set("clock", Buffer::of(std::vector<uint32_t>{0xfffffff0, 0}));  // its low word wraps soon
     machines_.set("epoch", Buffer::of(std::vector<uint32_t>{3}));
     machines_.set("absent", Buffer::of(std::vector<int32_t>()));
+    machines_.set("stale", Buffer::of(std::vector<uint32_t>{0xfffffff0}));  // goes on from 0
   }
 
   void round(int64_t n) {
@@ -92,6 +93,7 @@ class Scenario {
       keys.push_back(Words::of(is_skewed && random_.chance(0.5) ? frequent : random_key()));
       valid.push_back(random_.chance(masked) ? 0 : 1);
     }
+    if (random_.chance(0.3)) valid.clear();  // all are
     machines_.set("batch", Buffer::of(keys));
     machines_.set("valid", Buffer::of(valid));
   }
@@ -211,9 +213,12 @@ class Scenario {
     if (form_.type != RowType::kOther) {
       call<InitRows>(init, {{"slots", "some_slots"}, {"keys", "unique_keys"}});
     }
-    const int64_t sources = n / 2 + 1;
+    const bool is_in_order = random_.chance(0.4);
+    const int64_t sources = !is_in_order ? n / 2 + 1 : random_.chance(0.5) ? 1 : n;
     std::vector<int32_t> chosen;
-    for (int64_t i = 0; i < n; ++i) chosen.push_back(static_cast<int32_t>(random_.below(sources + 2)) - 1);
+    for (int64_t i = 0; i < (is_in_order ? 0 : n); ++i) {
+      chosen.push_back(static_cast<int32_t>(random_.below(sources + 2)) - 1);
+    }
     machines_.set("some_slots", Buffer::of(written_slots(0.3)));
     machines_.set("sources", Buffer::of(chosen));
     machines_.set("rows", random_rows(sources, form_.type));
@@ -313,6 +318,7 @@ class Scenario {
     const bool has_initial = form_.type != RowType::kOther && random_.chance(0.5);
     std::vector<uint8_t> initial;
     for (int64_t i = 0; has_initial && i < n; ++i) initial.push_back(random_.chance(0.5) ? 1 : 0);
+    if (random_.chance(0.3)) initial.clear();  // all positions
     machines_.set("initial", Buffer::of(initial));
     machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
     call<GatherRows>(init, {{"slots", "found_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});

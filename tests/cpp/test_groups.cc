@@ -94,7 +94,7 @@ void distinct_keys(Checks& checks, int64_t n, int64_t universe, double hot) {
   int32_t count = -1;
   ThreadPool pool(2);
   std::vector<char> scratch = memory_of(Executor::unique_bytes(n));
-  Executor(pool).unique(n, keys.data(), reinterpret_cast<const bool*>(valid.data()),
+  Executor(pool).unique(n, keys.data(), {reinterpret_cast<const bool*>(valid.data())},
                         {unique_keys.data(), inverse.data(), first.data(), last.data(), &count},
                         scratch.data());
   bool is_same = count == static_cast<int64_t>(positions.size());
