@@ -62,33 +62,42 @@ class Exported(NamedTuple):
     counters: np.ndarray | None
 
 
-def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = None) -> Exported:
+def export_entries(
+    tables: Table | Sequence[Table],
+    *,
+    min_score: int | None = None,
+    changed_since: Exported | None = None,
+) -> Exported:
     """The entries of a table, or of the parts of a table. For use between steps.
 
     Args:
       tables: a table of one device, or what :meth:`Placement.shards` returned of one; of replicas,
         one of them (``shards(table)[0]``).
-      min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries. Training writes the
-        score of an entry at every lookup, so that under LRU the entries that have changed since an
-        earlier export are those from ``earlier.clock + 1`` on, and under EPOCH_LRU and EPOCH_LFU
-        those of an epoch and later from ``epoch << 32`` on. It says nothing of removed ones, nor of
-        rows that changed without their score: by `assign` of rows alone, by an import, or by an
-        update whose lookup came before.
+      min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries.
+      changed_since: an earlier export of the table, of which what is as it was then is left out.
+        Training writes the score of an entry at every lookup: under LRU and EPOCH_LRU the time of
+        it, so that what was looked up since is exported; under EPOCH_LFU its epoch, and what was
+        looked up in the epoch of that export or later is. Epochs must have risen only. It says
+        nothing of removed entries, nor of rows that changed without their score: by `assign` of
+        rows alone, by an import, or by an update whose lookup came before.
 
     Returns:
       The entries, part by part in the order of slots.
 
     Raises:
-      TypeError: if what is given is no table, or one that is spread over devices.
-      ValueError: if there is no part, or if the score is not one.
+      TypeError: if what is given is no table, or one that is spread over devices, or `min_score`
+        no integer.
+      ValueError: if there is no part, if the score is not one, if both are given, or if scores do
+        not tell what has changed: those of LFU are counts, those of CUSTOM the caller's.
 
     Example:
       >>> import jax_hkv as hkv
       >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
       >>> sorted(export_entries(table).keys.tolist())
       [5, 6]
+      >>> earlier = export_entries(table)
       >>> table, _ = hkv.find_or_insert(table, np.array([6, 7], np.int32))
-      >>> sorted(export_entries(table, min_score=2).keys.tolist())
+      >>> sorted(export_entries(table, changed_since=earlier).keys.tolist())
       [6, 7]
     """
     if min_score is not None:
@@ -104,8 +113,38 @@ def export_entries(tables: Table | Sequence[Table], *, min_score: int | None = N
         raise ValueError(
             "sharding.export_entries: tables must be a table or parts of one, got none"
         )
+    if changed_since is not None:
+        if min_score is not None:
+            raise ValueError(
+                f"sharding.export_entries: changed_since makes a min_score, got one of {min_score} "
+                "too: give one of them"
+            )
+        min_score = _first_change(parts, changed_since)
     with on_one_device():
         return join_entries([_exported(part, min_score) for part in parts])
+
+
+def _first_change(parts: Sequence[Table], earlier: Exported) -> int:
+    """The lowest score of what was scored after an export."""
+    call, policy = "sharding.export_entries", parts[0].policy
+    _check_exported(call, "changed_since", earlier, "it is an export of this table")
+    if policy in (Policy.LFU, Policy.CUSTOM):
+        raise ValueError(
+            f"{call}: changed_since needs scores that tell the time, and those of a table under "
+            f"Policy.{policy.name} do not: export all entries, or create the table under LRU or an "
+            "EPOCH policy"
+        )
+    now, epoch = max(_number(part.clock) for part in parts), max(_epoch(part) for part in parts)
+    if earlier.clock > now or earlier.epoch > epoch:
+        raise ValueError(
+            f"{call}: changed_since must be an export of an earlier time of this table, got one of "
+            f"time {earlier.clock} in epoch {earlier.epoch} for a table at {now} in {epoch}"
+        )
+    if policy is Policy.LRU:
+        return min(earlier.clock + 1, 2**64 - 1)
+    is_told = policy is Policy.EPOCH_LRU and earlier.clock >> 32 == now >> 32
+    low = min((earlier.clock & 0xFFFFFFFF) + 1, 0xFFFFFFFF) if is_told else 0
+    return earlier.epoch << 32 | low
 
 
 def join_entries(parts: Sequence[Exported]) -> Exported:
@@ -234,7 +273,7 @@ def _exported(part: Table, min_score: int | None) -> Exported:
         *_concatenated(list(_chunks(part, min_score))),
         shared=jax.tree.map(np.asarray, part.optimizer.shared) if part.optimizer else {},
         clock=_number(part.clock),
-        epoch=int(np.asarray(part.epoch)[0]),
+        epoch=_epoch(part),
         counters=None if counters is None else np.asarray(counters),
     )
 
@@ -246,6 +285,10 @@ def _entries_of(exported: Exported) -> tuple[Any, ...]:
 
 def _concatenated(entries: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
+
+
+def _epoch(part: Table) -> int:
+    return int(np.asarray(part.epoch)[0])
 
 
 def _number(words: Any) -> int:
@@ -341,7 +384,7 @@ def import_entries(
 
 
 def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
-    """Raises unless it is an export, whose arrays have names."""
+    """Raises unless it is an export, whose arrays have names and are of the same entries."""
     if not isinstance(exported, Exported):
         raise TypeError(
             f"{call}: {argument} must be what export_entries returned, got "
@@ -354,6 +397,26 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
                 f"{call}: {argument}.{name} must be a dict of arrays by their names, got "
                 f"{type(own).__name__}: give {{}} for none"
             )
+    leaves = {"scores": exported.scores, "values": exported.values, **exported.optimizer}
+    for name, leaf in {"keys": exported.keys, **leaves}.items():
+        wanted = "uint64[n]" if name in ("keys", "scores") else "[n, ...]"
+        dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), list(np.shape(leaf))
+        is_form = bool(shape) if wanted == "[n, ...]" else dtype == np.uint64 and len(shape) == 1
+        if not is_form or shape[0] != len(exported.keys):
+            raise TypeError(
+                f"{call}: {argument} must have entries of one number, {name} as {wanted} with n = "
+                f"{np.size(exported.keys)} keys, got {dtype}{shape}: whoever leaves entries out "
+                "takes the same ones of keys, scores, values and every optimizer array"
+            )
+    as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
+    as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
+    counters = exported.counters
+    if counters is not None and getattr(counters, "dtype", None) != np.uint32:
+        raise TypeError(
+            f"{call}: {argument}.counters must be uint32, or None, got "
+            f"{getattr(counters, 'dtype', type(counters).__name__)}: leave them as they were "
+            "exported"
+        )
 
 
 def _check_fits(table: Table, exported: Exported) -> None:

@@ -50,7 +50,8 @@ class Exchange:
         above 0.
       strict: whether more keys than there is room for are an error. Otherwise they cost a second
         round, slower and with room for all.
-      deduplicate: whether equal keys are merged before they are sent.
+      deduplicate: whether equal keys are merged before they are sent. Those with counts of their
+        own (`scores` under LFU and EPOCH_LFU) never are.
       partial: whether owners of pooled features return a sum for each bag, not a row for each key;
         None: where that moves fewer bytes.
       ragged: whether rows travel by ``jax.lax.ragged_all_to_all``; None: on GPUs.

@@ -28,6 +28,7 @@ LearningRate = float | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 _MOST_STEPS = np.uint32(2**32 - 1)
+_LARGEST = float(np.finfo(np.float32).max)
 
 _ONE_ALPHA = (
     "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
@@ -170,8 +171,11 @@ def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
 def _constant(call: str, argument: str, value: Any) -> float:
     """A number from 0 on; one that is traced is none."""
     number = as_number(call, argument, value, "a number from 0 on")
-    if not 0 <= number < np.inf:
-        raise ValueError(f"{call}: {argument} must be a number from 0 on, got {value}")
+    if not 0 <= number <= _LARGEST:
+        raise ValueError(
+            f"{call}: {argument} must be a number from 0 on, got {value}; updates are in float32, "
+            f"which holds {_LARGEST:.2g} at most"
+        )
     return number
 
 
@@ -195,8 +199,11 @@ def _optimizer(
             f"{call}: learning_rate must be a number or a function of the step count, got "
             f"{type(learning_rate).__name__}: rates that are arrays go to update(learning_rate=...)"
         )
-    if isinstance(learning_rate, float) and not np.isfinite(learning_rate):
-        raise ValueError(f"{call}: learning_rate must be finite, got {learning_rate}")
+    if isinstance(learning_rate, float) and not abs(learning_rate) <= _LARGEST:
+        raise ValueError(
+            f"{call}: learning_rate must be finite, got {learning_rate}; updates are in float32, "
+            f"which holds {_LARGEST:.2g} at most"
+        )
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
         own = [name for name in inspect.signature(make).parameters if name != "options"]
@@ -206,6 +213,14 @@ def _optimizer(
             f"{remedy}"
         )
     dtype = as_float_dtype(call, "state_dtype", options.get("state_dtype", jnp.float32))
+    for _, start in starts:
+        with np.errstate(over="ignore"):
+            held = float(np.asarray(start, np.float64).astype(dtype))
+        if not np.isfinite(held) or (held == 0) != (start == 0):
+            raise ValueError(
+                f"{call}: initial_accumulator_value must be a number of state_dtype, got {start}, "
+                f"which is {held} as {dtype.name}"
+            )
     rule = _Rule(
         name=name,
         constants=tuple(
@@ -404,8 +419,13 @@ def ftrl(
     if callable(learning_rate):
         raise TypeError(f"{call}: learning_rate must be a number, got a function: {_ONE_ALPHA}")
     alpha = as_number(call, "learning_rate", learning_rate)
-    if not np.float32(alpha) > 0:
-        raise ValueError(f"{call}: learning_rate must be a positive number, got {alpha}")
+    with np.errstate(over="ignore", divide="ignore"):
+        is_usable = alpha > 0 and np.isfinite(1 / np.float32(alpha))
+    if not is_usable:
+        raise ValueError(
+            f"{call}: learning_rate must be a positive number, and 1 / learning_rate a float32, "
+            f"got {alpha}"
+        )
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
     constants = {"l1": l1, "l2": l2, "beta": beta}
     starts = (("sum_of_squares", start), ("linear", 0.0))

@@ -36,7 +36,9 @@ def clip_by_global_norm(
       row_gradients: for each table, as its optimizer's update takes them.
 
     Returns:
-      The dense and the row gradients, scaled, and the norm before that.
+      The dense and the row gradients, scaled, and the norm before that. It is the root of a sum of
+      squares in float32, as optax's: one above 1.8e19 is infinite, and all gradients become zero
+      (``apply=all_finite(norm)`` skips such a step).
 
     Raises:
       ValueError: if there is not one entry of `row_gradients` for each of `results`, or if the

@@ -50,6 +50,7 @@ class Keys:
 
         Raises:
           TypeError: if the array does not hold integers.
+          ValueError: if a list's own lists are of unequal lengths.
         """
         array = _integers(ids)
         wide = np.ascontiguousarray(array.astype("<u8"))  # which extends the sign

@@ -40,8 +40,8 @@ class StepInfo(NamedTuple):
       tables: the metrics of each physical table, by its path.
       counts: what became of the ids of each table of a collection, by the collection's path and the
         table's name; see :meth:`jax_hkv.collection.Group.counts`.
-      finite: whether the gradients were finite, so that the step was taken; None without a loss
-        scale, when nobody looks.
+      finite: whether the step was taken: gradients were finite, and a strict exchange had room;
+        None without a loss scale and without such an exchange, when nobody looks.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
         room. The step was not taken then, and :func:`train_step` raises, unless the step is itself
         traced (in a scan, say), where this count is all that tells.

@@ -258,19 +258,20 @@ class Placement:
         return jax.tree.map(self._put, batch)
 
     def _check_jagged(self, bags: Jagged) -> None:
-        """Raises unless it is one of each device, one after the other, whose splits begin at 0."""
+        """Raises unless it is one of each device, one after the other, with splits of its own."""
         count, splits = len(self.local_parts), np.asarray(bags.row_splits)
         positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
         if count > 1 and len(splits) % count == 0 and positions % count == 0:
             each = splits.reshape(count, -1)
-            if not each[:, 0].any() and (each[:, -1] <= positions // count).all():
+            is_rising = (np.diff(each, axis=1) >= 0).all()
+            if is_rising and not each[:, 0].any() and (each[:, -1] <= positions // count).all():
                 return
         if count > 1:
             raise ValueError(
                 f"Placement.put: a Jagged must be one for each of {count} devices, one after the "
-                f"other, each with row_splits that begin at 0 and end within its {positions} / "
-                f"{count} positions: make them with the same capacity and number of bags, and give "
-                "jax_hkv.sharding.concatenate([...]) of them"
+                "other, each with row_splits that begin at 0, do not decrease and end within its "
+                f"{positions} / {count} positions: make them with the same capacity and number of "
+                "bags, and give jax_hkv.sharding.concatenate([...]) of them"
             )
 
     def _put(self, leaf: Any) -> Any:

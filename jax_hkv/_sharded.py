@@ -575,8 +575,9 @@ def _onward(
     if legs[0].groups is not None:
         return onward(plan, legs, _index.combine(legs[0].groups, terms))
     if terms.sources is not None:
-        rows = by_slot(rows.astype(jnp.float32), terms.sources)
-        rows = rows if terms.weights is None else rows * terms.weights[:, None]
+        # Weighed natively, as where keys are merged: XLA's product may drop subnormal numbers.
+        each = Bags(terms.sources, _rows.positions(terms.sources.shape[0] + 1), terms.weights)
+        rows = pooled.pool_by_slot(rows, terms.sources, each)
     return onward(plan, legs, rows)
 
 

@@ -118,7 +118,7 @@ class Jagged:
                 f"{list(ids.shape)}: reshape them"
             )
         counts = _flat(call, "lengths", lengths, "iu").astype(np.int64)
-        if (counts < 0).any() or counts.sum() != ids.size:
+        if ((counts < 0) | (counts > ids.size)).any() or counts.sum() != ids.size:
             raise ValueError(
                 f"{call}: lengths must be from 0 on and say how many of the values each bag has, "
                 f"so that their sum is the number of values, {list(ids.shape)}; got a sum of "
@@ -138,7 +138,7 @@ class Padded:
     """Bags of ids of one length, some of whose positions may be padding, with weights beside them.
 
     Attributes:
-      ids: ``[*batch, hotness]``: Keys, or an integer array.
+      ids: ``[*batch, hotness]``, or ``[batch]`` of one id each: Keys, or an integer array.
       valid: ``bool`` of the ids' shape, False for padding; None: all are ids.
       weights: ``float32`` of the ids' shape; None: ones.
     """
@@ -199,7 +199,11 @@ def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
             f"they are not is {where}: give {lengths[where : where + 1]} weights there, got "
             f"{given[where : where + 1]}"
         )
-    return np.concatenate([np.asarray(bag, np.float32) for bag in weights] or [np.zeros(0)])
+    flat = [
+        _flat("Jagged.from_lists", f"weights[{number}]", bag, "iuf")
+        for number, bag in enumerate(weights)
+    ]
+    return np.concatenate(flat or [np.zeros(0)])
 
 
 def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:

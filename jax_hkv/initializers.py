@@ -97,7 +97,7 @@ def uniform(low: float, high: float) -> Initializer:
       >>> bool((abs(rows) <= 1).all()), bool((abs(rows) > 0.9).any())
       (True, True)
     """
-    low, high = _number("uniform", "low", low), _number("uniform", "high", high)
+    low, high = _finite("uniform", "low", low), _finite("uniform", "high", high)
     if not (low <= high and math.isfinite(_rounded(high - low))):
         raise ValueError(
             "uniform: low must not exceed high, and their distance must be a float32, got "
@@ -115,7 +115,7 @@ def normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
       >>> round(float(rows.std()), 2)
       0.1
     """
-    return Initializer(_NORMAL, _number("normal", "mean", mean), _stddev("normal", stddev))
+    return Initializer(_NORMAL, _finite("normal", "mean", mean), _stddev("normal", stddev))
 
 
 def truncated_normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
@@ -128,7 +128,7 @@ def truncated_normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
       True
     """
     call = "truncated_normal"
-    return Initializer(_TRUNCATED_NORMAL, _number(call, "mean", mean), _stddev(call, stddev))
+    return Initializer(_TRUNCATED_NORMAL, _finite(call, "mean", mean), _stddev(call, stddev))
 
 
 def variance_scaling(
@@ -151,14 +151,14 @@ def variance_scaling(
         raise ValueError(
             f"variance_scaling: distribution must be one of {sorted(kinds)}, got {distribution!r}"
         )
-    scale = _number("variance_scaling", "scale", scale)
+    scale = _finite("variance_scaling", "scale", scale)
     if not scale > 0:
         raise ValueError(f"variance_scaling: scale must be positive, got {scale}")
     return Initializer(kinds[distribution], scale=scale)
 
 
 def _stddev(call: str, stddev: float) -> float:
-    stddev = _number(call, "stddev", stddev)
+    stddev = _finite(call, "stddev", stddev)
     if not stddev >= 0:
         raise ValueError(f"{call}: stddev must not be negative, got {stddev}")
     return stddev
@@ -167,15 +167,29 @@ def _stddev(call: str, stddev: float) -> float:
 def _number(call: str, argument: str, value: float) -> float:
     """A number that float32 holds, or infinity or NaN."""
     try:
-        if isinstance(value, (str, bytes, bool)):  # float() takes these
+        if isinstance(value, (str, bytes, bool, np.bool_)):  # float() takes these
             raise TypeError
         number = float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{call}: {argument} must be a float32, {_LARGEST} at most, got {value}"
+        ) from None
     except (TypeError, ValueError):
         raise TypeError(
             f"{call}: {argument} must be a number, got {type(value).__name__} {value!r}"
         ) from None
     if math.isinf(_rounded(number)) and not math.isinf(number):
         raise ValueError(f"{call}: {argument} must be a float32, {_LARGEST} at most, got {value}")
+    return number
+
+
+def _finite(call: str, argument: str, value: float) -> float:
+    """Of others the first values would be no numbers, or all of them infinite."""
+    number = _number(call, argument, value)
+    if not math.isfinite(number):
+        raise ValueError(
+            f"{call}: {argument} must be finite, got {value}: constant({value}) fills rows with it"
+        )
     return number
 
 

@@ -400,7 +400,7 @@ class TrainState:
     """Everything that a training step changes: dense parameters, tables, and both optimizers.
 
     Attributes:
-      step: ``int32``, steps taken, and those that a loss scale skipped.
+      step: ``int32``, steps taken, and those that a loss scale or a strict exchange skipped.
       params: of the dense layers.
       opt_state: of `tx`.
       tables: with their optimizer rows.

@@ -119,14 +119,15 @@ def find(
 
 def _bits_of(call: str, fill: Any) -> int:
     """Static arguments are compared, and NaN is not equal to itself: its bits are."""
-    try:
-        return int(np.float32(fill).view(np.uint32))
-    except OverflowError:
+    number = _checks.as_number(call, "fill", fill)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(number)
+    if np.isinf(rounded) and abs(fill) != np.inf:
         raise ValueError(
-            f"{call}: fill must be a number that a float can hold, got "
-            f"{type(fill).__name__} beyond 1e308: clip it, "
-            'or give float("inf")'
-        ) from None
+            f"{call}: fill must be a number that float32 can hold, 3.4e38 at most, got "
+            f'{type(fill).__name__} beyond that: clip it, or give float("inf")'
+        )
+    return int(rounded.view(np.uint32))
 
 
 def _as_number(fill: int | None) -> float:

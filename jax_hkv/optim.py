@@ -95,6 +95,12 @@ class _Structure:
     kinds: tuple[tuple[str, str], ...]  # of each leaf: its name, and whether rows share it
 
     def join(self, row: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
+        for name, leaf in shared.items():
+            if np.ndim(leaf) == 0:
+                raise TypeError(
+                    f"optim.update: table.optimizer.shared[{name!r}] must have a leading axis of 1 "
+                    f"(that of devices), got one number, {leaf}: give jnp.array([number])"
+                )
         leaves = [row[name] if kind == _ROW else shared[name][0] for name, kind in self.kinds]
         return jax.tree.unflatten(self.tree, leaves)
 

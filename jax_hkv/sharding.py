@@ -95,7 +95,7 @@ def distinct_in(keys: Any, valid: Any = None) -> float:
       0.5
     """
     words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
-    mask = np.ones(len(words), bool) if valid is None else np.asarray(valid).reshape(-1)
+    mask = _known_mask("sharding.distinct_in", keys, valid)
     return max(1, len(np.unique(words[mask], axis=0))) / max(1, len(words))
 
 
@@ -115,9 +115,14 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
       4.0
     """
     owner = np.asarray(owners(keys, devices)).reshape(-1)
-    mask = np.ones(owner.shape, bool) if valid is None else np.asarray(valid).reshape(-1)
+    mask = _known_mask("sharding.skew_in", keys, valid)
     counts = np.bincount(owner[mask], minlength=devices)
     return float(max(1, counts.max()) / max(1.0, counts.mean()))
+
+
+def _known_mask(call: str, keys: Any, valid: Any) -> np.ndarray:
+    shape = keys.shape
+    return np.asarray(_checks.flat_mask(_checks.as_mask(call, "valid", valid, shape), shape))
 
 
 def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:

@@ -82,11 +82,14 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
     """Removes the entries that were not touched for more than `epochs` epochs: time to live.
 
     An entry keeps the epoch in which it was inserted or last scored (``find(touch=True)`` and the
-    writes do that); it goes when the table's epoch is more than `epochs` later.
+    writes do that, but `assign` only with scores, which EPOCH_LRU takes none of, and
+    `accum_or_assign` only where its belief is right); it goes when the table's epoch is more than
+    `epochs` later.
 
     Args:
       table: to change, under EPOCH_LRU or EPOCH_LFU.
-      epochs: 0 to 2**32 - 1; may be traced. 0 leaves the entries of the current epoch.
+      epochs: 0 to 2**32 - 1; may be traced (one that is none of these removes nothing). 0 leaves
+        the entries of the current epoch.
 
     Returns:
       The table, and how many entries were removed.
@@ -112,7 +115,7 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
             f"{table.policy.name}, whose scores hold no epoch: create the table with one of those, "
             "or use erase_if"
         )
-    return _expire(table, _epoch("expire", "epochs", epochs))
+    return _expire(table, _epoch("expire", "epochs", epochs, negative=2**32 - 1))
 
 
 @jitted()
@@ -131,9 +134,9 @@ def halve_sightings(table: Table) -> Table:
     """Halves the counters of :func:`jax_hkv.admission.frequency`, rounding down.
 
     Done now and then it lets the sketch forget keys that are no longer seen (Einziger, Friedman and
-    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key that is waiting may need
-    up to twice its sightings then, and one that is seen ``sightings / 2`` times or less between two
-    halvings never gets in.
+    Manes: TinyLFU: a highly efficient cache admission policy, 2017). A key that is waiting needs
+    more sightings then, the more the closer it comes to ``sightings / 2`` between two halvings;
+    with that many or fewer it never gets in.
 
     Args:
       table: to change.
@@ -165,7 +168,8 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
 
     Args:
       table: to change.
-      epoch: 0 to 2**32 - 1; None: the next one, which stops at 2**32 - 1.
+      epoch: 0 to 2**32 - 1, a traced one clipped to that; None: the next one, which stops at
+        2**32 - 1.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -183,19 +187,24 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
     else:
         # The old one clipped to it, which lies on the devices, and varies over them, as the old
         # one does; what XLA sees to be constant (a product with 0) lies on all of them.
-        number = _epoch("advance_epoch", "epoch", epoch)
+        number = _epoch("advance_epoch", "epoch", epoch, negative=0)
         new = jnp.clip(old, number, number)
     return dataclasses.replace(table, index=dataclasses.replace(table.index, epoch=new))
 
 
-def _epoch(call: str, argument: str, epoch: Any) -> jax.Array:
+def _epoch(call: str, argument: str, epoch: Any, negative: int) -> jax.Array:
+    """A number of epochs. A traced one below 0 becomes `negative`, one too high the highest."""
     if not is_traced(epoch):
         return jnp.uint32(_checks.as_integer(call, argument, epoch, 0, 2**32 - 1))
     if not jnp.issubdtype(epoch.dtype, jnp.integer) or epoch.size != 1:
         raise TypeError(
             f"{call}: {argument} must be one integer, got {epoch.dtype}{list(epoch.shape)}"
         )
-    return epoch.astype(jnp.uint32).reshape(())
+    number, highest = epoch.reshape(()), 2**32 - 1
+    if number.dtype.itemsize == 8:
+        number = jnp.minimum(number, jnp.asarray(highest, number.dtype))
+    is_negative = number < jnp.zeros((), number.dtype)
+    return jnp.where(is_negative, jnp.uint32(negative), number.astype(jnp.uint32))
 
 
 def size(table: Table) -> Int32[Array, ""]:
@@ -387,9 +396,13 @@ def _checked_export(
         raise TypeError(
             f"{call}: offset must be one integer, got {offset.dtype}{list(offset.shape)}"
         )
-    end = jnp.asarray(table.capacity, offset.dtype)
-    first = jnp.minimum(offset.reshape(()), end).astype(jnp.int32)
-    return export(table, predicate, first, count=count)
+    first = offset.reshape(())
+    if first.dtype.itemsize < 4:
+        first = first.astype(jnp.int32)
+    # Before the first slot and behind the last one there is nothing, however far.
+    lowest = -MAX_SLOTS if jnp.issubdtype(first.dtype, jnp.signedinteger) else 0
+    bounds = [jnp.asarray(bound, first.dtype) for bound in (lowest, table.capacity)]
+    return export(table, predicate, jnp.clip(first, *bounds).astype(jnp.int32), count=count)
 
 
 @jitted("predicate", "count")

@@ -163,11 +163,13 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
 
     earlier = sharding.export_entries(train(table, 0))
     table = train(table, 0)
-    since = earlier.clock + 1
-    if policy is not Policy.LRU:
-        table, since = hkv.advance_epoch(table), 1 << 32
+    if policy is Policy.EPOCH_LFU:
+        table = hkv.advance_epoch(table)
     table = train(table, 400)
-    changed = sharding.export_entries(table, min_score=since)
+    changed = sharding.export_entries(table, changed_since=earlier)
+    if policy is Policy.EPOCH_LFU:  # which counts within an epoch: that of the export comes whole
+        assert sorted(changed.keys.tolist()) == list(range(1000))
+        changed = sharding.export_entries(table, min_score=1 << 32)
     assert sorted(changed.keys.tolist()) == list(range(400, 1000))
     for exported in (earlier, changed):
         rows = exported._replace(optimizer={}, shared={})
@@ -186,6 +188,39 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
             "count": [2]
         }
         np.testing.assert_array_equal(hkv.find(whole, ids)[1].values, rows[1])
+
+
+@pytest.mark.parametrize("policy", [Policy.LFU, Policy.CUSTOM])
+def test_scores_that_are_no_times_do_not_tell_what_has_changed(policy):
+    table = hkv.create(128, DIM, policy=policy)
+    earlier = sharding.export_entries(table)
+    with pytest.raises(ValueError, match=f"changed_since needs .* Policy.{policy.name} do not"):
+        sharding.export_entries(table, changed_since=earlier)
+
+
+def test_an_increment_follows_an_export_of_the_same_table():
+    table = hkv.create(128, DIM, policy=Policy.EPOCH_LRU)
+    later = sharding.export_entries(hkv.advance_epoch(hkv.clear(table)))
+    for own in (later, later._replace(clock=0), later._replace(epoch=0)):
+        with pytest.raises(ValueError, match="changed_since must be an export of an earlier time"):
+            sharding.export_entries(table, changed_since=own)
+    with pytest.raises(ValueError, match="got one of 5 too: give one of them"):
+        sharding.export_entries(table, changed_since=later, min_score=5)
+    with pytest.raises(TypeError, match="changed_since must be what export_entries returned"):
+        sharding.export_entries(table, changed_since=5)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_increment_is_whole_where_the_low_word_of_the_clock_began_anew():
+    """Under EPOCH_LRU a score has 32 bits of the time: behind the last one comes 0."""
+    ids, high = np.arange(4, dtype=np.int32), jnp.array([0xFFFFFFFE, 0], jnp.uint32)
+    table = hkv.create(128, DIM, policy=Policy.EPOCH_LRU)
+    index = dataclasses.replace(table.index, clock=high)
+    table, _ = hkv.find_or_insert(dataclasses.replace(table, index=index), ids[:1])
+    earlier = sharding.export_entries(table)
+    for position in (1, 2):
+        table, _ = hkv.find_or_insert(table, ids[position : position + 1])
+    changed = sharding.export_entries(table, changed_since=earlier)
+    assert {1, 2} <= set(changed.keys.tolist())
 
 
 def test_of_entries_with_one_key_and_one_score_the_last_counts():
