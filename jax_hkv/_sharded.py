@@ -171,6 +171,7 @@ def look_up(
     # Given counts of equal keys are summed where they arrive: 64-bit sums are the table's.
     merges = exchange.deduplicate and not (scores is not None and table.policy.counts)
     positions = batch.keys.shape[0]
+    valid = _checks.flat_mask(batch.valid, (positions,))
     plan = plan_of(exchange, positions, merges=merges)
     if exchange.replicas and not train:
         plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
@@ -179,7 +180,7 @@ def look_up(
     if bags is not None and plan.hops:
         summed = _summed(exchange, table, plan, bags, is_weighted)
         owners_pool, plan = summed is not plan, summed
-    items = Items(batch.keys, batch.valid, None if scores is None else scores.words)
+    items = Items(batch.keys, valid, None if scores is None else scores.words)
     if plan.merges and plan.hops and train and _counts_occurrences(table):
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
     if owners_pool and plan.hops and bags is not None:
@@ -191,7 +192,7 @@ def look_up(
     task = _Task(exchange, items, own_bags, owners_pool, train, initial, measure)
     table, seen, route = _rounds(task, plan, table)
     if pools_later and bags is not None:
-        slots = jnp.where(batch.valid, _rows.positions(positions), NO_SLOT)
+        slots = jnp.where(valid, _rows.positions(positions), NO_SLOT)
         seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags))
     counts, by_table = seen.counts, seen.by_table
     if not plan.replicas:
@@ -396,8 +397,7 @@ def _home_rows(
     """The rows of this device's batch, and those that it returned as an owner."""
     keys, valid = arrived.keys, arrived.valid
     if bags is not None:
-        mask = valid if task.initial else None
-        table, rows = pooled.pool_stored(table, keys, slots, bags, mask)
+        table, rows = pooled.pool_stored(table, keys, slots, bags, valid, task.initial)
         return table, bags_homeward(plan, rows), rows
     everyones = plan.replicas and plan.hops
     room = slots.shape[0]

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, initializers, pooled, whole_table
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_integer, flat_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._sharded import ShardedResult
@@ -593,27 +593,32 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted
 
 
-def _joined(batches: Sequence[tuple[Bags, jax.Array]]) -> tuple[Bags, Bool[Array, " n"]]:
+def _joined(
+    batches: Sequence[tuple[Bags, jax.Array | None]],
+) -> tuple[Bags, Bool[Array, " n"] | None]:
     """Bags one after the other, and which of their positions are valid."""
     sources, splits = [], []
     positions = rows = 0
-    for bags, valid in batches:
+    for bags, _ in batches:
         sources.append(bags.sources + jnp.int32(rows))
         splits.append(bags.splits[:-1] + jnp.int32(positions))
-        positions += valid.shape[0]
+        positions += bags.sources.shape[0]
         rows += bags.splits.shape[0] - 1
     splits.append(jnp.array([positions], jnp.int32))
     weights = None
     if any(bags.weights is not None for bags, _ in batches):
         weights = jnp.concatenate([bags.factors for bags, _ in batches])
     joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
-    return joined, jnp.concatenate([valid for _, valid in batches])
+    if all(valid is None for _, valid in batches):
+        return joined, None
+    masks = [flat_mask(valid, bags.sources.shape) for bags, valid in batches]
+    return joined, jnp.concatenate(masks)
 
 
 @jitted("combiners")
 def _weighed(
-    batches: list[tuple[Bags, jax.Array]], combiners: tuple[str, ...]
-) -> tuple[Bags, Bool[Array, " n"]]:
+    batches: list[tuple[Bags, jax.Array | None]], combiners: tuple[str, ...]
+) -> tuple[Bags, Bool[Array, " n"] | None]:
     """Joined, with the weights of their combiners: batches of a kind are weighed together."""
     kinds = [
         (combiner, bags.weights is not None)
@@ -626,7 +631,7 @@ def _weighed(
         members = [number for number, own in enumerate(kinds) if own == kind]
         together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
         assert together.weights is not None
-        ends = np.cumsum([batches[n][1].shape[0] for n in members])[:-1]
+        ends = np.cumsum([batches[n][0].sources.shape[0] for n in members])[:-1]
         for number, own in zip(members, jnp.split(together.weights, ends), strict=True):
             bags, valid = batches[number]
             weighed[number] = (bags._replace(weights=own), valid)

@@ -247,12 +247,12 @@ class Bagged(NamedTuple):
 
     Attributes:
       keys: ``[n]``.
-      valid: ``bool[n]``; padding is not.
+      valid: ``bool[n]``; padding is not. None: all are.
       bags: who is in which bag, with the weights as they were given.
     """
 
     keys: Keys
-    valid: Bool[Array, " n"]
+    valid: Bool[Array, " n"] | None
     bags: Bags
 
 
@@ -289,7 +289,7 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
 def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Bagged:
     *batch, hotness = given.shape
     bags = dense_bags(tuple(batch), hotness, weights)
-    return Bagged(keys_of(given).reshape(-1), _checks.flat_mask(valid, given.shape), bags)
+    return Bagged(keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1), bags)
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:

@@ -97,8 +97,7 @@ def _find_bags(table: Table, batch: Bagged, initial: bool, layout: features.Layo
 def _find(table: Table, batch: Bagged, initial: bool) -> Any:
     index, slots = _index.find(table.index, batch.keys, batch.valid)
     table = with_clock(table, index.clock)
-    mask = batch.valid if initial else None
-    table, values = pool_stored(table, batch.keys, slots, batch.bags, mask)
+    table, values = pool_stored(table, batch.keys, slots, batch.bags, batch.valid, initial)
     return table.index.clock, values, slots
 
 
@@ -164,8 +163,8 @@ def _find_or_insert(
 ) -> Any:
     keys, valid, bags = batch
     table, inserted = insert_rows(table, keys, valid, scores, None, evicted)
-    mask = valid if initial else None
-    table, values = pool_stored(table, keys, inserted.upserted.slots, bags, mask)
+    slots = inserted.upserted.slots
+    table, values = pool_stored(table, keys, slots, bags, valid, initial)
     return table, insert_result(values, keys, inserted, bags)
 
 
@@ -234,8 +233,8 @@ def with_unseen(
 
 def unseen_shares(batch: Bagged, slots: Int32[Array, " n"]) -> Float32[Array, "b 1"]:
     """The sum of the weights of each bag's ids that have no row."""
-    absent = (batch.valid & (slots < 0)).astype(jnp.float32)[:, None]
-    return _pool_given(absent, batch.bags, batch.valid)
+    is_absent = slots < 0 if batch.valid is None else batch.valid & (slots < 0)
+    return _pool_given(is_absent.astype(jnp.float32)[:, None], batch.bags, batch.valid)
 
 
 def pool(
@@ -292,14 +291,15 @@ def _pool(
     combiner: str,
 ) -> jax.Array:
     *shape, dim = rows.shape
-    mask = _checks.flat_mask(valid, tuple(shape))
+    mask = None if valid is None else valid.reshape(-1)
     if splits is None:
         batch = shape[:-1]
         bags = features.dense_bags(tuple(batch), shape[-1], weights)
     else:
         batch = [splits.shape[0] - 1]
         bags = features.jagged_bags(splits, shape[0], weights)
-        mask &= bags.sources < batch[0]
+        is_in_bag = bags.sources < batch[0]
+        mask = is_in_bag if mask is None else mask & is_in_bag
     bags = effective(bags, mask, combiner=combiner)
     return _pool_given(rows.reshape(-1, dim), bags, mask).reshape(*batch, dim)
 
@@ -326,9 +326,11 @@ def as_batch(
 
 
 @jitted("combiner")
-def effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
+def effective(bags: Bags, valid: jax.Array | None, combiner: str) -> Bags:
     """Bags whose weighted sum is what the combiner says: weights over the bag's divisor."""
-    given = None if bags.weights is None else jnp.where(valid, bags.weights, 0.0)
+    given = bags.weights
+    if given is not None and valid is not None:
+        given = jnp.where(valid, given, 0.0)
     if combiner == "sum":
         return bags._replace(weights=given)
     if given is None:
@@ -337,8 +339,12 @@ def effective(bags: Bags, valid: jax.Array, combiner: str) -> Bags:
         # Squares are taken natively as well: XLA's may drop subnormal ones.
         factors = None if combiner == "mean" else given
         divisors = _pool_given(given[:, None], bags._replace(weights=factors), valid)[:, 0]
-    divisors = jnp.where(valid, _of_bags(divisors[:, None], bags)[:, 0], 1.0)
-    numerators = valid.astype(jnp.float32) if given is None else given
+    divisors, numerators = _of_bags(divisors[:, None], bags)[:, 0], given
+    if numerators is None:
+        counted = jnp.ones_like(divisors, jnp.bool_) if valid is None else valid
+        numerators = counted.astype(jnp.float32)
+    if valid is not None:
+        divisors = jnp.where(valid, divisors, 1.0)
     return bags._replace(weights=_quotients(numerators, divisors, combiner == "sqrtn"))
 
 
@@ -358,8 +364,10 @@ def _quotients_jvp(root: bool, primals: Any, tangents: Any) -> tuple[jax.Array, 
     return quotients, tangents[0] * slope - tangents[1] * by_divisor
 
 
-def _valid_ids(bags: Bags, valid: jax.Array) -> jax.Array:
+def _valid_ids(bags: Bags, valid: jax.Array | None) -> jax.Array:
     """How many valid ids each bag has."""
+    if valid is None:
+        return jnp.diff(bags.splits)
     before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(valid, dtype=jnp.int32)])
     at_splits = _index.take(before, bags.splits)
     return at_splits[1:] - at_splits[:-1]
@@ -374,7 +382,7 @@ def _aligned(*tree: Any) -> tuple[Any, ...]:
     return jax.tree.unflatten(structure, match_varying(tuple(leaves)))
 
 
-def _pool_given(rows: jax.Array, bags: Bags, valid: jax.Array) -> jax.Array:
+def _pool_given(rows: jax.Array, bags: Bags, valid: jax.Array | None) -> jax.Array:
     """The weighted sum of each bag's valid rows."""
     weights, layout = bags.weights, bags._replace(weights=None)
     return _sum_rows(*_aligned(rows, weights, layout, valid))
@@ -385,9 +393,10 @@ def _sum_rows(
     rows: Float[Array, "n dim"],
     weights: Float32[Array, " n"] | None,
     bags: Bags,
-    valid: Bool[Array, " n"],
+    valid: Bool[Array, " n"] | None,
 ) -> Float32[Array, "b dim"]:
-    slots = jnp.where(valid, _rows.positions(rows.shape[0]), NO_SLOT)
+    slots = _rows.positions(rows.shape[0])
+    slots = slots if valid is None else jnp.where(valid, slots, NO_SLOT)
     clock = jnp.zeros((2,), jnp.uint32)
     return _rows.pool(clock, rows, slots, bags.splits, weights=weights, name="rows")[1]
 
@@ -398,7 +407,9 @@ def _sum_rows_forward(rows: Any, weights: Any, bags: Bags, valid: Any) -> Any:
 
 def _sum_rows_backward(saved: Any, of_bags: jax.Array) -> Any:
     rows, weights, bags, valid = saved
-    by_position = jnp.where(valid[:, None], _of_bags(of_bags, bags), 0.0)
+    by_position = _of_bags(of_bags, bags)
+    if valid is not None:
+        by_position = jnp.where(valid[:, None], by_position, 0.0)
     if weights is None:
         return by_position.astype(rows.dtype), None, None, None
     of_rows = (weights[:, None] * by_position).astype(rows.dtype)
@@ -428,8 +439,7 @@ def _spread_forward(per_bag: Any, bags: Bags) -> Any:
 
 def _spread_backward(bags: Bags, by_position: jax.Array) -> Any:
     # JAX's own would be a scatter that adds in the order in which a GPU comes to it.
-    everywhere = jnp.ones(by_position.shape[:1], jnp.bool_)
-    return _pool_given(by_position, bags, everywhere), None
+    return _pool_given(by_position, bags, None), None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
@@ -443,7 +453,7 @@ class _Stored(NamedTuple):
     slots: jax.Array
     splits: jax.Array
     keys: Keys
-    initial: jax.Array | None
+    valid: jax.Array | None
 
 
 class _Source(NamedTuple):
@@ -452,19 +462,25 @@ class _Source(NamedTuple):
     initializer: Initializer
     seed: int
     name: str
+    has_first_rows: bool  # of valid keys without a slot
 
     def initial(self, stored: _Stored) -> Any:
-        if stored.initial is None:
+        if not self.has_first_rows:
             return None
-        return self.initializer, self.seed, stored.keys, stored.initial
+        return self.initializer, self.seed, stored.keys, stored.valid
 
 
 def pool_stored(
-    table: Table, keys: Keys, slots: jax.Array, bags: Bags, initial: jax.Array | None
+    table: Table,
+    keys: Keys,
+    slots: jax.Array,
+    bags: Bags,
+    valid: jax.Array | None,
+    initial: bool,
 ) -> tuple[Table, jax.Array]:
-    """The weighted sum of each bag's rows in a table, with first rows where the mask says so."""
-    source = _Source(table.initializer, table.seed, table.name)
-    stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, initial)
+    """The weighted sum of each bag's rows in a table; valid keys without one may add first rows."""
+    source = _Source(table.initializer, table.seed, table.name, initial)
+    stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, valid)
     clock, values = _pool_slots(source, stored, bags)
     return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
 
@@ -476,7 +492,7 @@ def pool_by_slot(
 
     Differentiable by the weights; slots of -1 are left out.
     """
-    source = _Source(Initializer(0), 0, "rows")
+    source = _Source(Initializer(0), 0, "rows", False)
     clock = jnp.zeros((2,), jnp.uint32)
     stored = _Stored(clock, rows, slots, bags.splits, Keys(jnp.zeros((0, 2), jnp.uint32)), None)
     return checkpoint_name(_pool_slots(source, stored, bags)[1], ROWS_NAME)

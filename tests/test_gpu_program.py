@@ -60,7 +60,7 @@ EXCHANGES = [
 ]
 # Of XLA's own: the flags that say what was found, the clock, the counts; in steps dense layers too.
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 2, "find_or_insert_1": 2}
-KERNELS |= {"train_step": 13, "shard_map_step": 13, "collection_step": 31}
+KERNELS |= {"train_step": 13, "shard_map_step": 13, "collection_step": 28}
 LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if", "misplaced"]
 
 
