@@ -20,7 +20,7 @@ from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
 from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number
 from jax_hkv._compat import is_traced
-from jax_hkv.table import InsertResult, Table, check_one_device, with_clock
+from jax_hkv.table import InsertResult, Table, check_one_device, check_table, with_clock
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
 # it: they subtract from it, which an unsigned number does not survive.
@@ -29,6 +29,7 @@ LearningRate = float | Callable[[Any], Any]
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 _MOST_STEPS = np.uint32(2**32 - 1)
 _LARGEST = float(np.finfo(np.float32).max)
+_RATE = "learning_rate"  # where it lies in the table
 
 _ONE_ALPHA = (
     "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
@@ -47,6 +48,7 @@ class _Rule:
       constants: of the native operation.
       starts: the name and the fresh value of each of its states, named as in optax if it has them.
       is_rowwise: whether a state is one number a row, and not one an element.
+      injects_rate: whether the learning rate lies in the table.
     """
 
     name: str
@@ -57,6 +59,7 @@ class _Rule:
     count_per_row: bool
     stochastic_rounding: bool
     seed: int
+    injects_rate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,11 @@ class FusedOptimizer:
         count = {"count": jnp.zeros((1,), jnp.uint32)}
         if rule.count_per_row:
             fresh |= count
-        rows = _updates.optimizer_rows(fresh, count, rule, table)
+        rate: dict[str, jax.Array] = {}
+        if rule.injects_rate:
+            assert not callable(self.learning_rate)
+            rate = {_RATE: jnp.full((1,), self.learning_rate, jnp.float32)}
+        rows = _updates.optimizer_rows(fresh, count | rate, rule, table)
         return dataclasses.replace(table, optimizer=rows)
 
     def update(
@@ -123,8 +130,8 @@ class FusedOptimizer:
         before = _updates.rows_of(table, rule)
         table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         count = before.shared["count"]
-        given = self.learning_rate if learning_rate is None else learning_rate
-        rate = _rate(given, count)
+        own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
+        rate = _rate(own if learning_rate is None else learning_rate, count)
         is_counted = count < _MOST_STEPS
         if apply is not None:
             is_counted &= apply
@@ -147,10 +154,80 @@ class FusedOptimizer:
         optimizer = dataclasses.replace(
             before,
             rows=rows | {"count": steps} if rule.count_per_row else rows,
-            shared={"count": ahead if rule.count_per_row else steps},
+            shared=before.shared | {"count": ahead if rule.count_per_row else steps},
             skipped=batch.skipped,
         )
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
+
+
+def inject_learning_rate(optimizer: FusedOptimizer) -> FusedOptimizer:
+    """The same optimizer with its learning rate in the table, where it can be changed.
+
+    What ``optax.inject_hyperparams`` is for transformations: the rate is an array in
+    ``table.optimizer.shared``, which :func:`set_learning_rate` changes between steps, nothing is
+    traced anew, and a checkpoint has it.
+
+    Args:
+      optimizer: a native one, with a number as its rate: the one that `init` puts into the table.
+
+    Raises:
+      TypeError: if it is another one: FTRL has one rate for all steps, a schedule makes its own.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> opt = inject_learning_rate(hkv.optim.adam(0.1))
+      >>> table = opt.init(hkv.create(128, 2))
+      >>> set_learning_rate(table, 0.01).optimizer.shared["learning_rate"].tolist()
+      [0.009999999776482582]
+    """
+    call = "optim.inject_learning_rate"
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"{call}: optimizer must be a native one, of optim.adam, say, got "
+            f"{type(optimizer).__name__}: of optim.sparse take an "
+            "optax.inject_hyperparams(...) transformation"
+        )
+    if optimizer.rule.name == "ftrl":
+        raise TypeError(f"{call}: optimizer must not be FTRL: {_ONE_ALPHA}")
+    if callable(optimizer.learning_rate):
+        raise TypeError(
+            f"{call}: optimizer must have a number as its learning rate, got a schedule, which "
+            "makes the rate of every step"
+        )
+    return dataclasses.replace(
+        optimizer, rule=dataclasses.replace(optimizer.rule, injects_rate=True)
+    )
+
+
+def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> Table:
+    """The table with another learning rate, where its optimizer's lies in it.
+
+    Args:
+      table: made by an optimizer of :func:`inject_learning_rate`, or by ``optim.sparse`` of an
+        ``optax.inject_hyperparams`` transformation; also one over several devices.
+      learning_rate: one number; traced if need be.
+
+    Raises:
+      TypeError: if it is not one number.
+      ValueError: if the table holds no learning rate, or several.
+    """
+    call = "optim.set_learning_rate"
+    check_table(call, table)
+    shared = table.optimizer.shared if table.optimizer else {}
+    names = [name for name in shared if name.rpartition(".")[2] == _RATE]
+    if table.optimizer is None or len(names) != 1:
+        raise ValueError(
+            f"{call}: table must hold one learning rate in table.optimizer.shared, got "
+            f"{names or 'none'} among {sorted(shared)}: make its optimizer by "
+            "optim.inject_learning_rate, or by optim.sparse of optax.inject_hyperparams"
+        )
+    (name,) = names
+    rate = _one_number(call, "learning_rate", learning_rate).reshape(())
+    old = shared[name]
+    # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
+    new = jnp.where(jnp.isnan(old), rate, jnp.clip(old, rate, rate)).astype(old.dtype)
+    rows = dataclasses.replace(table.optimizer, shared=shared | {name: new})
+    return dataclasses.replace(table, optimizer=rows)
 
 
 def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
@@ -159,10 +236,14 @@ def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
     if callable(given):
         source = "what the schedule learning_rate returns"
         given = given(jnp.minimum(count[0], _MOST_COUNT).astype(jnp.int32))
+    return _one_number("optim.update", source, given)
+
+
+def _one_number(call: str, argument: str, given: Any) -> Float32[Array, " 1"]:
     rate = given if hasattr(given, "dtype") else np.asarray(given)
     if not any(jnp.issubdtype(rate.dtype, kind) for kind in _REAL) or rate.size != 1:
         raise TypeError(
-            f"optim.update: {source} must be one number, got {rate.dtype}{list(rate.shape)}: give "
+            f"{call}: {argument} must be one number, got {rate.dtype}{list(rate.shape)}: give "
             "a float or an array of one; rates of several tables or groups go to an update each"
         )
     return jnp.asarray(rate, jnp.float32).reshape(1)

@@ -22,7 +22,17 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv._checks import as_bool, as_flag, as_float_dtype
-from jax_hkv._fused import FusedOptimizer, adagrad, adam, adamw, ftrl, rowwise_adagrad, sgd
+from jax_hkv._fused import (
+    FusedOptimizer,
+    adagrad,
+    adam,
+    adamw,
+    ftrl,
+    inject_learning_rate,
+    rowwise_adagrad,
+    set_learning_rate,
+    sgd,
+)
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv.table import (
     InsertResult,
@@ -46,7 +56,9 @@ __all__ = [
     "all_finite",
     "clip_by_global_norm",
     "ftrl",
+    "inject_learning_rate",
     "rowwise_adagrad",
+    "set_learning_rate",
     "sgd",
     "sparse",
 ]

@@ -164,3 +164,147 @@ def test_every_leaf_of_a_state_has_a_name_of_its_own(form):
         table = opt.update(table, result, jnp.ones((1, DIM)))
     ends = sorted(float(leaf[result.slots[0], 0]) for leaf in table.optimizer.rows.values())
     assert ends == [3 * step for step in jax.tree.leaves(STATES[form])]
+
+
+# --- A learning rate in the table ----------------------------------------------------------------
+
+MAKERS = {
+    "sgd": hkv.optim.sgd,
+    "momentum": lambda rate: hkv.optim.sgd(rate, momentum=0.9),
+    "adagrad": hkv.optim.adagrad,
+    "rowwise": hkv.optim.rowwise_adagrad,
+    "adam": lambda rate: hkv.optim.adam(rate, count_per_row=True),
+    "adamw": hkv.optim.adamw,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_rate_in_the_table_makes_the_step_of_that_rate(name):
+    opt = hkv.optim.inject_learning_rate(MAKERS[name](0.5))
+    tables = [opt.init(hkv.create(128, DIM)), MAKERS[name](0.5).init(hkv.create(128, DIM))]
+    for rate in (0.5, 0.125, 0.0):
+        tables[0] = hkv.optim.set_learning_rate(tables[0], rate)
+        for number, own in enumerate((opt, MAKERS[name](rate))):
+            table, result = hkv.find_or_insert(tables[number], IDS)
+            tables[number] = own.update(table, result, jnp.ones((3, DIM)))
+        np.testing.assert_array_equal(tables[0].values, tables[1].values)
+    assert tables[0].optimizer.shared["learning_rate"].tolist() == [0]
+    table, result = hkv.find_or_insert(tables[0], IDS)
+    given = opt.update(table, result, jnp.ones((3, DIM)), learning_rate=1.0)  # goes before it
+    assert (given.values != tables[1].values).any()
+
+
+def test_setting_a_rate_traces_no_step_anew():
+    traced = []
+    opt = hkv.optim.inject_learning_rate(hkv.optim.sgd(1.0))
+
+    @jax.jit
+    def step(table):
+        traced.append(0)
+        table, result = hkv.find_or_insert(table, IDS)
+        return opt.update(table, result, jnp.ones((3, DIM)))
+
+    table = step(step(opt.init(hkv.create(128, DIM))))
+    for rate in (0.5, jnp.float32(0.25), np.float64(0.125), jnp.array([1.0])):
+        table = step(hkv.optim.set_learning_rate(table, rate))
+    assert len(traced) == 1
+    rows = hkv.find(table, IDS)[1].values - hkv.initial_rows(table, IDS)
+    np.testing.assert_allclose(rows, -3.875, rtol=1e-6)
+
+
+def test_a_rate_is_set_for_all_devices():
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    placement = hkv.sharding.Placement(mesh)
+    opt = hkv.optim.inject_learning_rate(hkv.optim.sgd(1.0))
+    zeros = hkv.initializers.zeros()
+    table = placement.create(lambda: opt.init(hkv.create(128, DIM, init=zeros)))
+
+    def step(table, ids):
+        table, found = hkv.sharding.find_or_insert(table, ids, axis_name="device")
+        table = hkv.sharding.update(opt, table, found, jnp.ones_like(found.values))
+        return table, jax.lax.psum(jnp.sum(table.values), "device")
+
+    step, ids = placement.step(step), placement.put(np.arange(8, dtype=np.int32))
+    totals = []
+    for rate in (1.0, 0.5, 0.25):
+        table, total = step(hkv.optim.set_learning_rate(table, rate), ids)
+        totals.append(float(total))
+    assert totals == [-8.0 * DIM, -12.0 * DIM, -14.0 * DIM]
+    inside = placement.step(lambda table: (hkv.optim.set_learning_rate(table, 2.0), None))
+    assert inside(table)[0].optimizer.shared["learning_rate"].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("module", [hkv.linen, hkv.nnx], ids=["linen", "nnx"])
+def test_a_training_state_takes_another_rate_without_compiling(module):
+    from flax import linen as nn
+    from flax import nnx
+
+    opt = hkv.optim.inject_learning_rate(hkv.optim.sgd(1.0))
+    options = {"optimizer": opt, "embedding_init": hkv.initializers.zeros()}
+    traced = []
+
+    if module is hkv.linen:
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, ids, train=False):
+                return hkv.linen.Embed(128, DIM, **options)(ids, train=train)
+
+        state = module.TrainState.create(Model(), jax.random.key(0), IDS, tx=optax.sgd(1.0))
+    else:
+
+        class Model(nnx.Module):  # pyright: ignore[reportRedeclaration]
+            def __init__(self):
+                self.embed = hkv.nnx.Embed(128, DIM, **options)
+
+            def __call__(self, ids, train=False):
+                return self.embed(ids, train=train)
+
+        state = module.TrainState(Model(), optax.sgd(1.0))
+
+    def loss_fn(model, ids):
+        traced.append(0)
+        return jnp.sum(model(ids, train=True))
+
+    step, losses = module.train_step(loss_fn), []
+    for rate in (1.0, 0.5, 0.25):
+        changed = state.map_tables(
+            lambda table, rate=rate: hkv.optim.set_learning_rate(table, rate)
+        )
+        state = changed if module is hkv.linen else state
+        if module is hkv.linen:
+            state, info = step(state, IDS)
+        else:
+            info = step(state, IDS)
+        losses.append(float(info.loss))
+    assert losses == [0, -3 * DIM, -4.5 * DIM]
+    compiled = len(traced)
+    state.map_tables(lambda table: hkv.optim.set_learning_rate(table, 0.1))
+    step(state, IDS)
+    assert len(traced) == compiled
+
+
+def test_a_rate_of_an_injected_transformation_is_set_likewise():
+    opt = hkv.optim.sparse(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
+    table = opt.update(hkv.optim.set_learning_rate(table, 0.5), result, jnp.ones((3, DIM)))
+    moved = hkv.find(table, IDS)[1].values - result.values
+    np.testing.assert_allclose(moved, -0.5, rtol=1e-6)
+
+
+def test_a_rate_that_cannot_be_set_is_named():
+    for opt, error in (
+        (hkv.optim.ftrl(0.1), "must not be FTRL"),
+        (hkv.optim.adam(lambda count: 0.1), "must have a number as its learning rate"),
+        (hkv.optim.sparse(optax.sgd(0.1)), "must be a native one"),
+    ):
+        with pytest.raises(TypeError, match=f"inject_learning_rate: optimizer {error}"):
+            hkv.optim.inject_learning_rate(opt)  # pyright: ignore[reportArgumentType]
+    for table in (hkv.create(128, DIM), hkv.optim.adam(0.1).init(hkv.create(128, DIM))):
+        with pytest.raises(ValueError, match="set_learning_rate: table must hold one .* got none"):
+            hkv.optim.set_learning_rate(table, 0.1)
+    table = hkv.optim.inject_learning_rate(hkv.optim.adam(0.1)).init(hkv.create(128, DIM))
+    with pytest.raises(TypeError, match="set_learning_rate: learning_rate must be one number"):
+        hkv.optim.set_learning_rate(table, jnp.ones(2))
+    with pytest.raises(TypeError, match="set_learning_rate: table must be"):
+        hkv.optim.set_learning_rate(None, 0.1)  # pyright: ignore[reportArgumentType]
