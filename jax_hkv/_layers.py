@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax_hkv._compat import is_traced
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
+from jax_hkv._placement import Placement
 from jax_hkv.features import Bagged, Jagged, Layout, as_splits
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
@@ -29,6 +30,8 @@ from jax_hkv.table import Counts, Table
 _OWN_FRAMES = ("jax_hkv.", "flax.")
 
 Unseen = Literal["initial", "zeros", "learned"]
+
+Output = TypeVar("Output", covariant=True)
 
 
 class StepInfo(NamedTuple):
@@ -57,18 +60,35 @@ class StepInfo(NamedTuple):
     strict_overflow: dict[str, Int32[Array, ""]]
 
 
-def with_host_checks(jitted: Any, kind: type, info_of: Callable[[Any], StepInfo]) -> Any:
+class Step(Protocol[Output]):
+    """A compiled training step."""
+
+    def __call__(self, state: Any, /, *args: Any) -> Output:
+        """The step."""
+        ...
+
+    def lower(self, state: Any, /, *args: Any) -> Any:
+        """As of jitted functions."""
+        ...
+
+
+def with_host_checks(
+    jitted: Any, kind: type, info_of: Callable[[Any], StepInfo], placement: Placement | None
+) -> Any:
     """A jitted training step that looks at its arguments, and at its report.
 
     Args:
       jitted: of (state, *args).
       kind: of the state.
       info_of: the report in what `jitted` returns.
+      placement: of the state.
     """
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any, *args: Any) -> Any:
         _check_state(state, kind)
+        if placement is not None:
+            placement.check_put("train_step", args)
         _check_host(args)
         try:
             outputs = jitted(state, *args)

@@ -274,6 +274,21 @@ class Placement:
                 "bags, and give jax_hkv.sharding.concatenate([...]) of them"
             )
 
+    def check_put(self, call: str, batch: Any) -> None:
+        """Raises for arrays of a batch that do not lie on the devices, where they must."""
+        if self.mode == "pmap":
+            return
+        devices = set(self.mesh.devices.flat)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
+                continue
+            if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+                raise ValueError(
+                    f"{call}: arguments{jax.tree_util.keystr(path)} must lie on the {len(devices)} "
+                    f"devices of the step's placement, got {type(leaf).__name__} "
+                    f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
+                )
+
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
             return leaf

@@ -491,7 +491,7 @@ def train_step(
     max_norm: float | None = None,
     donate: bool = True,
     placement: Placement | None = None,
-) -> Callable[..., tuple[TrainState, StepInfo]]:
+) -> _layers.Step[tuple[TrainState, StepInfo]]:
     """A jitted training step of a model with tables.
 
     Args:
@@ -583,7 +583,7 @@ def train_step(
     else:
         jitted = placement.step(step, donate=donate)
 
-    return _layers.with_host_checks(jitted, TrainState, lambda outputs: outputs[1])
+    return _layers.with_host_checks(jitted, TrainState, lambda outputs: outputs[1], placement)
 
 
 def _next_of(old: Any, new: Any, finite: Any) -> Any:

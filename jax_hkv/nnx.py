@@ -20,7 +20,7 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ _ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
 
 
-class TableVariable(nnx.Variable):
+class TableVariable(nnx.Variable[Table]):
     """Holds a :class:`jax_hkv.Table`."""
 
 
@@ -501,7 +501,7 @@ _SKIPPED = nnx.Not(nnx.Any(TableVariable, Lookup, RowPerturbation, nnx.RngState,
 _STATISTICS = nnx.Not(nnx.Any(TableVariable, nnx.Param, nnx.RngState))
 
 
-class TrainState(nnx.Module):
+class TrainState(nnx.Module, Generic[Model]):
     """Everything that a training step changes: the model with its tables, and the optimizers.
 
     Args:
@@ -513,7 +513,7 @@ class TrainState(nnx.Module):
       loss_scale: to train in half precision with; `tx` works in float32 then.
     """
 
-    def __init__(self, model: nnx.Module, tx: Any, loss_scale: LossScale | None = None):
+    def __init__(self, model: Model, tx: Any, loss_scale: LossScale | None = None):
         check_transformation("TrainState", tx)
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
@@ -545,7 +545,7 @@ def train_step(
     max_norm: float | None = None,
     donate: bool = True,
     placement: Placement | None = None,
-) -> Callable[..., StepInfo]:
+) -> _layers.Step[StepInfo]:
     """A jitted training step of a model with tables.
 
     Args:
@@ -615,7 +615,7 @@ def train_step(
     else:
         jitted = _Placed(placement, step, donate, devices)
 
-    return _layers.with_host_checks(jitted, TrainState, lambda info: info)
+    return _layers.with_host_checks(jitted, TrainState, lambda info: info, placement)
 
 
 class _Placed:

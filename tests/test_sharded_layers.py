@@ -452,6 +452,21 @@ def test_a_step_of_many_devices_that_trains_no_table_is_an_error(mode):
         step(state, batch)
 
 
+def test_a_batch_that_was_not_put_says_where_it_belongs():
+    placement = Placement(mesh_of(4))
+    state, step = small_state(placement), hkv.linen.train_step(linen_loss, placement=placement)
+    batch = next(batches())
+    elsewhere = jax.tree.map(jnp.asarray, batch)  # on one device
+    named = r"train_step: arguments\[0\]\['item'\].* must lie on the 4 devices.*placement.put"
+    for wrong in (batch, elsewhere):
+        with pytest.raises(ValueError, match=named):
+            step(state, wrong)
+    bags = [hkv.Jagged.from_lists([[1, 2], [3]], capacity=4)] * 4
+    with pytest.raises(ValueError, match="must lie on the 4 devices"):
+        step(state, hkv.sharding.concatenate(bags))
+    step(state, placement.put(batch))
+
+
 def test_a_layer_outside_of_its_mesh_says_where_it_belongs():
     layer = hkv.linen.Embed(128, 4, axis_name=AXIS)
     with pytest.raises(NameError, match=r"inside jax\.shard_map or jax\.pmap"):
