@@ -77,18 +77,21 @@ def export_entries(
       changed_since: an earlier export of the table, of which what is as it was then is left out.
         Training writes the score of an entry at every lookup: under LRU and EPOCH_LRU the time of
         it, so that what was looked up since is exported; under EPOCH_LFU its epoch, and what was
-        looked up in the epoch of that export or later is. Epochs must have risen only. It says
-        nothing of removed entries, nor of rows that changed without their score: by `assign` of
-        rows alone, by an import, or by an update whose lookup came before.
+        looked up in the epoch of that export or later is. It says nothing of removed entries, nor
+        of rows that changed without their score: by `assign` of rows alone, by an import, or by an
+        update whose lookup came before. Of a table that went back since, to a checkpoint or to a
+        lower epoch, export everything: its times come twice. The last increment is an earlier
+        export for the next one.
 
     Returns:
       The entries, part by part in the order of slots.
 
     Raises:
-      TypeError: if what is given is no table, or one that is spread over devices, or `min_score`
-        no integer.
-      ValueError: if there is no part, if the score is not one, if both are given, or if scores do
-        not tell what has changed: those of LFU are counts, those of CUSTOM the caller's.
+      TypeError: if what is given is no table, or one that is spread over devices, if `min_score`
+        is no integer, or `changed_since` no export.
+      ValueError: if there is no part, if the score is not one, if both are given, if the export is
+        of a later time than the table, or if scores do not tell what has changed: those of LFU are
+        counts, those of CUSTOM the caller's.
 
     Example:
       >>> import jax_hkv as hkv
@@ -397,16 +400,22 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
                 f"{call}: {argument}.{name} must be a dict of arrays by their names, got "
                 f"{type(own).__name__}: give {{}} for none"
             )
-    leaves = {"scores": exported.scores, "values": exported.values, **exported.optimizer}
-    for name, leaf in {"keys": exported.keys, **leaves}.items():
-        wanted = "uint64[n]" if name in ("keys", "scores") else "[n, ...]"
-        dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), list(np.shape(leaf))
-        is_form = bool(shape) if wanted == "[n, ...]" else dtype == np.uint64 and len(shape) == 1
-        if not is_form or shape[0] != len(exported.keys):
+    entries = np.shape(exported.keys)[:1]
+    states = [(f"optimizer[{name!r}]", leaf, False) for name, leaf in exported.optimizer.items()]
+    for name, leaf, is_number in (
+        ("keys", exported.keys, True),
+        ("scores", exported.scores, True),
+        ("values", exported.values, False),
+        *states,
+    ):
+        dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
+        is_form = dtype == np.uint64 and len(shape) == 1 if is_number else dtype is not None
+        if not is_form or not shape or shape[:1] != entries:
             raise TypeError(
-                f"{call}: {argument} must have entries of one number, {name} as {wanted} with n = "
-                f"{np.size(exported.keys)} keys, got {dtype}{shape}: whoever leaves entries out "
-                "takes the same ones of keys, scores, values and every optimizer array"
+                f"{call}: {argument} must have arrays of the same entries, {name} as "
+                f"{'uint64[n]' if is_number else 'an array [n, ...]'} with n = {list(entries)} as "
+                f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: whoever leaves "
+                "entries out takes the same ones of keys, scores, values and every optimizer array"
             )
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)

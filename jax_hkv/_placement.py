@@ -250,7 +250,8 @@ class Placement:
         Raises:
           TypeError: if JAX would cut 64-bit integers to 32 bits and change them.
           ValueError: if a leading axis cannot be split evenly, or a :class:`jax_hkv.Jagged` is not
-            one for each device (see :func:`jax_hkv.sharding.concatenate`).
+            one for each device (see :func:`jax_hkv.sharding.concatenate`), as far as its row_splits
+            show that: of one whose bags at the seams are empty they do not.
         """
         for node in jax.tree.leaves(batch, is_leaf=_is_jagged):
             if _is_jagged(node):
@@ -261,18 +262,17 @@ class Placement:
         """Raises unless it is one of each device, one after the other, with splits of its own."""
         count, splits = len(self.local_parts), np.asarray(bags.row_splits)
         positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
-        if count > 1 and len(splits) % count == 0 and positions % count == 0:
+        if len(splits) % count == 0 and positions % count == 0:
             each = splits.reshape(count, -1)
             is_rising = (np.diff(each, axis=1) >= 0).all()
             if is_rising and not each[:, 0].any() and (each[:, -1] <= positions // count).all():
                 return
-        if count > 1:
-            raise ValueError(
-                f"Placement.put: a Jagged must be one for each of {count} devices, one after the "
-                "other, each with row_splits that begin at 0, do not decrease and end within its "
-                f"{positions} / {count} positions: make them with the same capacity and number of "
-                "bags, and give jax_hkv.sharding.concatenate([...]) of them"
-            )
+        raise ValueError(
+            f"Placement.put: a Jagged must be one for each of {count} devices, one after the "
+            "other, each with row_splits that begin at 0, do not decrease and end within its "
+            f"{positions} / {count} positions: make them with the same capacity and number of "
+            "bags, and give jax_hkv.sharding.concatenate([...]) of them"
+        )
 
     def check_put(self, call: str, batch: Any) -> None:
         """Raises for arrays of a batch that do not lie on the devices, where they must."""

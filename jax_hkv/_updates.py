@@ -97,6 +97,13 @@ def batch_of(
                 "returned"
             )
     terms = terms_of(results, gradients)
+    skipped = before.skipped
+    if skipped.shape != (1,) or skipped.dtype != jnp.uint32:
+        raise TypeError(
+            "optim.update: table.optimizer.skipped must be uint32[1], got "
+            f"{skipped.dtype}{list(skipped.shape)}: to count from 0 again give "
+            "jnp.zeros((1,), jnp.uint32)"
+        )
     index, groups, slots, skipped = _verified(table.index, results, before.skipped)
     if apply is not None:
         slots = jnp.where(apply, slots, NO_SLOT)

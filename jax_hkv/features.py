@@ -210,14 +210,11 @@ def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
     """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
     check_unmasked(f"{call}: {argument}", given)
     array = np.asarray(given)
-    if array.ndim == 1 and (array.dtype.kind in kinds or not np.size(given)):
+    is_kind = array.dtype.kind in kinds or ("f" in kinds and array.dtype in _ffi.FLOATS)
+    if array.ndim == 1 and (is_kind or not np.size(given)):
         return array.astype(np.int64) if not array.size else array
     what = "numbers" if "f" in kinds else "integers"
-    remedy = (
-        "flatten them"
-        if array.dtype.kind in kinds
-        else f"give an array whose dtype is one of {what}"
-    )
+    remedy = "flatten them" if is_kind else f"give an array whose dtype is one of {what}"
     raise TypeError(
         f"{call}: {argument} must be {what} along one axis, got {array.dtype}{list(array.shape)}: "
         f"{remedy}"

@@ -1,7 +1,7 @@
 """The operations on a batch of keys: lookups, inserts, assignments, removals.
 
 Each public function checks its arguments; the function of the same name with an underscore does the
-work, compiled: outside of jit a call is one program.
+work, compiled: outside of jit that is one program.
 """
 
 from __future__ import annotations

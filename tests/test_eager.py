@@ -12,7 +12,7 @@ import pytest
 import jax_hkv as hkv
 
 DIM = 3
-SHAPES = itertools.count(11)  # of a batch that no other test has: its programs are compiled anew
+SHAPES = itertools.count(1013)  # of batches that no other test has: programs are compiled anew
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled: list[str] = []
 
@@ -72,7 +72,7 @@ CALLS = {
 def test_a_call_is_one_program(call, kind):
     shape = (next(SHAPES), 2)
     ids = np.arange(2 * shape[0], dtype=np.int64).reshape(shape)
-    rows = jnp.ones((*shape, DIM))
+    rows = jnp.ones((*shape, DIM), jnp.float32)
     believed = jnp.ones(shape, jnp.bool_)
     table, keys = hkv.create(128, DIM), made(kind, ids)
     converted = 1 if call == "equal" else 0
@@ -100,6 +100,6 @@ def test_a_pooled_call_is_three_programs(call, combiner, is_jagged):
 
 
 def test_rows_are_pooled_by_one_program():
-    rows = jnp.ones((next(SHAPES), 2, DIM))
+    rows = jnp.ones((next(SHAPES), 2, DIM), jnp.float32)
     valid = jnp.ones(rows.shape[:-1], jnp.bool_)
     assert programs(lambda: hkv.pool(rows, combiner="mean", valid=valid)) == 1

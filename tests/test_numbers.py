@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,8 @@ WRONG = {
     "float keys": lambda e: e._replace(keys=e.keys.astype(float)),
     "signed scores": lambda e: e._replace(scores=e.scores.astype(np.int64)),
     "two axes": lambda e: e._replace(keys=e.keys[:, None]),
+    "a list": lambda e: e._replace(values=e.values.tolist()),
+    "no keys": lambda e: e._replace(keys=None),
     "clock": lambda e: e._replace(clock=2**64),
     "epoch": lambda e: e._replace(epoch=-1),
     "counters": lambda e: e._replace(counters=np.zeros((4, 8), np.int32)),
@@ -158,6 +161,37 @@ def test_an_export_that_does_not_belong_together_is_refused_before_anything_chan
     assert int(hkv.size(table)) == 0
 
 
+def test_optimizer_rows_may_have_the_names_of_an_export_s_fields():
+    class State(NamedTuple):
+        keys: Any
+        scores: Any
+        values: Any
+
+    def update(gradients, state, params=None):
+        return gradients, State(*(leaf + gradients for leaf in state))
+
+    own = optax.GradientTransformation(lambda rows: State(*[jnp.zeros_like(rows)] * 3), update)
+    opt = hkv.optim.sparse(own)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, 2)), np.arange(3, dtype=np.int32))
+    table = opt.update(table, result, jnp.ones((3, 2), jnp.float32))
+    exported = sharding.export_entries(table)
+    assert set(exported.optimizer) == {"keys", "scores", "values"}
+    again, _ = sharding.import_entries(None, opt.init(hkv.create(256, 2)), exported)
+    assert sharding.export_entries(again).optimizer["scores"].shape == (3, 2)
+    short = exported._replace(values=exported.values[:1])
+    with pytest.raises(TypeError, match=r"exported must have arrays of the same entries, values"):
+        sharding.import_entries(None, again, short)
+
+
+def test_a_counter_that_was_reset_to_another_form_is_named():
+    opt = hkv.optim.sgd(0.1)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, 2)), np.zeros(1, np.int32))
+    rows = dataclasses.replace(table.optimizer, skipped=jnp.uint32(0))
+    with pytest.raises(TypeError, match=r"optimizer.skipped must be uint32\[1\], got uint32\[\]"):
+        table = dataclasses.replace(table, optimizer=rows)
+        opt.update(table, result, jnp.ones((1, 2), jnp.float32))
+
+
 def test_a_mask_of_numbers_does_not_choose_positions():
     keys = np.array([7, 8, 9, 9], np.int32)
     for measure in (sharding.distinct_in, lambda k, v: sharding.skew_in(k, 4, v)):
@@ -167,6 +201,8 @@ def test_a_mask_of_numbers_does_not_choose_positions():
 
 
 def test_weights_of_bags_are_numbers_one_for_each_id():
+    half = jnp.ones(2, jnp.bfloat16)
+    assert hkv.Jagged.from_lists([[1, 2]], weights=[half]).weights.tolist() == [1, 1]
     for weights in (
         [np.ma.array([1.0, 2.0], mask=[False, True])],
         [["2", "3"]],
@@ -187,9 +223,12 @@ def test_a_jagged_of_other_devices_is_refused():
     """Of four made for four, on two: each half has two beginnings."""
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
     each = hkv.Jagged.from_lists([[1, 2], [3]], capacity=4)
-    with pytest.raises(ValueError, match="begin at 0, do not decrease and end within"):
-        Placement(mesh).put(sharding.concatenate([each] * 4))
+    one = jax.make_mesh((1,), ("device",), devices=jax.devices("cpu")[:1])
+    for devices in (mesh, one):
+        with pytest.raises(ValueError, match="begin at 0, do not decrease and end within"):
+            Placement(devices).put(sharding.concatenate([each] * 4))
     Placement(mesh).put(sharding.concatenate([each] * 2))
+    Placement(one).put(each)
 
 
 def test_shared_state_of_an_optimizer_keeps_its_axis():
@@ -201,11 +240,11 @@ def test_shared_state_of_an_optimizer_keeps_its_axis():
         rows = table.optimizer
         rows = dataclasses.replace(rows, shared=rows.shared | {name: rate})
         changed = dataclasses.replace(table, optimizer=rows)
-        return opt.update(changed, result, jnp.ones((1, 2)))
+        return opt.update(changed, result, jnp.ones((1, 2), jnp.float32))
 
     with pytest.raises(TypeError, match=rf"shared\['{name}'\] must have a leading axis of 1"):
         update(jnp.float32(0.25))
-    moved = hkv.find(update(jnp.array([0.25])), np.zeros(1, np.int32))[1].values
+    moved = hkv.find(update(jnp.array([0.25], jnp.float32)), np.zeros(1, np.int32))[1].values
     np.testing.assert_allclose(moved, result.values - 0.25)
 
 
