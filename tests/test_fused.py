@@ -127,7 +127,7 @@ def test_step_counts_stop_where_32_bits_end(count_per_row):
     optimizer = dataclasses.replace(table.optimizer, rows=last[0], shared=last[1])
     table = dataclasses.replace(table, optimizer=optimizer)
     for _ in range(3):
-        table = opt.update(table, result, jnp.ones((1, DIM)))
+        table = opt.update(table, result, jnp.ones((1, DIM), jnp.float32))
         assert int(table.optimizer.shared["count"][0]) == 2**32 - 1
     assert np.isfinite(hkv.find(table, np.array([1], np.int32))[1].values).all()
 
@@ -149,11 +149,11 @@ def test_pooled_gradients_have_the_bits_of_the_oracle(name, twin, rng):
     trainer.inserted(outcome.slots, outcome.status)
     for own in (None, weights):
         bags = hkv.Bags(jnp.asarray(sources), jnp.zeros((31,), jnp.int32), own)
-        pooling = result._replace(values=jnp.zeros((30, DIM)), bags=bags)
+        pooling = result._replace(values=jnp.zeros((30, DIM), jnp.float32), bags=bags)
         pair.table = opt.update(pair.table, pooling, jnp.asarray(pooled))
         trainer.update(keys, outcome.slots, pooled, 0.1, sources, own)
         assert_rows_equal(pair.table, trainer)
-    both = pair.table, [pooling, result], [jnp.asarray(pooled), jnp.ones((200, DIM))]
+    both = pair.table, [pooling, result], [jnp.asarray(pooled), jnp.ones((200, DIM), jnp.float32)]
     merged = opt.update(*both)
     everything = np.concatenate([pooled, np.ones((200, DIM), np.float32)])
     trainer.update(
@@ -321,7 +321,7 @@ def test_learning_rates_and_schedules_are_operands():
         table = opt.update(table, result, gradients)
         return opt.update(table, result, gradients, learning_rate=rate)
 
-    gradients = jnp.ones((3, DIM)).at[2].set(0.0)
+    gradients = jnp.ones((3, DIM), jnp.float32).at[2].set(0.0)
     for rate in (0.5, 0.25):
         table = step(table, gradients, rate)
     moved = start - np.asarray(table.values)
@@ -376,7 +376,7 @@ def test_a_count_beyond_what_a_schedule_can_be_told_stays_at_the_most():
     table, result = table_and_lookup(opt)
     count = {"count": jnp.full((1,), 2**31 + 5, jnp.uint32)}
     table = dataclasses.replace(table, optimizer=dataclasses.replace(table.optimizer, shared=count))
-    table = opt.update(table, result, jnp.ones((3, DIM)))
+    table = opt.update(table, result, jnp.ones((3, DIM), jnp.float32))
     assert (seen[0].dtype, int(seen[0])) == (jnp.int32, 2**31 - 1)
     assert int(table.optimizer.shared["count"][0]) == 2**31 + 6
 
@@ -388,7 +388,7 @@ BOTH_KINDS = [hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1))]
 def test_a_step_that_is_not_applied_leaves_every_bit(opt):
     """Loss scaling: gradients that are not finite."""
     table, result = table_and_lookup(opt)
-    gradients = jnp.ones((3, DIM)).at[1, 1].set(jnp.inf)
+    gradients = jnp.ones((3, DIM), jnp.float32).at[1, 1].set(jnp.inf)
 
     @jax.jit
     def step(table, gradients):
@@ -399,7 +399,7 @@ def test_a_step_that_is_not_applied_leaves_every_bit(opt):
     assert not finite
     for before, after in zip(jax.tree.leaves(table), jax.tree.leaves(skipped), strict=True):
         np.testing.assert_array_equal(before, after)
-    applied, finite = step(table, jnp.ones((3, DIM)))
+    applied, finite = step(table, jnp.ones((3, DIM), jnp.float32))
     assert finite and (np.asarray(applied.values) != np.asarray(table.values)).any()
 
 
@@ -419,13 +419,13 @@ def test_whether_a_step_is_applied_is_one_bool(opt, apply, got):
     """Anything else would update some rows, or count a step by more than one."""
     table, result = table_and_lookup(opt)
     with pytest.raises(TypeError, match=f"optim.update: apply must be one bool.*got {got}"):
-        opt.update(table, result, jnp.ones((3, DIM)), apply=apply)
+        opt.update(table, result, jnp.ones((3, DIM), jnp.float32), apply=apply)
 
 
 @pytest.mark.parametrize("opt", BOTH_KINDS)
 def test_whether_a_step_is_applied_may_be_any_kind_of_bool(opt):
     table, result = table_and_lookup(opt)
-    gradients = jnp.ones((3, DIM))
+    gradients = jnp.ones((3, DIM), jnp.float32)
     ends = {True: opt.update(table, result, gradients), False: table}
     (count,) = ends[True].optimizer.shared.values()
     assert int(count[0]) == 1
@@ -443,7 +443,7 @@ def test_a_step_that_is_not_applied_counts_no_stale_rows(opt):
     """It would have skipped them, but it was not made."""
     table, result = table_and_lookup(opt)
     table, _ = hkv.erase(table, result.keys)
-    gradients = jnp.ones((3, DIM))
+    gradients = jnp.ones((3, DIM), jnp.float32)
     skipped = {
         apply: int(opt.update(table, result, gradients, apply=apply).optimizer.skipped[0])
         for apply in (True, False)
@@ -480,14 +480,14 @@ def test_stochastic_rounding_is_unbiased_and_reproducible():
     for _ in range(2):
         table, result = hkv.find_or_insert(opt.init(start), keys)
         for _ in range(20):
-            table = update(table, result, jnp.full((1000, 8), -(2.0**-12)))
+            table = update(table, result, jnp.full((1000, 8), -(2.0**-12), jnp.float32))
         ends.append(np.asarray(hkv.find(table, keys)[1].values, np.float64))
     np.testing.assert_array_equal(*ends)
     # 2^-12 is a thirty-second of bfloat16's step at 1: rounding to nearest would stay at 1.
     assert abs(ends[0].mean() - (1 + 20 * 2.0**-12)) < 4e-4
     nearest = hkv.optim.sgd(1.0)
     table, result = hkv.find_or_insert(nearest.init(start), keys)
-    table = nearest.update(table, result, jnp.full((1000, 8), -(2.0**-12)))
+    table = nearest.update(table, result, jnp.full((1000, 8), -(2.0**-12), jnp.float32))
     assert (np.asarray(hkv.find(table, keys)[1].values, np.float32) == 1).all()
 
 
@@ -500,7 +500,7 @@ def test_clipping_sees_what_a_dense_model_would_see(rng):
     table, result = hkv.find_or_insert(hkv.create(128, DIM), hkv.Keys.from_numpy(keys))
     rows = jnp.asarray(rng.normal(size=(40, DIM)), jnp.float32)
     dense = {"w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)}
-    embedding = jnp.zeros((9, DIM)).at[keys].add(rows)
+    embedding = jnp.zeros((9, DIM), jnp.float32).at[keys].add(rows)
     everything = {"dense": dense, "embedding": embedding}
     expected, _ = optax.clip_by_global_norm(0.7).update(everything, optax.EmptyState())
     halves = [jax.tree.map(lambda x, i=i: x[20 * i : 20 * i + 20], rows) for i in (0, 1)]
@@ -514,7 +514,7 @@ def test_clipping_sees_what_a_dense_model_would_see(rng):
         np.testing.assert_allclose(norm, optax.global_norm(everything), rtol=1e-6)
         np.testing.assert_allclose(clipped["w"], expected["dense"]["w"], rtol=1e-6)
         scaled = jnp.concatenate(scaled) if isinstance(scaled, list) else scaled
-        summed = jnp.zeros((9, DIM)).at[keys].add(scaled)
+        summed = jnp.zeros((9, DIM), jnp.float32).at[keys].add(scaled)
         np.testing.assert_allclose(summed, expected["embedding"], rtol=1e-5, atol=1e-6)
     unclipped, _, _ = hkv.optim.clip_by_global_norm(1e9, dense, [result], [rows])
     np.testing.assert_array_equal(unclipped["w"], dense["w"])
@@ -549,7 +549,7 @@ def test_with_a_count_in_every_row_a_norm_is_that_of_the_row():
     opt = hkv.optim.sparse(optax.clip_by_global_norm(1.0), count_per_row=True)
     table = opt.init(hkv.create(128, 2, init=hkv.initializers.zeros()))
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([1, 2])))
-    table = opt.update(table, result, jnp.array([[3.0, 4.0], [0.3, 0.4]]))
+    table = opt.update(table, result, jnp.array([[3.0, 4.0], [0.3, 0.4]], jnp.float32))
     rows = hkv.find(table, result.keys)[1].values
     np.testing.assert_allclose(rows, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
 
@@ -595,7 +595,7 @@ def test_wrong_options_are_named():
     with pytest.raises(TypeError, match=r"state_dtype must be float32"):
         hkv.optim.adam(0.1, state_dtype=jnp.int32)
     table, result = table_and_lookup(hkv.optim.adam(0.1))
-    gradients = jnp.ones((3, DIM))
+    gradients = jnp.ones((3, DIM), jnp.float32)
     with pytest.raises(ValueError, match=r"of this optimizer.*adam.*got.*adagrad.*begin anew"):
         hkv.optim.adagrad(0.1).update(table, result, gradients)
     with pytest.raises(ValueError, match=r"no optimizer rows\. Call table = opt\.init"):
@@ -657,7 +657,7 @@ def test_a_decay_of_one_is_named(name):
 @pytest.mark.parametrize("is_schedule", [False, True])
 @pytest.mark.parametrize(
     ("rate", "got"),
-    [(jnp.ones(2), r"float32\[2\]"), ("fast", r"<U4\[\]"), (1j, r"complex128\[\]")],
+    [(jnp.ones(2, jnp.float32), r"float32\[2\]"), ("fast", r"<U4\[\]"), (1j, r"complex128\[\]")],
 )
 def test_a_rate_that_is_no_number_is_named(rate, got, is_schedule):
     opt = hkv.optim.adam((lambda count: rate) if is_schedule else 0.1)
@@ -665,7 +665,7 @@ def test_a_rate_that_is_no_number_is_named(rate, got, is_schedule):
     extra = {} if is_schedule else {"learning_rate": rate}
     source = "what the schedule learning_rate returns" if is_schedule else "learning_rate"
     with pytest.raises(TypeError, match=f"optim.update: {source} must be one number, got {got}"):
-        opt.update(table, result, jnp.ones((3, DIM)), **extra)
+        opt.update(table, result, jnp.ones((3, DIM), jnp.float32), **extra)
 
 
 @pytest.mark.parametrize("rate", [2, np.float64(2), jnp.bfloat16(2), jnp.ones(1) * 2])
@@ -673,7 +673,8 @@ def test_a_rate_may_be_any_kind_of_number(rate):
     opt = hkv.optim.sgd(0.1)
     table, result = table_and_lookup(opt)
     steps = [
-        opt.update(table, result, jnp.ones((3, DIM)), learning_rate=each) for each in (rate, 2.0)
+        opt.update(table, result, jnp.ones((3, DIM), jnp.float32), learning_rate=each)
+        for each in (rate, 2.0)
     ]
     np.testing.assert_array_equal(*(step.values for step in steps))
 

@@ -45,8 +45,8 @@ def test_lookups_of_ids_and_of_bags_make_one_step_together(kind):
     table, three = hkv.find_or_insert_pooled(table, np.array([[5, 6]], np.int32), weights=weights)
     gradients = [
         jnp.array([[1.0], [2.0], [4.0]], jnp.bfloat16),
-        jnp.array([[8.0], [16.0]]),
-        jnp.array([[32.0]]),
+        jnp.array([[8.0], [16.0]], jnp.float32),
+        jnp.array([[32.0]], jnp.float32),
     ]
     table = opt.update(table, [one, two, three], gradients)
     rows = hkv.find(table, np.arange(1, 7, dtype=np.int32))[1].values
@@ -58,7 +58,7 @@ def test_gradients_of_several_lookups_keep_the_better_type():
     table = opt.init(hkv.create(128, 1, init=hkv.initializers.constant(0.0)))
     table, one = hkv.find_or_insert(table, IDS[:1])
     table, two = hkv.find_or_insert(table, IDS[1:2])
-    fine = jnp.array([[1.0 + 2**-20]])
+    fine = jnp.array([[1.0 + 2**-20]], jnp.float32)
     table = opt.update(table, [one, two], [jnp.ones((1, 1), jnp.bfloat16), fine])
     assert float(hkv.find(table, IDS[1:2])[1].values[0, 0]) == -float(fine[0, 0])
 
@@ -78,7 +78,7 @@ def test_a_norm_is_seen_whatever_its_bound(bound):
 
 def test_rows_that_are_mixed_by_what_is_remembered_are_seen():
     def init(params):
-        return jnp.zeros(())
+        return jnp.zeros((), jnp.float32)
 
     def update(updates, state, params=None):
         return updates / (1.0 + state), jnp.sqrt(jnp.sum(updates**2))
@@ -98,7 +98,7 @@ def test_a_transformation_in_float32_sees_half_rows_in_float32():
     opt = hkv.optim.sparse(tx, dtype=jnp.float32)
     table = hkv.create(128, 1, dtype=jnp.float16, init=hkv.initializers.constant(0.5))
     table, result = hkv.find_or_insert(opt.init(table), IDS)
-    table = opt.update(table, result, jnp.zeros((3, 1)))
+    table = opt.update(table, result, jnp.zeros((3, 1), jnp.float32))
     rows = hkv.find(table, IDS)[1].values
     np.testing.assert_allclose(np.float32(rows), 0.45, rtol=1e-3)
 
@@ -122,7 +122,7 @@ def test_options_of_native_optimizers_are_those_of_optax():
         state = tx.init(param)
         for gradient in gradients:
             table, result = hkv.find_or_insert(table, IDS[:1])
-            table = opt.update(table, result, jnp.full((1, 1), gradient))
+            table = opt.update(table, result, jnp.full((1, 1), gradient, jnp.float32))
             updates, state = tx.update(np.full(1, gradient), state, param)
             param = optax.apply_updates(param, updates)
         row = hkv.find(table, IDS[:1])[1].values[0]
@@ -131,7 +131,7 @@ def test_options_of_native_optimizers_are_those_of_optax():
     table, result = hkv.find_or_insert(
         opt.init(hkv.create(128, 1, init=hkv.initializers.constant(1.0))), IDS[:1]
     )
-    table = opt.update(table, result, jnp.full((1, 1), 0.5))
+    table = opt.update(table, result, jnp.full((1, 1), 0.5, jnp.float32))
     row = float(hkv.find(table, IDS[:1])[1].values[0, 0])
     assert row == pytest.approx(1 - 0.5 * 0.5 / (np.sqrt(0.5 + 0.25) + 0.25))
 
@@ -161,7 +161,7 @@ def test_every_leaf_of_a_state_has_a_name_of_its_own(form):
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, np.array([1], np.int32))
     for _ in range(3):
-        table = opt.update(table, result, jnp.ones((1, DIM)))
+        table = opt.update(table, result, jnp.ones((1, DIM), jnp.float32))
     ends = sorted(float(leaf[result.slots[0], 0]) for leaf in table.optimizer.rows.values())
     assert ends == [3 * step for step in jax.tree.leaves(STATES[form])]
 
@@ -186,11 +186,13 @@ def test_a_rate_in_the_table_makes_the_step_of_that_rate(name):
         tables[0] = hkv.optim.set_learning_rate(tables[0], rate)
         for number, own in enumerate((opt, MAKERS[name](rate))):
             table, result = hkv.find_or_insert(tables[number], IDS)
-            tables[number] = own.update(table, result, jnp.ones((3, DIM)))
+            tables[number] = own.update(table, result, jnp.ones((3, DIM), jnp.float32))
         np.testing.assert_array_equal(tables[0].values, tables[1].values)
     assert tables[0].optimizer.shared["learning_rate"].tolist() == [0]
     table, result = hkv.find_or_insert(tables[0], IDS)
-    given = opt.update(table, result, jnp.ones((3, DIM)), learning_rate=1.0)  # goes before it
+    given = opt.update(
+        table, result, jnp.ones((3, DIM), jnp.float32), learning_rate=1.0
+    )  # goes before it
     assert (given.values != tables[1].values).any()
 
 
@@ -202,7 +204,7 @@ def test_setting_a_rate_traces_no_step_anew():
     def step(table):
         traced.append(0)
         table, result = hkv.find_or_insert(table, IDS)
-        return opt.update(table, result, jnp.ones((3, DIM)))
+        return opt.update(table, result, jnp.ones((3, DIM), jnp.float32))
 
     table = step(step(opt.init(hkv.create(128, DIM))))
     for rate in (0.5, jnp.float32(0.25), np.float64(0.125), jnp.array([1.0])):
@@ -287,7 +289,9 @@ def test_a_training_state_takes_another_rate_without_compiling(module):
 def test_a_rate_of_an_injected_transformation_is_set_likewise():
     opt = hkv.optim.sparse(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
-    table = opt.update(hkv.optim.set_learning_rate(table, 0.5), result, jnp.ones((3, DIM)))
+    table = opt.update(
+        hkv.optim.set_learning_rate(table, 0.5), result, jnp.ones((3, DIM), jnp.float32)
+    )
     moved = hkv.find(table, IDS)[1].values - result.values
     np.testing.assert_allclose(moved, -0.5, rtol=1e-6)
 

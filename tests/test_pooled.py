@@ -309,7 +309,7 @@ def test_the_bags_of_a_result_carry_the_gradient_to_every_row(rng, combiner):
         flat = weights.reshape(-1), valid.reshape(-1)
         return jnp.sum(reference(rows, np.repeat(np.arange(30), 6), 30, *flat, combiner) * of_bags)
 
-    expected = jax.grad(pooled)(jnp.ones((180, DIM)))
+    expected = jax.grad(pooled)(jnp.ones((180, DIM), jnp.float32))
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -692,7 +692,7 @@ def test_remat_with_named_rows_looks_bags_up_once(is_weighted):
 
     policy = jax.checkpoint_policies.save_only_these_names("hkv_rows")
     gradient = jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1))
-    arguments = (jnp.ones((DIM, 1)), jnp.ones((2, 2)), table)
+    arguments = (jnp.ones((DIM, 1), jnp.float32), jnp.ones((2, 2), jnp.float32), table)
     hlo = jax.jit(gradient).lower(*arguments).compile().as_text()
     names = ("jax_hkv.upsert", "jax_hkv.pool_rows", "jax_hkv.gather_rows")
     assert [hlo.count(f'custom_call_target="{name}"') for name in names] == [1, 1, int(is_weighted)]
