@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv._compat import is_traced, replicated
 from jax_hkv._ffi import FLOATS
-from jax_hkv._keys import Keys, as_keys, would_cut
+from jax_hkv._keys import Keys, as_keys, keys_of, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
@@ -104,6 +104,11 @@ def as_mask(
             f"{array.dtype}{list(array.shape)}: give one of that shape, cast with .astype(bool)"
         )
     return array
+
+
+def flat_batch(given: Any, mask: jax.Array | None) -> tuple[Keys, Bool[Array, " n"] | None]:
+    """Keys as :func:`jax_hkv._keys.check_keys` let them pass, and their mask, both flat."""
+    return keys_of(given).reshape(-1), None if mask is None else mask.reshape(-1)
 
 
 def flat_mask(mask: jax.Array | None, shape: tuple[int, ...]) -> Bool[Array, " n"]:

@@ -104,7 +104,7 @@ def batch_of(
             f"{skipped.dtype}{list(skipped.shape)}: to count from 0 again give "
             "jnp.zeros((1,), jnp.uint32)"
         )
-    index, groups, slots, skipped = _verified(table.index, results, before.skipped)
+    index, groups, slots, skipped = _verified(table.index, results, skipped)
     if apply is not None:
         slots = jnp.where(apply, slots, NO_SLOT)
         skipped = jnp.where(apply, skipped, before.skipped)

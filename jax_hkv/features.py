@@ -286,7 +286,7 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
 def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Bagged:
     *batch, hotness = given.shape
     bags = dense_bags(tuple(batch), hotness, weights)
-    return Bagged(keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1), bags)
+    return Bagged(*_checks.flat_batch(given, valid), bags)
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
@@ -474,7 +474,7 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
 
 @jitted("size")
 def _unique(given: Any, valid: jax.Array | None, size: int) -> Unique:
-    groups = _index.unique(keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1))
+    groups = _index.unique(*_checks.flat_batch(given, valid))
     positions = math.prod(given.shape)
     kept, missing = min(size, positions), max(size - positions, 0)
     count = groups.count[0]

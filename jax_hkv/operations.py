@@ -50,10 +50,6 @@ def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[_Given, jax.
     return given, _checks.as_mask(call, "valid", valid, given.shape)
 
 
-def _flat(given: _Given, valid: jax.Array | None) -> tuple[Keys, jax.Array | None]:
-    return keys_of(given).reshape(-1), None if valid is None else valid.reshape(-1)
-
-
 def _as_rows(call: str, values: Any, table: Table, keys: _Given) -> jax.Array:
     return _checks.as_rows(call, "values", values, (*keys.shape, table.dim), table.dtype)
 
@@ -136,7 +132,7 @@ def _as_number(fill: int | None) -> float:
 
 @jitted("fill")
 def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
-    keys, valid = _flat(given, valid)
+    keys, valid = _checks.flat_batch(given, valid)
     initial = (table.initializer, table.seed) if fill is None else None
     index, slots, values = _index.find_rows(
         table.index, keys, valid, table.values, fill=_as_number(fill), initial=initial
@@ -146,7 +142,7 @@ def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None
 
 @jitted("fill")
 def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
-    keys, valid = _flat(given, valid)
+    keys, valid = _checks.flat_batch(given, valid)
     groups = _index.unique(keys, valid)
     index, upserted = _index.upsert(_index.tick(table.index), groups, None, admit=False)
     table = dataclasses.replace(table, index=index)
@@ -182,7 +178,7 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
 
 @jitted()
 def _contains(table: Table, given: _Given, valid: jax.Array | None) -> Any:
-    index, slots = _index.find(table.index, *_flat(given, valid))
+    index, slots = _index.find(table.index, *_checks.flat_batch(given, valid))
     return index.clock, (slots >= 0).reshape(given.shape)
 
 
@@ -201,7 +197,7 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
 
 @jitted()
 def _initial_rows(table: Table, given: _Given) -> jax.Array:
-    keys, _ = _flat(given, None)
+    keys = keys_of(given).reshape(-1)
     # From an array without rows: reading the table's own would keep it from being updated in place.
     _, values = _rows.gather(
         jnp.zeros((2,), jnp.uint32),
@@ -270,7 +266,7 @@ def _find_or_insert(
     offered: jax.Array | None,
     evicted: bool,
 ) -> Any:
-    keys, valid = _flat(given, valid)
+    keys, valid = _checks.flat_batch(given, valid)
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
     table, inserted = insert_rows(table, keys, valid, scores, offered, evicted)
@@ -344,7 +340,7 @@ def _insert_or_assign(
     values: jax.Array,
     evicted: bool,
 ) -> Any:
-    groups = _index.unique(*_flat(given, valid))
+    groups = _index.unique(*_checks.flat_batch(given, valid))
     table, upserted, entries = upsert(table, groups, scores, evicted)
     rows = values.reshape(-1, table.dim)
     table = scatter_values(table, upserted.unique_slots, groups.last, rows)
@@ -407,7 +403,7 @@ def _accum_or_assign(
     values: jax.Array,
     believed: jax.Array,
 ) -> Any:
-    keys, valid = _flat(given, valid)
+    keys, valid = _checks.flat_batch(given, valid)
     values, believed = values.reshape(-1, table.dim), believed.reshape(-1)
     index, slots = _index.find(table.index, keys, valid)
     table = dataclasses.replace(table, index=index)
@@ -474,7 +470,7 @@ def _assign(
     scores: Keys | None,
     values: jax.Array | None,
 ) -> Any:
-    groups = _index.unique(*_flat(given, valid))
+    groups = _index.unique(*_checks.flat_batch(given, valid))
     index, upserted = _index.upsert(
         _index.tick(table.index), groups, scores, admit=False, write_scores=scores is not None
     )
@@ -509,7 +505,7 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
 
 @jitted()
 def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
-    groups = _index.unique(*_flat(given, valid))
+    groups = _index.unique(*_checks.flat_batch(given, valid))
     index, upserted = _index.upsert(
         _index.tick(table.index), groups, None, admit=False, write_scores=False
     )

@@ -341,8 +341,7 @@ def effective(bags: Bags, valid: jax.Array | None, combiner: str) -> Bags:
         divisors = _pool_given(given[:, None], bags._replace(weights=factors), valid)[:, 0]
     divisors, numerators = _of_bags(divisors[:, None], bags)[:, 0], given
     if numerators is None:
-        counted = jnp.ones_like(divisors, jnp.bool_) if valid is None else valid
-        numerators = counted.astype(jnp.float32)
+        numerators = jnp.ones_like(divisors) if valid is None else valid.astype(jnp.float32)
     if valid is not None:
         divisors = jnp.where(valid, divisors, 1.0)
     return bags._replace(weights=_quotients(numerators, divisors, combiner == "sqrtn"))

@@ -95,7 +95,7 @@ def distinct_in(keys: Any, valid: Any = None) -> float:
       0.5
     """
     words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
-    mask = _known_mask("sharding.distinct_in", keys, valid)
+    mask = np.asarray(_mask("sharding.distinct_in", keys.shape, valid))
     return max(1, len(np.unique(words[mask], axis=0))) / max(1, len(words))
 
 
@@ -115,14 +115,14 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
       4.0
     """
     owner = np.asarray(owners(keys, devices)).reshape(-1)
-    mask = _known_mask("sharding.skew_in", keys, valid)
+    mask = np.asarray(_mask("sharding.skew_in", keys.shape, valid))
     counts = np.bincount(owner[mask], minlength=devices)
     return float(max(1, counts.max()) / max(1.0, counts.mean()))
 
 
-def _known_mask(call: str, keys: Any, valid: Any) -> np.ndarray:
-    shape = keys.shape
-    return np.asarray(_checks.flat_mask(_checks.as_mask(call, "valid", valid, shape), shape))
+def _mask(call: str, shape: tuple[int, ...], valid: Any) -> Bool[Array, " n"]:
+    """A checked mask of keys, flat; None is all True."""
+    return _checks.flat_mask(_checks.as_mask(call, "valid", valid, shape), shape)
 
 
 def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:
@@ -201,7 +201,7 @@ def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
 def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
-    mask = _checks.flat_mask(_checks.as_mask(call, "valid", valid, given.shape), given.shape)
+    mask = _mask(call, given.shape, valid)
     none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
     return given, Bagged(given.reshape(-1), mask, none)
 
