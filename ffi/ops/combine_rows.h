@@ -150,13 +150,8 @@ struct SumTree {
   }
 
   SumTerms terms() const {
-    return {order.rows,
-            order.data,
-            offsets.data,
-            sources.rows > 0 ? sources.data : nullptr,
-            weights.rows > 0 ? weights.data : nullptr,
-            rows,
-            partial};
+    return {order.rows, order.data, offsets.data, sources.data_or_null(), weights.data_or_null(),
+            rows,       partial};
   }
 
   struct Step {

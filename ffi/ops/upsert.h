@@ -174,7 +174,7 @@ struct Upsert {
     state.last = last.data;
     state.order = order.data;
     state.offsets = offsets.data;
-    state.scores = scores.rows > 0 ? scores.data : nullptr;
+    state.scores = scores.data_or_null();
     state.unique_slots = unique_slots.data;
     state.unique_status = unique_status.data;
     return state;
