@@ -539,7 +539,7 @@ def _write_entries(
     groups = _index.unique(keys, valid)
     # Whatever the policy, the scores are those given.
     as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
-    index, upserted = _index.upsert(as_given, groups, scores, admit=True)
+    index, upserted = _index.upsert(as_given, groups, scores, admit=True, is_ticked=True)
     index = dataclasses.replace(index, policy=table.policy)
     table = dataclasses.replace(table, index=index)
     table = scatter_values(table, upserted.unique_slots, groups.last, values)

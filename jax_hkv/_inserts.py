@@ -54,11 +54,6 @@ def is_new(unique_status: jax.Array) -> jax.Array:
     return (unique_status == Status.INSERTED) | (unique_status == Status.EVICTED)
 
 
-def new_slots(upserted: _index.Upserted) -> jax.Array:
-    """The slots of the distinct keys that were inserted, -1 for the others."""
-    return jnp.where(is_new(upserted.unique_status), upserted.unique_slots, NO_SLOT)
-
-
 def upsert(
     table: Table,
     groups: Groups,
@@ -66,15 +61,18 @@ def upsert(
     report_evicted: bool,
     pinned: jax.Array | None = None,
     is_ticked: bool = False,
+    report_new: bool = True,
 ) -> tuple[Table, _index.Upserted, Entries | None]:
     """Inserts and refreshes; new rows have fresh optimizer values but no value yet."""
     index, upserted = _index.upsert(
-        table.index if is_ticked else _index.tick(table.index),
+        table.index,
         groups,
         scores,
         admit=True,
         pinned=pinned,
         report_evicted=report_evicted,
+        report_new=report_new or table.optimizer is not None,
+        is_ticked=is_ticked,
     )
     table = dataclasses.replace(table, index=index)
     evicted = None
@@ -82,7 +80,7 @@ def upsert(
         table, evicted = entries_at(
             table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
         )
-    return _start_optimizer_rows(table, new_slots(upserted)), upserted, evicted
+    return _start_optimizer_rows(table, upserted.new_slots), upserted, evicted
 
 
 def _let_in(
@@ -161,13 +159,12 @@ def insert_rows(
         table, groups = _let_in(table, keys, seen, counted, is_ticked)
     table, upserted, entries = upsert(table, groups, scores, evicted, is_ticked=is_ticked)
     inserted = Inserted(groups, seen, upserted, entries)
-    slots = new_slots(upserted)
     if offered is not None:
-        return scatter_values(table, slots, groups.first, offered), inserted
+        return scatter_values(table, upserted.new_slots, groups.first, offered), inserted
     clock, values = _rows.initialize(
         table.index.clock,
         table.values,
-        slots,
+        upserted.new_slots,
         Keys(groups.keys),
         table.initializer,
         table.seed,

@@ -118,7 +118,10 @@ class Occurrences(NamedTuple):
 
 
 class Upserted(NamedTuple):
-    """What an upsert did, by position and by distinct key."""
+    """What an upsert did, by position and by distinct key.
+
+    `new_slots` are the slots of the distinct keys that were inserted, -1 for the others.
+    """
 
     slots: Int32[Array, " n"]
     status: Int32[Array, " n"]
@@ -127,6 +130,7 @@ class Upserted(NamedTuple):
     evicted_keys: UInt32[Array, "e 2"]
     evicted_scores: UInt32[Array, "e 2"]
     evicted_slots: Int32[Array, " e"]
+    new_slots: Int32[Array, " m"]
 
 
 def take(array: jax.Array, positions: jax.Array) -> jax.Array:
@@ -311,8 +315,10 @@ def upsert(
     write_scores: bool = True,
     pinned: Int32[Array, " p"] | None = None,
     report_evicted: bool = False,
+    report_new: bool = False,
+    is_ticked: bool = False,
 ) -> tuple[Index, Upserted]:
-    """Refreshes the keys that are present and, with `admit`, inserts the others.
+    """Refreshes the keys that are present and, with `admit`, inserts the others; ticks the clock.
 
     Args:
       index: to change.
@@ -322,6 +328,8 @@ def upsert(
       write_scores: whether hits are scored.
       pinned: slots that must not be evicted, besides those of the batch.
       report_evicted: whether evicted entries are wanted.
+      report_new: whether `new_slots` are wanted.
+      is_ticked: whether the clock already stands at the time of this batch.
     """
     positions = groups.keys.shape[0]
     none = jnp.zeros((0,), jnp.int32)
@@ -343,7 +351,9 @@ def upsert(
         choices=index.choices,
         admit=int(admit),
         write_scores=int(write_scores),
+        ticks=int(not is_ticked),
         e=positions if report_evicted else 0,
+        m=positions if report_new else 0,
     )
     return _with_leaves(index, *results[:5]), Upserted(*results[5:])
 

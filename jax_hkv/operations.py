@@ -144,7 +144,7 @@ def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None
 def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     groups = _index.unique(keys, valid)
-    index, upserted = _index.upsert(_index.tick(table.index), groups, None, admit=False)
+    index, upserted = _index.upsert(table.index, groups, None, admit=False)
     table = dataclasses.replace(table, index=index)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
     table, values = gather_values(table, upserted.slots, fill=_as_number(fill), initial=initial)
@@ -341,7 +341,7 @@ def _insert_or_assign(
     evicted: bool,
 ) -> Any:
     groups = _index.unique(*_checks.flat_batch(given, valid))
-    table, upserted, entries = upsert(table, groups, scores, evicted)
+    table, upserted, entries = upsert(table, groups, scores, evicted, report_new=False)
     rows = values.reshape(-1, table.dim)
     table = scatter_values(table, upserted.unique_slots, groups.last, rows)
     return table, _shaped(_write_result(groups, upserted, entries), given.shape)
@@ -412,9 +412,7 @@ def _accum_or_assign(
     groups = _index.unique(keys, effective)
     table, upserted, _ = upsert(table, groups, scores, False, pinned=slots)
     new = is_new(upserted.unique_status)
-    table = scatter_values(
-        table, jnp.where(new, upserted.unique_slots, NO_SLOT), groups.last, values
-    )
+    table = scatter_values(table, upserted.new_slots, groups.last, values)
     clock, summed = _rows.add(
         table.index.clock,
         table.values,
@@ -472,7 +470,7 @@ def _assign(
 ) -> Any:
     groups = _index.unique(*_checks.flat_batch(given, valid))
     index, upserted = _index.upsert(
-        _index.tick(table.index), groups, scores, admit=False, write_scores=scores is not None
+        table.index, groups, scores, admit=False, write_scores=scores is not None
     )
     table = dataclasses.replace(table, index=index)
     if values is not None:
@@ -506,9 +504,7 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
 @jitted()
 def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
     groups = _index.unique(*_checks.flat_batch(given, valid))
-    index, upserted = _index.upsert(
-        _index.tick(table.index), groups, None, admit=False, write_scores=False
-    )
+    index, upserted = _index.upsert(table.index, groups, None, admit=False, write_scores=False)
     index = _index.erase(index, upserted.unique_slots)
     counts = counts_of(groups, upserted.unique_status)
     status = upserted.status.reshape(given.shape)

@@ -58,9 +58,10 @@ EXCHANGES = [
     "replicas_exchange_step",
     "two_rounds_exchange_step",
 ]
-# Of XLA's own: the flags that say what was found, the clock, the counts; in steps dense layers too.
-KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 2, "find_or_insert_1": 2}
-KERNELS |= {"train_step": 13, "shard_map_step": 13, "collection_step": 28}
+# Of XLA's own: the flags that say what was found, or the counts; in steps dense layers too.
+KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 1}
+KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1}
+KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 27}
 LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if", "misplaced"]
 
 

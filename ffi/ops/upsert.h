@@ -7,24 +7,37 @@
 namespace hkv {
 
 // From distinct keys back to positions. A key's first one also tells that it was inserted: of a key with a
-// slot no other position reads its status.
+// slot no other position reads its status. The first of all, which an empty batch has too, ends the batch's
+// time: nobody reads the clock any more.
 struct ReportPosition {
   static constexpr int kGroup = 1;
+  int64_t n;
   UpsertState state;
   Slot* slots;
   int32_t* status;
+  Slot* new_slots;  // or null
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    if (i == 0) state.set_clock();
+    if (i >= n) return;
     const int32_t u = state.inverse[i];
+    const bool is_first = u >= 0 && state.first[u] == i;
     const Slot slot = u < 0 ? kNoSlot : state.unique_slots[u];
-    const Status reported = u < 0 ? Status::kMissing : settle(i, u, slot);
+    const Status reported = u < 0 ? Status::kMissing : settle(u, slot, is_first);
     slots[i] = slot;
     status[i] = static_cast<int32_t>(reported);
+    if (new_slots == nullptr) return;
+    if (is_first) new_slots[u] = is_new(reported) ? slot : kNoSlot;
+    if (i >= *state.count) new_slots[i] = kNoSlot;
   }
 
  private:
-  HKV_HOST_DEVICE Status settle(int64_t i, int32_t u, Slot slot) const {
-    if (slot >= 0 && state.first[u] != i) return Status::kFound;
+  static HKV_HOST_DEVICE bool is_new(Status status) {
+    return status == Status::kInserted || status == Status::kEvicted;
+  }
+
+  HKV_HOST_DEVICE Status settle(int32_t u, Slot slot, bool is_first) const {
+    if (slot >= 0 && !is_first) return Status::kFound;
     const auto status = static_cast<Status>(state.unique_status[u]);
     if (slot < 0 || status != Status::kRefused) return status;
     state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
@@ -73,14 +86,16 @@ struct Upsert {
   int64_t choices = 1;
   int64_t admit = 1;
   int64_t write_scores = 1;
+  int64_t ticks = 1;  // of the clock: the batch's time is that much later
   int64_t evicted = 0;
+  int64_t inserted = 0;
   IndexArrays index;
   Array<uint32_t> epoch;
   Array<Words> unique_keys;
   Array<int32_t> count, inverse, first, last, order, offsets;
   Array<Words> scores;
   Array<Slot> pinned;
-  Array<Slot> slots, unique_slots, evicted_slots;
+  Array<Slot> slots, unique_slots, evicted_slots, new_slots;
   Array<int32_t> status, unique_status;
   Array<Words> evicted_keys, evicted_scores;
   UpsertState workspace = {};
@@ -93,7 +108,9 @@ struct Upsert {
     binder.attribute("choices", choices);
     binder.attribute("admit", admit);
     binder.attribute("write_scores", write_scores);
+    binder.attribute("ticks", ticks);
     binder.attribute("e", evicted);
+    binder.attribute("m", inserted);
     binder.inout("clock", index.clock, "2");
     binder.in("epoch", epoch, "1");
     binder.inout("digests", index.digests, "B 128");
@@ -116,6 +133,7 @@ struct Upsert {
     binder.out("evicted_keys", evicted_keys, "e 2");
     binder.out("evicted_scores", evicted_scores, "e 2");
     binder.out("evicted_slots", evicted_slots, "e");
+    binder.out("new_slots", new_slots, "m");
   }
 
   template <class Executor>
@@ -154,7 +172,7 @@ struct Upsert {
     } else {
       executor.each(n, ProbeKey{n, state});
     }
-    executor.each(n, ReportPosition{state, slots.data, status.data});
+    executor.each(n > 0 ? n : 1, ReportPosition{n, state, slots.data, status.data, new_slots.data_or_null()});
     if (evicted > 0) report_evicted(executor, state, n);
   }
 
@@ -166,6 +184,7 @@ struct Upsert {
     state.admit = admit != 0;
     state.write_scores = write_scores != 0;
     state.clock = index.clock.data;
+    state.ticks = static_cast<uint32_t>(ticks);
     state.epoch = epoch.data;
     state.unique_keys = unique_keys.data;
     state.count = count.data;

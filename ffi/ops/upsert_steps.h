@@ -12,7 +12,8 @@ struct UpsertState {
   Policy policy;
   bool admit;
   bool write_scores;
-  const uint32_t* clock;
+  uint32_t* clock;
+  uint32_t ticks;  // from there to the time of the batch
   const uint32_t* epoch;
 
   // The batch: distinct keys, and who their occurrences are.
@@ -45,7 +46,15 @@ struct UpsertState {
   int32_t* victim_lanes;
   Score* victim_scores;
 
-  HKV_HOST_DEVICE Scoring scoring() const { return {policy, Words{clock[0], clock[1]}.value(), epoch[0]}; }
+  HKV_HOST_DEVICE uint64_t time() const { return Words{clock[0], clock[1]}.value() + ticks; }
+
+  HKV_HOST_DEVICE void set_clock() const {
+    const Words now = Words::of(time());
+    clock[0] = now.low;
+    clock[1] = now.high;
+  }
+
+  HKV_HOST_DEVICE Scoring scoring() const { return {policy, time(), epoch[0]}; }
 
   HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
     return table.candidate(hash_of(unique_keys[u].value()), choice);

@@ -144,7 +144,9 @@ class Scenario {
                   {"choices", static_cast<double>(form_.choices)},
                   {"admit", admits ? 1 : 0},
                   {"write_scores", admits || random_.chance(0.5) ? 1 : 0},
-                  {"e", static_cast<double>(reports ? n : 0)}},
+                  {"ticks", random_.chance(0.8) ? 1 : 0},
+                  {"e", static_cast<double>(reports ? n : 0)},
+                  {"m", static_cast<double>(random_.chance(0.8) ? n : 0)}},
                  list);
   }
 
