@@ -35,6 +35,7 @@ from jax_hkv.whole_table import export_batch, export_batch_if
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
 
 _CHUNK = 65536  # slots read, and entries written, at a time
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth: multiplicative hashing)
 
 
 class Exported(NamedTuple):
@@ -471,10 +472,15 @@ def _forms(values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any])
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:
-    """The entries of a part, the highest score first: of a call's keys the first find room."""
+    """The entries of a part, the highest score first: of a call's keys the first find room.
+
+    Equal ones come in an order that has nothing to do with the slots that they come from: two
+    candidates of one old bucket would choose together.
+    """
     from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
     from_here = _latest(exported, from_here)
-    from_here = from_here[np.argsort(~exported.scores[from_here], kind="stable")]
+    keys, scores = exported.keys[from_here], exported.scores[from_here]
+    from_here = from_here[np.lexsort((keys * _GOLDEN, ~scores))]
     mine = jax.tree.map(lambda leaf: leaf[from_here], _entries_of(exported))
     return Exported(*mine, *exported[len(mine) :])
 

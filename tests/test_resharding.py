@@ -253,13 +253,19 @@ def test_a_score_to_export_from_that_is_none_is_named():
         sharding.export_entries(table, min_score=1.5)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_table_of_two_candidates_comes_back_whole():
-    """Entries written at once do not evict each other: many at a time would find less room."""
+@pytest.mark.parametrize("has_equal_scores", [False, True])
+def test_a_table_of_two_candidates_comes_back_whole(has_equal_scores):
+    """Entries written at once do not evict each other: many at a time would find less room.
+
+    Nor do those of one bucket come together.
+    """
     options = {"policy": Policy.CUSTOM, "choices": 2}
-    table, ids = hkv.create(16_384, DIM, **options), np.arange(14_700, dtype=np.int32)
-    for own in np.split(ids, 147):
+    count = 15_680 if has_equal_scores else 14_700
+    table, ids = hkv.create(16_384, DIM, **options), np.arange(count, dtype=np.int32)
+    for own in np.split(ids, 98):
         rows = jnp.zeros((len(own), DIM))
-        table, _ = hkv.insert_or_assign(table, own, rows, scores=own + np.int32(1))
+        scores = np.full_like(own, 1) if has_equal_scores else own + np.int32(1)
+        table, _ = hkv.insert_or_assign(table, own, rows, scores=scores)
     exported = sharding.export_entries(table)
     assert len(exported.keys) == len(ids)
     again, counts = sharding.import_entries(None, hkv.create(16_384, DIM, **options), exported)
