@@ -43,6 +43,7 @@ from jax_hkv.whole_table import (
     halve_sightings,
     load_factor,
     misplaced,
+    resize,
     size,
     size_if,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "misplaced",
     "optim",
     "pool",
+    "resize",
     "sharding",
     "size",
     "size_if",

@@ -12,22 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv import index as _index
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._inserts import counts_of
+from jax_hkv._inserts import most_at_once, write_entries
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._placement import Placement
-from jax_hkv.index import LANES, Policy
+from jax_hkv.index import Policy
 from jax_hkv.table import (
     Counts,
     Entries,
     Table,
     check_one_device,
     check_table,
-    scatter_optimizer,
-    scatter_values,
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
@@ -505,7 +502,7 @@ def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
 def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     (device,) = table.values.devices()
     # Parts of about the same number of entries are written by one compiled program.
-    size = min(_most_at_once(table), 1 << max(0, len(exported.keys) - 1).bit_length())
+    size = min(most_at_once(table, _CHUNK), 1 << max(0, len(exported.keys) - 1).bit_length())
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     for start in range(0, len(exported.keys), size):
         keys, scores, values, optimizer = jax.tree.map(
@@ -519,17 +516,6 @@ def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     return _with_common(table, exported, device), total
 
 
-def _most_at_once(table: Table) -> int:
-    """Entries of one call do not evict each other.
-
-    With two candidates all of a call choose by the same numbers, before any of them is there. Of as
-    many entries as slots 0.3 % find no room in calls of a 256th of them, 11 % in one (simulated).
-    """
-    if table.choices == 1:
-        return _CHUNK
-    return min(_CHUNK, 1 << max(LANES, table.capacity // 256).bit_length() - 1)
-
-
 def _plus(a: Counts, b: Counts) -> Counts:
     """Counts of different devices, added up on the first."""
     return Counts(*(x + jax.device_put(y, x.device) for x, y in zip(a, b, strict=True)))
@@ -539,21 +525,7 @@ def _padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
-def _write_entries(
-    table: Table, keys: Keys, scores: Keys, values: Any, optimizer: Any, valid: Any
-) -> tuple[Table, Counts]:
-    groups = _index.unique(keys, valid)
-    # Whatever the policy, the scores are those given.
-    as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
-    index, upserted = _index.upsert(as_given, groups, scores, admit=True, is_ticked=True)
-    index = dataclasses.replace(index, policy=table.policy)
-    table = dataclasses.replace(table, index=index)
-    table = scatter_values(table, upserted.unique_slots, groups.last, values)
-    table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)
-    return table, counts_of(groups, upserted.unique_status)
-
-
-_write = jax.jit(_write_entries, donate_argnums=0)
+_write = jax.jit(write_entries, donate_argnums=0)
 
 
 def _with_common(table: Table, exported: Exported, device: Any) -> Table:

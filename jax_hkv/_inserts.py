@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._keys import Keys
-from jax_hkv.index import NO_SLOT, Groups, Status
+from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status
 from jax_hkv.table import (
     Bags,
     Counts,
@@ -119,6 +120,38 @@ def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
         status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
         counts=result.counts._replace(unique=unique, refused=refused),
     )
+
+
+def most_at_once(table: Table, limit: int) -> int:
+    """How many entries to give :func:`write_entries`: those of one call do not evict each other.
+
+    With two candidates all of a call choose by the same numbers, before any of them is there. Of as
+    many entries as slots 0.3 % find no room in calls of a 256th of them, 11 % in one, if they come
+    in an order that has nothing to do with their buckets (simulated; else 5 % to 8 %).
+    """
+    if table.choices == 1:
+        return limit
+    return min(limit, 1 << max(LANES, table.capacity // 256).bit_length() - 1)
+
+
+def write_entries(
+    table: Table,
+    keys: Keys,
+    scores: Keys,
+    values: jax.Array,
+    optimizer: Mapping[str, jax.Array],
+    valid: jax.Array,
+) -> tuple[Table, Counts]:
+    """Puts in entries of distinct keys, which the caller has ranked. The clock does not tick."""
+    groups = _index.unique(keys, valid)
+    # Whatever the policy, the scores are those given.
+    as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
+    index, upserted = _index.upsert(as_given, groups, scores, admit=True, is_ticked=True)
+    index = dataclasses.replace(index, policy=table.policy)
+    table = dataclasses.replace(table, index=index)
+    table = scatter_values(table, upserted.unique_slots, groups.last, values)
+    table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)
+    return table, counts_of(groups, upserted.unique_status)
 
 
 class Inserted(NamedTuple):

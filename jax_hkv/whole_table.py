@@ -1,4 +1,4 @@
-"""What goes over a whole table: sizes, exports, conditional removal, the epoch."""
+"""What goes over a whole table: sizes, exports, conditional removal, the epoch, its capacity."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
+from jax_hkv._inserts import most_at_once, write_entries
 from jax_hkv._keys import Keys
-from jax_hkv.index import MAX_SLOTS, NO_SLOT, Policy
+from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT, Policy
 from jax_hkv.table import (
+    Counts,
     Entries,
     Table,
     check_one_device,
@@ -28,6 +30,7 @@ from jax_hkv.table import (
 
 # Slots read at a time by operations that go over the whole table: some megabytes of rows.
 _CHUNK_SLOTS = 16384
+_MOST_CHUNKS = 1024  # of a table whose entries go to another
 
 _EPOCH_POLICIES = (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
 
@@ -128,6 +131,107 @@ def _expire(table: Table, epochs: jax.Array) -> Any:
         return (scores.high < now) & (now - scores.high > epochs)
 
     return _erase_matching(table, is_old)
+
+
+def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
+    """A table of another capacity with the entries of this one, for use between steps.
+
+    So a table starts small and grows with its ids; what is compiled for its shapes, a training
+    step, is compiled anew for the new ones. Keys, scores, rows and optimizer rows stay as they are;
+    clock, epoch, step counts and sightings too. With one candidate bucket and a whole multiple of
+    the old buckets every entry finds room, and with two in every table that we made, however full.
+    Otherwise `counts` tell how many did not: with one candidate, a bucket keeps the highest scores
+    of what comes to it; with two, nearly. Results of lookups before it name slots of the old table:
+    an update skips and counts those whose key stands elsewhere now.
+
+    Args:
+      table: whose entries to take; it is only read (to donate it frees nothing), and lies in memory
+        beside the new one until nobody holds it.
+      capacity: entries, static; rounded up to whole buckets of 128. Of a table over devices, inside
+        ``Placement.step``, that of this device's part.
+
+    Returns:
+      The table, and counts: of `unique` entries `inserted` found a slot, `evicted` of them in place
+      of another entry, and `refused` none. It holds ``inserted - evicted``.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(100, dtype=np.int32))
+      >>> table, counts = resize(table, 2 * table.capacity)
+      >>> table.capacity, int(counts.inserted), int(counts.refused)
+      (256, 100, 0)
+    """
+    check_one_device("resize", table)
+    capacity = _checks.as_integer("resize", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
+    buckets = -(-capacity // LANES)
+    if buckets * LANES == table.capacity:
+        entries, none = size(table), size(table) * 0
+        return table, Counts(entries, none, entries, none, none)
+    return _resize(table, buckets=buckets)
+
+
+@jitted("buckets")
+def _resize(table: Table, buckets: int) -> Any:
+    wider = _emptied(table, buckets)
+    # Every chunk visits all buckets of the new table: of a large one there are no more than these.
+    chunk = min(max(_CHUNK_SLOTS, table.capacity // _MOST_CHUNKS), table.capacity)
+    chunk = most_at_once(wider, chunk)
+
+    def body(number: jax.Array, carry: Any) -> Any:
+        old, new, total = carry
+        slots = _across(old, jnp.int32(number * chunk) + _rows.positions(chunk))
+        old, entries = _ranked(old, slots)
+        new, counts = write_entries(new, *entries)
+        return old, new, Counts(*(a + b for a, b in zip(total, counts, strict=True)))
+
+    zero = (table.index.clock[0] * 0).astype(jnp.int32)  # varies over devices as the table does
+    total = Counts(*(zero for _ in Counts._fields))
+    chunks = jnp.int32(-(-table.capacity // chunk))
+    return jax.lax.fori_loop(jnp.int32(0), chunks, body, (table, wider, total))[1:]
+
+
+def _emptied(table: Table, buckets: int) -> Table:
+    """A table of another number of buckets without entries, else as this one is."""
+    clock, epoch = table.index.clock, table.index.epoch
+    index = _index.create(buckets, table.policy, table.choices, table.name)
+    first = jnp.zeros((1, table.dim), table.dtype), table.optimizer.fresh if table.optimizer else {}
+    values, rows = jax.tree.map(lambda row: _rows.new(row, buckets * LANES), first)
+    index, values, rows = jax.tree.map(
+        lambda leaf: match_varying((clock, leaf))[1], (index, values, rows)
+    )
+    return dataclasses.replace(
+        table,
+        index=dataclasses.replace(index, clock=clock, epoch=epoch),
+        values=values,
+        optimizer=table.optimizer and dataclasses.replace(table.optimizer, rows=rows),
+    )
+
+
+def _across(table: Table, places: jax.Array) -> jax.Array:
+    """The slots of entries at places of an order: the first lane of all buckets, then the next.
+
+    Keys that stand in one bucket have a candidate in common. Were they to come together, they would
+    choose together. Where there is no entry, or no such place, the slot is -1.
+    """
+    slots = places % table.index.digests.shape[0] * LANES + places // table.index.digests.shape[0]
+    occupied = _index.take(table.index.digests.reshape(-1), slots) != 0
+    return jnp.where(occupied & (places < table.capacity), slots, NO_SLOT)
+
+
+def _ranked(table: Table, slots: jax.Array) -> tuple[Table, tuple[Any, ...]]:
+    """The entries of slots by score, the highest first: what :func:`write_entries` takes."""
+    keys, scores = (
+        Keys(_index.take(words.reshape(-1, 2), slots)) for words in (table.keys, table.scores)
+    )
+    high, low, *words, slots = jax.lax.sort(
+        [~scores.high, ~scores.low, keys.low, keys.high, slots], num_keys=2
+    )
+    table, entries = entries_at(table, jnp.stack(words, -1), jnp.stack([~low, ~high], -1), slots)
+    return table, (entries.keys, entries.scores, entries.values, entries.optimizer, slots >= 0)
 
 
 def halve_sightings(table: Table) -> Table:

@@ -204,6 +204,12 @@ class Twin:
         self.oracle.advance_epoch(epoch)
         self.assert_equal()
 
+    def resize(self, capacity):
+        self.table, counts = hkv.resize(self.table, capacity)
+        self.oracle, expected = self.oracle.resize(capacity)
+        self.compare("resize", counts, expected)
+        return expected
+
     def export_batch(self, offset, count):
         expected = self.oracle.export_batch(offset, count)
         self.compare("export_batch", hkv.export_batch(self.table, offset, count), expected)

@@ -141,6 +141,7 @@ def programs():
     yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
     expiring = make(policy=hkv.Policy.EPOCH_LRU)
     yield "expire", hkv.expire, (expiring, jax.ShapeDtypeStruct((), jnp.uint32))
+    yield "resize", lambda table: hkv.resize(table, 2 * table.capacity), (with_optimizer(),)
     yield "halve_sightings", hkv.halve_sightings, (make(admission=hkv.admission.frequency(3)),)
     yield "export_batch", lambda table, at: hkv.export_batch(table, at, 500), (make(), offset)
     yield (

@@ -33,6 +33,7 @@ SCORED_POLICIES = ("LFU", "EPOCH_LFU", "CUSTOM")
 U64_MAX = 2**64 - 1
 U32_MAX = 2**32 - 1
 LOOKUP_CHUNK = 2**15
+RESIZE_CHUNK = 2**14
 LEAVES = ("digests", "keys", "scores", "occupancy", "clock", "epoch", "values")
 
 Array = np.ndarray
@@ -507,6 +508,25 @@ class Oracle:
     def clear(self) -> None:
         self._tick()
         self._remove(self.occupied)
+
+    def resize(self, capacity: int) -> tuple[Oracle, Counts]:
+        """A table of another capacity with these entries, and what became of them (13)."""
+        if -(-capacity // LANES) == self.buckets:
+            return self, Counts(self.size, 0, self.size, 0, 0)
+        form = self.dim, self.dtype, "CUSTOM", self.choices, self.init, self.seed
+        other, total = Oracle(capacity, *form), np.zeros(len(Counts._fields), int)
+        chunk = min(max(RESIZE_CHUNK, self.capacity // 1024), self.capacity)
+        if self.choices == 2:
+            chunk = min(chunk, 1 << max(LANES, other.capacity // 256).bit_length() - 1)
+        across = np.arange(self.capacity).reshape(-1, LANES).T.reshape(-1)
+        for start in range(0, self.capacity, chunk):
+            slots = across[start : start + chunk]
+            slots = slots[self.digests.reshape(-1)[slots] != 0]
+            slots = slots[np.argsort(~self.score_words[slots], kind="stable")]
+            batch = self.key_words[slots], self.values[slots], self.score_words[slots]
+            total += other.insert_or_assign(*batch).counts
+        other.policy, other.clock, other.epoch = self.policy, self.clock.copy(), self.epoch.copy()
+        return other, Counts(*total.tolist())
 
     def advance_epoch(self, epoch: int | None = None) -> None:
         self.epoch[0] = min(int(self.epoch[0]) + 1, U32_MAX) if epoch is None else epoch

@@ -62,7 +62,7 @@ EXCHANGES = [
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 1}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 27}
-LOOPS = ["scan_of_steps", "erase_if", "expire", "size_if", "misplaced"]
+LOOPS = ["scan_of_steps", "erase_if", "expire", "resize", "size_if", "misplaced"]
 
 
 def find_module(name):
