@@ -50,9 +50,9 @@ def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
     return Counts(groups.count[0], hits, inserted, evicted, refused)
 
 
-def is_new(unique_status: jax.Array) -> jax.Array:
-    """Which distinct keys were inserted, into a free lane or in place of another."""
-    return (unique_status == Status.INSERTED) | (unique_status == Status.EVICTED)
+def is_new(status: jax.Array) -> jax.Array:
+    """Which keys were inserted, into a free lane or in place of another."""
+    return (status == Status.INSERTED) | (status == Status.EVICTED)
 
 
 def upsert(

@@ -36,7 +36,7 @@ from jax_hkv._exchange import (
     plan_of,
     spread,
 )
-from jax_hkv._inserts import insert_result, insert_rows
+from jax_hkv._inserts import insert_result, insert_rows, is_new
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
@@ -432,8 +432,7 @@ def _home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Ar
 
 
 def _of_later(status: jax.Array) -> jax.Array:
-    is_new = (status == Status.INSERTED) | (status == Status.EVICTED)
-    return jnp.where(is_new, jnp.int32(Status.FOUND), status)
+    return jnp.where(is_new(status), jnp.int32(Status.FOUND), status)
 
 
 # --- Updates -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
-from jax_hkv._inserts import counts_of, insert_result, insert_rows, is_new, upsert
+from jax_hkv._inserts import counts_of, insert_result, insert_rows, upsert
 from jax_hkv._keys import Keys, check_keys, keys_of
 from jax_hkv.index import NO_SLOT, Groups, Status
 from jax_hkv.table import (
@@ -411,12 +411,11 @@ def _accum_or_assign(
     effective = effective if valid is None else effective & valid
     groups = _index.unique(keys, effective)
     table, upserted, _ = upsert(table, groups, scores, False, pinned=slots)
-    new = is_new(upserted.unique_status)
     table = scatter_values(table, upserted.new_slots, groups.last, values)
     clock, summed = _rows.add(
         table.index.clock,
         table.values,
-        jnp.where(new, NO_SLOT, upserted.unique_slots),
+        jnp.where(upserted.new_slots >= 0, NO_SLOT, upserted.unique_slots),
         _index.combine(groups, _index.Terms(values)),
         name=table.name,
     )

@@ -310,11 +310,10 @@ def create(
       >>> table.capacity
       1024
     """
-    capacity = as_integer("create", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
+    buckets = buckets_of("create", capacity)
     if not isinstance(name, str):
         raise TypeError(f"create: name must be a str, got {type(name).__name__} {name!r}")
     given = Settings(dim, dtype, policy, choices, init, seed, admission).checked("create")
-    buckets = -(-capacity // LANES)
     return Table(
         index=_index.create(buckets, given.policy, given.choices, name),
         values=_rows.new(jnp.zeros((1, given.dim), given.dtype), buckets * LANES),
@@ -323,6 +322,11 @@ def create(
         initializer=given.init.for_dim(given.dim),
         seed=given.seed,
     )
+
+
+def buckets_of(call: str, capacity: Any) -> int:
+    """The buckets of a table of a checked capacity."""
+    return -(-as_integer(call, "capacity", capacity, 1, MAX_SLOTS // LANES * LANES) // LANES)
 
 
 def is_one_result(result: Any) -> bool:

@@ -21,6 +21,7 @@ from jax_hkv.table import (
     Counts,
     Entries,
     Table,
+    buckets_of,
     check_one_device,
     check_table,
     entries_at,
@@ -166,10 +167,10 @@ def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
       (256, 100, 0)
     """
     check_one_device("resize", table)
-    capacity = _checks.as_integer("resize", "capacity", capacity, 1, MAX_SLOTS // LANES * LANES)
-    buckets = -(-capacity // LANES)
+    buckets = buckets_of("resize", capacity)
     if buckets * LANES == table.capacity:
-        entries, none = size(table), size(table) * 0
+        entries = size(table)
+        none = 0 * entries
         return table, Counts(entries, none, entries, none, none)
     return _resize(table, buckets=buckets)
 
@@ -181,17 +182,15 @@ def _resize(table: Table, buckets: int) -> Any:
     chunk = min(max(_CHUNK_SLOTS, table.capacity // _MOST_CHUNKS), table.capacity)
     chunk = most_at_once(wider, chunk)
 
-    def body(number: jax.Array, carry: Any) -> Any:
-        old, new, total = carry
-        slots = _across(old, jnp.int32(number * chunk) + _rows.positions(chunk))
-        old, entries = _ranked(old, slots)
+    def body(old: Table, offset: jax.Array, so_far: Any) -> Any:
+        new, total = so_far
+        old, entries = _ranked(old, _across(old, offset + _rows.positions(chunk)))
         new, counts = write_entries(new, *entries)
-        return old, new, Counts(*(a + b for a, b in zip(total, counts, strict=True)))
+        return old, (new, jax.tree.map(jnp.add, total, counts))
 
-    zero = (table.index.clock[0] * 0).astype(jnp.int32)  # varies over devices as the table does
-    total = Counts(*(zero for _ in Counts._fields))
-    chunks = jnp.int32(-(-table.capacity // chunk))
-    return jax.lax.fori_loop(jnp.int32(0), chunks, body, (table, wider, total))[1:]
+    zero = _zeros(table)
+    none = Counts(zero, zero, zero, zero, zero)
+    return _over_chunks(table, body, (wider, none), chunk)[1]
 
 
 def _emptied(table: Table, buckets: int) -> Table:
@@ -217,7 +216,8 @@ def _across(table: Table, places: jax.Array) -> jax.Array:
     Keys that stand in one bucket have a candidate in common. Were they to come together, they would
     choose together. Where there is no entry, or no such place, the slot is -1.
     """
-    slots = places % table.index.digests.shape[0] * LANES + places // table.index.digests.shape[0]
+    buckets = table.capacity // LANES
+    slots = places % buckets * LANES + places // buckets
     occupied = _index.take(table.index.digests.reshape(-1), slots) != 0
     return jnp.where(occupied & (places < table.capacity), slots, NO_SLOT)
 
@@ -385,7 +385,7 @@ def sizes_by(
         counted = _index.tally(jnp.where(occupied, kind_of(keys), -1), kinds)
         return dataclasses.replace(table, index=index), total + counted
 
-    return _over_chunks(table, body, (kinds,))[1]
+    return _over_chunks(table, body, _zeros(table, kinds))[1]
 
 
 @jitted("predicate")
@@ -554,16 +554,21 @@ def _looks_at_rows(predicate: Predicate, keys: Keys, scores: Keys, rows: jax.Arr
 
 def _over_chunks(
     table: Table,
-    body: Callable[[Table, jax.Array, jax.Array], tuple[Table, jax.Array]],
-    shape: tuple[int, ...] = (),
-) -> tuple[Table, jax.Array]:
-    """Folds over all slots of a table, chunk by chunk, with counts of that shape."""
-    chunk = _chunk(table)
+    body: Callable[[Table, jax.Array, Any], tuple[Table, Any]],
+    start: Any = None,
+    chunk: int | None = None,
+) -> tuple[Table, Any]:
+    """Folds over all slots of a table, chunk by chunk, what a start or a count of zero becomes."""
+    start = _zeros(table) if start is None else start
+    chunk = _chunk(table) if chunk is None else chunk
 
-    def step(number: jax.Array, carry: tuple[Table, jax.Array]) -> tuple[Table, jax.Array]:
+    def step(number: jax.Array, carry: tuple[Table, Any]) -> tuple[Table, Any]:
         return body(carry[0], jnp.int32(number * chunk), carry[1])
 
-    # The counts take part of the clock's type, so that they vary over devices as the table does.
-    start = jnp.broadcast_to((table.index.clock[0] * 0).astype(jnp.int32), shape)
     chunks = jnp.int32(-(-table.capacity // chunk))
     return jax.lax.fori_loop(jnp.int32(0), chunks, step, (table, start))
+
+
+def _zeros(table: Table, *shape: int) -> Int32[Array, ...]:
+    """Counts to start from: with part of the clock's type they vary over devices as it does."""
+    return jnp.broadcast_to((table.index.clock[0] * 0).astype(jnp.int32), shape)
