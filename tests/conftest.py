@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 HOST_DEVICES = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HOST_DEVICES}".strip()
+FLAGS = os.environ.get("XLA_FLAGS", "").replace(HOST_DEVICES, "").strip()
+os.environ["XLA_FLAGS"] = f"{FLAGS} {HOST_DEVICES}".strip()
+# For programs that are run as a user runs them: many host devices move the last digits.
+WITHOUT_HOST_DEVICES = {"XLA_FLAGS": FLAGS}
 CHECKOUT = Path(__file__).resolve().parents[1]
 # `python -m pytest` puts the checkout there, whose jax_hkv has no compiled modules.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != CHECKOUT]

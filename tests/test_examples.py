@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import WITHOUT_HOST_DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -302,9 +303,7 @@ def test_a_wrong_option_is_named_with_what_was_expected(
 
 def _run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / "train_dlrm.py", *map(str, arguments)]
-    # As a user runs it: without the many host devices of the tests, which move the last digits.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= variables
+    environment = os.environ | WITHOUT_HOST_DEVICES | variables
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import WITHOUT_HOST_DEVICES
 from flax import nnx
 
 import jax_hkv as hkv
@@ -203,8 +204,7 @@ def test_a_batch_of_one_item_has_no_negatives_and_so_no_loss() -> None:
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / "two_tower.py", *map(str, arguments)]
-    # As a user runs it: without the many host devices of the tests, which move the last digits.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = os.environ | WITHOUT_HOST_DEVICES
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
