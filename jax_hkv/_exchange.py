@@ -331,21 +331,23 @@ def outward(
       bags: how many bags they are in, where owners pool.
 
     Returns:
-      What the hops did, what arrived here, and how many keys of this device found no room.
+      What the hops did, what arrived here, and how many keys of all devices found no room.
     """
     legs = []
-    overflow = jnp.int32(0)
+    own = overflow = jnp.int32(0)
     for hop in plan.hops:
         groups = None
         if plan.merges:
             groups, items = _merged(items)
-        leg, items, beyond = _hop(plan, hop, items, groups)
+        leg, items, left_out, overflow = _hop(plan, hop, items, groups)
         if items.bags is not None:
             peer = _rows.positions(hop.room) // jnp.int32(hop.places)
             items = items._replace(bags=items.bags + peer * jnp.int32(bags))
             bags *= hop.peers
         legs.append(leg)
-        overflow = overflow + beyond
+        own = own + left_out
+    if len(plan.hops) > 1:  # a header has come from the devices of one axis
+        overflow = jax.lax.psum(own, tuple(axis for hop in plan.hops for axis in hop.axes))
     return tuple(legs), items, overflow
 
 
@@ -361,7 +363,8 @@ def _merged(items: Items) -> tuple[Groups, Items]:
 
 def _hop(
     plan: Plan, hop: Hop, items: Items, groups: Groups | None
-) -> tuple[Leg, Items, Int32[Array, ""]]:
+) -> tuple[Leg, Items, Int32[Array, ""], Int32[Array, ""]]:
+    """What a hop did, what arrived, and how many keys this device and all its peers left out."""
     if plan.replicas:
         sent, places, counts = _to_everyone(hop, items.valid)
     else:
@@ -375,18 +378,19 @@ def _hop(
         )
         sent = sent.reshape(-1)
     outgoing = jnp.minimum(counts, hop.places)
-    message = _with_header(_packed(items), sent, outgoing)
+    left_out = jnp.sum(counts - outgoing, dtype=jnp.int32)
+    message = _with_header(_packed(items), sent, outgoing, left_out)
     if plan.replicas:
         arrived = jax.lax.all_gather(message[0], hop.axes)
     else:
         arrived = jax.lax.all_to_all(message, hop.axes, 0, 0, tiled=True)
-    incoming = arrived[:, 0, 0].astype(jnp.int32)
+    incoming, beyond = arrived[:, 0, 0].astype(jnp.int32), arrived[:, 0, 1].astype(jnp.int32)
     valid = _rows.positions(hop.places)[None] < incoming[:, None]
     words = arrived[:, 1:].reshape(hop.room, arrived.shape[-1])
     slots = places if groups is None else _index.by_position(groups, places, NO_SLOT)
     leg = Leg(groups, sent, slots, outgoing, incoming)
-    beyond = jnp.sum(counts - outgoing, dtype=jnp.int32)
-    return leg, _unpacked(words, valid.reshape(-1), items), beyond
+    arrivals = _unpacked(words, valid.reshape(-1), items)
+    return leg, arrivals, left_out, jnp.sum(beyond, dtype=jnp.int32)
 
 
 def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -401,14 +405,20 @@ def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Arr
 
 
 def _with_header(
-    words: UInt32[Array, "n w"], sent: Int32[Array, " room"], outgoing: Int32[Array, " blocks"]
+    words: UInt32[Array, "n w"],
+    sent: Int32[Array, " room"],
+    outgoing: Int32[Array, " blocks"],
+    left_out: Int32[Array, ""],
 ) -> UInt32[Array, "blocks places+1 w"]:
-    """The blocks to send; the first entry of each says how many are meant."""
-    blocks = outgoing.shape[0]
-    body = by_slot(words, sent).reshape(blocks, -1, words.shape[1])
-    header = jnp.zeros((blocks, 1, words.shape[1]), jnp.uint32)
-    header = header.at[:, 0, 0].set(outgoing.astype(jnp.uint32))
-    return jnp.concatenate([header, body], axis=1)
+    """The blocks to send; the first entry of each says how many are meant, and how many left out.
+
+    So every peer knows what found no room without a reduction between keys and owners.
+    """
+    blocks, width = outgoing.shape[0], words.shape[1]
+    body = by_slot(words, sent).reshape(blocks, -1, width)
+    numbers = jnp.stack([outgoing, jnp.broadcast_to(left_out, (blocks,))], axis=1)
+    header = jnp.pad(numbers.astype(jnp.uint32), ((0, 0), (0, width - 2)))
+    return jnp.concatenate([header[:, None], body], axis=1)
 
 
 def _packed(items: Items) -> UInt32[Array, "n w"]:

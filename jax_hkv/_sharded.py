@@ -272,8 +272,8 @@ def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]
     legs, arrived, beyond = outward(plan, task.items, task.bag_count)
     overflow = None
     if not plan.is_complete:
-        overflow = jax.lax.psum(beyond, task.exchange.axes)
-        arrived = arrived._replace(valid=arrived.valid & (overflow == 0))
+        arrived = arrived._replace(valid=arrived.valid & (beyond == 0))
+        overflow = agreed(beyond, task.exchange.axes)
     table, seen, owner = _round(task, plan, table, legs, arrived)
     route = Route(plan, legs, owner, task.items, overflow)
     if not _may_repeat(plan, task.exchange):

@@ -65,8 +65,25 @@ def test_an_exchange_moves_keys_rows_statuses_and_gradients_once():
     assert found.sent("all-to-all") == expected * (DEVICES - 1) // DEVICES
     always = [one for one in found.collectives if not one.may_not_run]
     assert [one.kind for one in always].count("all-to-all") == 4
-    small = found.bytes() - found.bytes("all-to-all")
+    small = found.bytes("all-reduce")
+    assert small == found.bytes() - found.bytes("all-to-all")
     assert 0 < small < 100, "counts of a few bytes are summed"
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"strict": True, "replicas": True}])
+def test_owners_know_what_found_no_room_without_a_reduction(options):
+    """Each would wait for all devices once more between their keys and the first insertion."""
+    placement = Placement(mesh_of(DEVICES))
+    exchange = Exchange("device", distinct=0.5, **options)
+
+    def step(table, keys):
+        table, result = hkv.sharding.find_or_insert(table, keys, axis_name=exchange)
+        return table, (result.values, result.overflow)
+
+    table = jax.eval_shape(lambda: placement.create(lambda: hkv.create(1024, DIM)))
+    keys = jax.ShapeDtypeStruct((1024 * DEVICES,), jnp.int32)
+    compiled = placement.step(step).lower(table, keys).compile()
+    assert hkv.sharding.traffic(compiled, placement.mesh).bytes("all-reduce") == 0
 
 
 def test_what_moves_is_proportional_to_distinct_keys_not_to_occurrences():
