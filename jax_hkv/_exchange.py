@@ -54,7 +54,8 @@ class Exchange:
         own (`scores` under LFU and EPOCH_LFU) never are.
       partial: whether owners of pooled features return a sum for each bag, not a row for each key;
         None: where that moves fewer bytes.
-      ragged: whether rows travel by ``jax.lax.ragged_all_to_all``; None: on GPUs.
+      ragged: whether rows travel by ``jax.lax.ragged_all_to_all``, which XLA has for GPUs only, and
+        which moves no room that is not used; see docs/sharding.md for what it costs.
       levels: with several axes, whether keys go axis by axis; otherwise along all of them at once.
     """
 
@@ -65,7 +66,7 @@ class Exchange:
     strict: bool = False
     deduplicate: bool = True
     partial: bool | None = None
-    ragged: bool | None = None
+    ragged: bool = False
     levels: bool = True
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Exchange:
             raise ValueError(f"sharding.Exchange: axis_name names an axis twice: {names}")
         object.__setattr__(self, "axis_name", tuple(names))
         for flag in ("replicas", "strict", "deduplicate", "levels", "partial", "ragged"):
-            value, optional = getattr(self, flag), flag in ("partial", "ragged")
+            value, optional = getattr(self, flag), flag == "partial"
             if optional and value is None:
                 continue
             expected = f"True or False{' or None' * optional}"
@@ -207,7 +208,7 @@ class Plan:
     devices: int
     merges: bool
     replicas: bool
-    ragged: bool | None
+    ragged: bool
     is_complete: bool
 
 
@@ -462,22 +463,17 @@ def swap(
 
     Of each block only as many rows are meant as `outgoing` says; the others are zero.
     """
-
-    def padded(rows: jax.Array, *_: jax.Array) -> jax.Array:
+    if not plan.ragged:
         return jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)
-
-    def ragged(rows: jax.Array, outgoing: jax.Array, incoming: jax.Array) -> jax.Array:
-        starts = _rows.positions(hop.peers) * jnp.int32(hop.places)
-        own = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
-        starts, there, out, into = vary(
-            (starts, jnp.broadcast_to(own, starts.shape), outgoing, incoming), hop.axes
-        )
-        empty = vary(jnp.zeros_like(rows), hop.axes)
-        return jax.lax.ragged_all_to_all(rows, empty, starts, out, there, into, axis_name=hop.axes)
-
-    if plan.ragged is None:
-        return jax.lax.platform_dependent(rows, outgoing, incoming, cuda=ragged, default=padded)
-    return (ragged if plan.ragged else padded)(rows, outgoing, incoming)
+    starts = _rows.positions(hop.peers) * jnp.int32(hop.places)
+    own = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
+    starts, there, outgoing, incoming = vary(
+        (starts, jnp.broadcast_to(own, starts.shape), outgoing, incoming), hop.axes
+    )
+    empty = vary(jnp.zeros_like(rows), hop.axes)
+    return jax.lax.ragged_all_to_all(
+        rows, empty, starts, outgoing, there, incoming, axis_name=hop.axes
+    )
 
 
 def homeward(

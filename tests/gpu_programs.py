@@ -262,15 +262,10 @@ def exchange_programs(described):
     options = {"distinct": EXCHANGE_DISTINCT, "strict": True}
     levels = ("node", "device")
     yield "exchange_step", flat, Exchange("device", **options), None
-    yield "padded_exchange_step", flat, Exchange("device", ragged=False, **options), None
-    yield "pooled_exchange_step", flat, Exchange("device", ragged=False, **options), 100
-    yield "levels_exchange_step", nodes, Exchange(levels, ragged=False, **options), None
-    yield (
-        "flat_exchange_step",
-        nodes,
-        Exchange(levels, False, levels=False, ragged=False, **options),
-        None,
-    )
+    yield "ragged_exchange_step", flat, Exchange("device", ragged=True, **options), None
+    yield "pooled_exchange_step", flat, Exchange("device", **options), 100
+    yield "levels_exchange_step", nodes, Exchange(levels, **options), None
+    yield "flat_exchange_step", nodes, Exchange(levels, False, levels=False, **options), None
     yield "replicas_exchange_step", flat, Exchange("device", True, **options), None
     yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
 
