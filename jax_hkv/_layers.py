@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, metrics, pooled, sharding
 from jax_hkv import operations as _operations
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import is_traced
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
@@ -46,8 +47,8 @@ class StepInfo(NamedTuple):
       finite: whether the step was taken: gradients were finite, and a strict exchange had room;
         None without a loss scale and without such an exchange, when nobody looks.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
-        room. The step was not taken then, and :func:`train_step` raises, unless the step is itself
-        traced (in a scan, say), where this count is all that tells.
+        room. The step was not taken then, and :func:`train_step` raises, unless it is told not to
+        look (`check_overflow`) or is itself traced (in a scan), where this count is all that tells.
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them.
     """
@@ -72,8 +73,12 @@ class Step(Protocol[Output]):
         ...
 
 
-def with_host_checks(
-    jitted: Any, kind: type, info_of: Callable[[Any], StepInfo], placement: Placement | None
+def host_checked(
+    jitted: Any,
+    kind: type,
+    info_of: Callable[[Any], StepInfo],
+    placement: Placement | None,
+    check_overflow: bool,
 ) -> Any:
     """A jitted training step that looks at its arguments, and at its report.
 
@@ -82,7 +87,10 @@ def with_host_checks(
       kind: of the state.
       info_of: the report in what `jitted` returns.
       placement: of the state.
+      check_overflow: whether it looks at its report.
     """
+    expected = "True or False"
+    check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any, *args: Any) -> Any:
@@ -102,7 +110,7 @@ def with_host_checks(
                 )
             raise
         for where, overflow in info_of(outputs).strict_overflow.items():
-            if not is_traced(overflow):  # a step in a scan leaves it in its report
+            if check_overflow and not is_traced(overflow):  # in a scan its report tells
                 sharding.check_overflow(overflow, where, outputs)
         return outputs
 

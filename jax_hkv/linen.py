@@ -491,6 +491,7 @@ def train_step(
     max_norm: float | None = None,
     donate: bool = True,
     placement: Placement | None = None,
+    check_overflow: bool = True,
 ) -> _layers.Step[tuple[TrainState, StepInfo]]:
     """A jitted training step of a model with tables.
 
@@ -503,6 +504,8 @@ def train_step(
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
         the loss is the mean of theirs. The model's layers have an `axis_name`.
+      check_overflow: whether a step with a strict exchange waits for its count of keys that found
+        no room, and raises. Otherwise look at ``strict_overflow`` of the report now and then.
 
     Returns:
       A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
@@ -513,6 +516,7 @@ def train_step(
         ``train=True``: the dense parameters alone would be trained. If it leaves out some of them,
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
         silences it.
+      ExchangeOverflow: see `check_overflow`; :class:`jax_hkv.sharding.ExchangeOverflow`.
     """
     devices = _layers.Devices(() if placement is None else placement.axes)
 
@@ -583,7 +587,9 @@ def train_step(
     else:
         jitted = placement.step(step, donate=donate)
 
-    return _layers.with_host_checks(jitted, TrainState, lambda outputs: outputs[1], placement)
+    return _layers.host_checked(
+        jitted, TrainState, lambda outputs: outputs[1], placement, check_overflow
+    )
 
 
 def _next_of(old: Any, new: Any, finite: Any) -> Any:

@@ -545,6 +545,7 @@ def train_step(
     max_norm: float | None = None,
     donate: bool = True,
     placement: Placement | None = None,
+    check_overflow: bool = True,
 ) -> _layers.Step[StepInfo]:
     """A jitted training step of a model with tables.
 
@@ -557,11 +558,11 @@ def train_step(
       placement: of the state (see :func:`place`), on several devices: then each of them gets its
         part of every argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one
         device's part, and the loss is the mean of theirs.
+      check_overflow: as for :func:`jax_hkv.linen.train_step`, with what it raises.
 
     Returns:
       A function of (state, *args) that changes the :class:`TrainState` and returns a
-      :class:`jax_hkv.nnx.StepInfo`: loss, aux, the metrics of each table, its counts, and whether
-      the gradients were finite.
+      :class:`jax_hkv.nnx.StepInfo`.
 
     Raises:
       ValueError: while tracing, if `loss_fn` looks up no table with an optimizer by a call with
@@ -615,7 +616,7 @@ def train_step(
     else:
         jitted = _Placed(placement, step, donate, devices)
 
-    return _layers.with_host_checks(jitted, TrainState, lambda info: info, placement)
+    return _layers.host_checked(jitted, TrainState, lambda info: info, placement, check_overflow)
 
 
 class _Placed:

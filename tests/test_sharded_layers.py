@@ -372,7 +372,12 @@ def test_a_strict_exchange_that_overflows_raises_and_leaves_the_state_as_it_was(
     jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, after.params))
     assert all(int(jnp.sum(table.occupancy)) == 0 for table in tables_of(after.tables))
     assert not bool(info.finite)
-    # In a program of one's own nobody can raise; the report says it.
+    # Where nobody looks, or can raise, the report says it.
+    unchecked = hkv.linen.train_step(linen_loss, placement=placement, check_overflow=False)
+    after, seen = unchecked(after, placement.put(batch))
+    assert not seen.finite and sum(map(int, seen.strict_overflow.values())) > 0
+    with pytest.raises(TypeError, match="check_overflow must be True or False"):
+        hkv.nnx.train_step(linen_loss, placement=placement, check_overflow=None)
     again = jax.tree.map(lambda leaf: leaf[None], placement.put(batch))
     _, scanned = jax.lax.scan(step, after, again)
     for where, count in info.strict_overflow.items():
