@@ -279,6 +279,24 @@ def _exported(part: Table, min_score: int | None) -> Exported:
     )
 
 
+def without_entries(part: Table) -> Exported:
+    """What an export of a table looks like that has no entries."""
+    states: Any = part.optimizer.rows if part.optimizer else {}
+    shared: Any = part.optimizer.shared if part.optimizer else {}
+    counters: Any = None if part.admission is None else part.admission.counters
+    values, optimizer = jax.tree.map(
+        lambda leaf: np.zeros((0, *leaf.shape[1:]), leaf.dtype), (part.values, states)
+    )
+    numbers = np.zeros(0, np.uint64)
+    return Exported(
+        *(numbers, numbers, values, optimizer),
+        shared=shared,
+        clock=0,
+        epoch=0,
+        counters=counters,
+    )
+
+
 def _entries_of(exported: Exported) -> tuple[Any, ...]:
     """What an export has of each entry."""
     return exported.keys, exported.scores, exported.values, exported.optimizer
@@ -371,7 +389,7 @@ def import_entries(
         # A table of one device may have NumPy's leaves, after jax.device_get.
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
-            _check_fits(part, exported)
+            check_fits(part, exported)
         total = Counts(*(jnp.int32(0) for _ in Counts._fields))
         filled = []
         devices = 1 if placement is None or replicas else placement.devices
@@ -426,7 +444,7 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
         )
 
 
-def _check_fits(table: Table, exported: Exported) -> None:
+def check_fits(table: Table, exported: Exported) -> None:
     check_one_device("sharding.import_entries", table)
     if len(table.values.devices()) > 1:
         raise ValueError(

@@ -44,6 +44,7 @@ from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._placement import Mode, Placement, concatenate, digest
 from jax_hkv._processes import synchronized
+from jax_hkv._resharding import reshard
 from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
@@ -73,6 +74,7 @@ __all__ = [
     "load_entries",
     "misplaced",
     "owners",
+    "reshard",
     "save_entries",
     "skew_in",
     "synchronized",

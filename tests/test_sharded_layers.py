@@ -385,6 +385,106 @@ def test_a_strict_exchange_that_overflows_raises_and_leaves_the_state_as_it_was(
     assert scanned.finite.tolist() == [False]
 
 
+# --- Whole states on other devices ---------------------------------------------------------------
+
+
+def dense_of(state):
+    """The bits of all that is no table."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, hkv.Table))
+    dense = [leaf for leaf in leaves if not isinstance(leaf, hkv.Table)]
+    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in dense]
+    data = [
+        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        for leaf, is_key in zip(dense, keys, strict=True)
+    ]
+    return [leaf.tobytes() for leaf in data]
+
+
+def test_a_linen_state_goes_to_other_devices_and_back_and_trains_on():
+    eight, two = Placement(mesh_of(8)), Placement(mesh_of(2), mode="pmap")
+    state, _ = train_linen(eight, AXIS, count=4)
+    before = [entries(parts) for parts in zip(*map(tables_of, eight.shards(state)), strict=True)]
+    moved, counts = hkv.sharding.reshard(
+        state, train_linen(two, AXIS, count=0)[0], source=eight, target=two
+    )
+    alone, _ = hkv.sharding.reshard(moved, train_linen(count=0)[0], source=two)
+    again, _ = hkv.sharding.reshard(alone, train_linen(eight, AXIS, count=0)[0], target=eight)
+
+    assert len(counts) == len(before) == 4
+    assert {path.rpartition("/")[0] for path in counts} == {
+        f"tables/{layer}" for layer in ("EmbedCollection_0", "EmbedBag_0", "Embed_0")
+    }
+    for own, (keys, *_) in zip(counts.values(), before, strict=True):
+        assert int(own.inserted) == len(keys) > 0 and int(own.evicted + own.refused) == 0
+    for placement, other in ((two, moved), (None, alone), (eight, again)):
+        shards = [other] if placement is None else placement.shards(other)
+        for expected, parts in zip(before, zip(*map(tables_of, shards), strict=True), strict=True):
+            for a, b in zip(expected, entries(parts), strict=True):
+                assert a.tobytes() == b.tobytes()
+        assert dense_of(shards[0]) == dense_of(eight.shards(state)[0])
+    batch = next(batches(seed=9))
+    step = hkv.linen.train_step(linen_loss, placement=eight)
+    (_, info), (_, expected) = (step(each, eight.put(batch)) for each in (again, state))
+    assert float(info.loss) == float(expected.loss)
+    assert reports([info]) == reports([expected])
+
+
+def test_an_nnx_state_with_replicas_goes_to_one_device():
+    four = Placement(mesh_of(4))
+
+    class Seen(nnx.Module):
+        def __init__(self, own, everyones):
+            self.users = hkv.nnx.Embed(1024, 4, optimizer=OPTIMIZER, axis_name=own)
+            self.words = hkv.nnx.Embed(1024, 4, optimizer=OPTIMIZER, axis_name=everyones)
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+            self.out = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+        def __call__(self, batch, *, train=False):
+            rows = [layer(batch["user"], train=train) for layer in (self.users, self.words)]
+            hidden = self.dropout(jnp.concatenate(rows, -1), deterministic=not train)
+            return self.out(hidden)[:, 0]
+
+    def make(*axes):
+        return hkv.nnx.TrainState(Seen(*axes), DENSE)
+
+    state = hkv.nnx.place(lambda: make(AXIS, Exchange(AXIS, replicas=True)), four)
+    step = hkv.nnx.train_step(nnx_loss, placement=four)
+    for batch in batches(count=3):
+        step(state, four.put(batch))
+    old, target = nnx.state(state), make(None, None)
+
+    def reshard(replicas):
+        fresh = nnx.state(make(None, None))
+        return hkv.sharding.reshard(old, fresh, source=four, replicas=replicas)
+
+    with pytest.raises(ValueError, match="replicas must be True for the table .*words"):
+        reshard(False)
+    with pytest.raises(ValueError, match="replicas must be False for the table .*users"):
+        reshard(True)
+    values, counts = reshard(lambda path: "words" in path)
+    nnx.update(target, values)
+    users, words = (len(entries([own])[0]) for own in tables_of(nnx.state(target)))
+    assert users == words == sum(int(own.inserted) for own in counts.values()) // 2 > 0
+    assert dense_of(nnx.state(target)) == dense_of(four.shards(old)[0])
+
+
+def test_states_that_do_not_fit_are_told_apart_before_anything_moves():
+    two = Placement(mesh_of(2))
+    make = functools.partial(hkv.create, 128, 4)
+    state = {"table": make(), "bias": jnp.ones(3)}
+    for fresh, options, kind, message in (
+        ({"table": make()}, {}, ValueError, r"missing: \['bias'\], unknown: \[\]"),
+        (state | {"bias": jnp.ones(2)}, {}, ValueError, r"at bias, float32\[3\], got float32\[2\]"),
+        (state | {"bias": make()}, {}, ValueError, r"at bias, float32\[3\], got a table"),
+        (state | {"table": hkv.create(128, 5)}, {}, ValueError, "same dim, dtype and optimizer"),
+        (state, {"source": 2}, TypeError, "source must be a jax_hkv.sharding.Placement, or None"),
+        (state, {"source": two}, ValueError, "the state must lie on the 2 devices"),
+    ):
+        with pytest.raises(kind, match=message):
+            hkv.sharding.reshard(state, fresh, **options)
+    assert not state["table"].values.is_deleted()
+
+
 @pytest.mark.parametrize("mode", ONCE)
 def test_evaluation_gives_the_rows_of_all_devices_and_changes_nothing(mode):
     placement = Placement(mesh_of(4), mode=mode)

@@ -1,0 +1,180 @@
+"""A whole training state on other devices: its tables through their entries, the rest as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hkv import whole_table
+from jax_hkv._entries import check_fits, export_entries, import_entries, without_entries
+from jax_hkv._placement import Placement
+from jax_hkv.table import Counts, Table
+
+_CALL = "sharding.reshard"
+
+
+def reshard(
+    state: Any,
+    fresh: Any,
+    *,
+    source: Placement | None = None,
+    target: Placement | None = None,
+    replicas: bool | Callable[[str], bool] = False,
+) -> tuple[Any, dict[str, Counts]]:
+    """A training state on other devices, or in tables of other capacity. For use between steps.
+
+    Entries go through the host, table by table: see :func:`import_entries` for what they keep. All
+    else (parameters, the optimizer's state, statistics, random keys) has the bits that it had.
+
+    Args:
+      state: any pytree with tables, as it lies on the devices of `source`; it stays as it is.
+      fresh: a state of the same form, newly made on the devices of `target`; it is used up.
+      source: of `state`; None: one device.
+      target: of `fresh`; None: one device.
+      replicas: whether every device holds the whole of a table, and not a part of it; of all
+        tables, or by their paths: those by which the counts are named.
+
+    Returns:
+      The state, and what became of the entries of each table, by its path in the state: `evicted`
+      and `refused` ones found no room.
+
+    Raises:
+      TypeError: naming the argument.
+      ValueError: if the states have not the same leaves, of the same shapes and types, but for the
+        capacity of tables; if a table is no replica that should be one, or the other way round; or
+        if there are several processes.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> state = {"users": table, "bias": jnp.ones(2)}
+      >>> fresh = {"users": hkv.create(1024, 2), "bias": jnp.zeros(2)}
+      >>> state, counts = reshard(state, fresh)
+      >>> int(hkv.size(state["users"])), state["bias"].tolist(), int(counts["users"].inserted)
+      (2, [1.0, 1.0], 2)
+    """
+    _check_placement("source", source)
+    _check_placement("target", target)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{_CALL}: must run in one process, got {jax.process_count()}: save the entries of "
+            "each process by jax_hkv.sharding.save_entries, and import those of all of them"
+        )
+    (old, _), (new, structure) = _nodes(state), _nodes(fresh)
+    if old.keys() != new.keys():
+        raise ValueError(
+            f"{_CALL}: fresh must have the leaves of state; missing: "
+            f"{sorted(old.keys() - new.keys())}, unknown: {sorted(new.keys() - old.keys())}: make "
+            "it by the function that made state"
+        )
+    whole = {path: _is_replica(path, replicas) for path in old if isinstance(old[path], Table)}
+    for path in old:
+        _check_leaf(path, old[path], source, new[path], target)
+    for path, is_whole in whole.items():
+        if source is not None and source.devices > 1:
+            _check_replicas(path, old[path], source, is_whole)
+    counts: dict[str, Counts] = {}
+    for path, node in old.items():
+        if path not in whole:
+            new[path] = _placed(_on_host(node, source), new[path])
+            continue
+        parts = _parts(node, source)
+        exported = export_entries(parts[:1] if whole[path] else parts)
+        new[path], counts[path] = import_entries(
+            target, new[path], exported, replicas=whole[path] and target is not None
+        )
+    return jax.tree.unflatten(structure, list(new.values())), counts
+
+
+def _check_placement(argument: str, placement: Any) -> None:
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(
+            f"{_CALL}: {argument} must be a jax_hkv.sharding.Placement, or None for one device, "
+            f"got {type(placement).__name__}: give the one that the state was made with"
+        )
+
+
+def _nodes(tree: Any) -> tuple[dict[str, Any], Any]:
+    """Tables and other leaves by their paths, and the structure that they stand in."""
+    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_table)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+    return dict(zip(paths, (node for _, node in named), strict=True)), structure
+
+
+def _is_table(node: Any) -> bool:
+    return isinstance(node, Table)
+
+
+def _is_replica(path: str, replicas: bool | Callable[[str], bool]) -> bool:
+    return bool(replicas(path)) if callable(replicas) else replicas
+
+
+def _parts(table: Table, placement: Placement | None) -> list[Table]:
+    return [table] if placement is None else placement.shards(table)
+
+
+def _check_leaf(
+    path: str, old: Any, source: Placement | None, new: Any, target: Placement | None
+) -> None:
+    if isinstance(old, Table) and isinstance(new, Table):
+        try:
+            check_fits(_parts(new, target)[0], without_entries(_parts(old, source)[0]))
+        except ValueError as error:
+            error.add_note(f"{_CALL}: of the table {path}")
+            raise
+        return
+    was, becomes = _form(old, source), _form(new, target)
+    if was != becomes:
+        raise ValueError(
+            f"{_CALL}: fresh must have what state has at {path}, {was}, got {becomes}: make it by "
+            "the function that made state"
+        )
+
+
+def _form(node: Any, placement: Placement | None) -> str:
+    """The type and shape of a leaf on each device."""
+    if isinstance(node, Table):
+        return "a table"
+    shape = np.shape(node)[1 if _is_stacked(placement) else 0 :]
+    return f"{jnp.result_type(node)}{list(shape)}"
+
+
+def _is_stacked(placement: Placement | None) -> bool:
+    return placement is not None and placement.mode == "pmap"
+
+
+def _check_replicas(path: str, table: Table, source: Placement, is_whole: bool) -> None:
+    agree = source.replicas_agree(table)
+    if is_whole and not agree:
+        raise ValueError(
+            f"{_CALL}: replicas must be False for the table {path}, whose devices hold different "
+            "entries, got True: only what Exchange(replicas=True) looks up is a replica"
+        )
+    if not is_whole and agree and int(whole_table.size(_parts(table, source)[0])):
+        raise ValueError(
+            f"{_CALL}: replicas must be True for the table {path}, which every device holds whole, "
+            "got False: give replicas=lambda path: ..., True for the paths of such tables"
+        )
+
+
+def _on_host(leaf: Any, placement: Placement | None) -> Any:
+    """What each device has of a leaf that is no part of a table."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array):
+        leaf = leaf.addressable_shards[0].data
+    return np.asarray(leaf)[0] if _is_stacked(placement) else np.asarray(leaf)
+
+
+def _placed(value: np.ndarray, like: Any) -> Any:
+    """An array of the host, where and as another one lies."""
+    if not isinstance(like, jax.Array):
+        return value
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        data = _placed(value, jax.random.key_data(like))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    return jax.device_put(np.broadcast_to(value, like.shape), like.sharding)
