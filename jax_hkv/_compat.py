@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jaxlib.version import __version__ as JAXLIB_VERSION
@@ -24,6 +25,7 @@ __all__ = [
     "replicated",
     "result_aval",
     "vary",
+    "without_rematerialization",
 ]
 
 
@@ -39,6 +41,17 @@ def check_elements(call: str, batch: Any) -> None:
             "where it compiles shard_map of an array without any. Pad and mask it (valid=), or "
             "install another jaxlib: 0.11.1 and 0.12 do not"
         )
+
+
+def without_rematerialization() -> contextlib.AbstractContextManager[Any]:
+    """Where programs are compiled without XLA's pass that computes things twice to save memory.
+
+    The pass counts what a native call changes in place twice, so that a step whose tables take half
+    of a GPU's memory computes parts of its model again, and saves next to nothing. What JAX's
+    option ``jax_compiler_enable_remat_pass`` does, here for one thread.
+    """
+    option: Any = getattr(_config, "enable_remat_opt_pass", None)
+    return contextlib.nullcontext() if option is None else option(False)
 
 
 def is_traced(array: Any) -> bool:

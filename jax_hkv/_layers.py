@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_hkv import _sharded, metrics, pooled, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._checks import as_bool
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
@@ -99,7 +99,8 @@ def host_checked(
             placement.check_put("train_step", args)
         _check_host(args)
         try:
-            outputs = jitted(state, *args)
+            with without_rematerialization():
+                outputs = jitted(state, *args)
         except Exception as error:
             # The one in linen, the other, which is of Flax, in nnx.
             if type(error).__name__ in ("UnexpectedTracerError", "TraceContextError"):

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from jax_hkv._compat import check_elements, is_traced
+from jax_hkv._compat import check_elements, is_traced, without_rematerialization
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged
 from jax_hkv.table import Table
@@ -437,7 +437,8 @@ class _Checked:
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
-        return self._compiled(state, *batch)
+        with without_rematerialization():
+            return self._compiled(state, *batch)
 
     def __getattr__(self, name: str) -> Any:
         """What else the compiled function has: `lower`, `trace`."""

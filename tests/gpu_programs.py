@@ -177,7 +177,7 @@ def programs():
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
-def collection_step(donate=False):
+def collection_step(capacity=CAPACITY, hidden=(), *, donate=False):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
     import jax
@@ -189,7 +189,7 @@ def collection_step(donate=False):
     names = [f"feature_{number}" for number in range(26)]
     optimizer = hkv.optim.adam(1e-3)
     collection = hkv.Collection(
-        [hkv.TableConfig(name, CAPACITY // 26, DIM, optimizer=optimizer) for name in names],
+        [hkv.TableConfig(name, capacity // 26, DIM, optimizer=optimizer) for name in names],
         [hkv.Feature(name, name, ("sum", "mean", None)[n % 3]) for n, name in enumerate(names)],
     )
 
@@ -198,7 +198,10 @@ def collection_step(donate=False):
         def __call__(self, inputs, train=False):
             rows = hkv.linen.EmbedCollection(collection)(inputs, train=train)
             flat = [own.reshape(BATCH, -1) for own in rows.values()]
-            return nn.Dense(1)(jnp.concatenate(flat, axis=-1))[:, 0]
+            outputs = jnp.concatenate(flat, axis=-1)
+            for width in hidden:
+                outputs = nn.relu(nn.Dense(width)(outputs))
+            return nn.Dense(1)(outputs)[:, 0]
 
     def loss_fn(apply, inputs, labels):
         return jnp.mean(optax.sigmoid_binary_cross_entropy(apply(inputs, train=True), labels))
@@ -311,6 +314,32 @@ def exchange_report(mesh, exchange, hotness) -> dict:
     }
 
 
+LARGE = 400_000_000  # slots: 78 GiB, more than half of the memory
+
+
+def large_report(sharding) -> dict:
+    """What XLA computes twice in a step whose tables take half of the memory, as steps compile."""
+    import jax
+
+    from jax_hkv._compat import without_rematerialization
+
+    step, arguments = collection_step(LARGE, hidden=(512, 512))
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+    )
+
+    def large_step(*operands):
+        return step(*operands)
+
+    lowered = jax.jit(large_step, donate_argnums=0).lower(*placed)
+    with without_rematerialization():
+        compiled = lowered.compile()
+    return {
+        "bytes": compiled.memory_analysis().argument_size_in_bytes,
+        "twice": lines_with("remat", compiled.as_text() or ""),
+    }
+
+
 def first_table(tree):
     import jax
 
@@ -382,6 +411,7 @@ def main(dump: str) -> None:
         found[name] = report(dump, name, function, arguments, on_one_device)
     for name, *program in exchange_programs(described):
         found[name] = exchange_report(*program)
+    found["large_step"] = large_report(sharding)
     print(json.dumps(found))
 
 

@@ -267,3 +267,32 @@ def test_a_jaxlib_without_headers_is_not_asked_for_its_version(monkeypatch, tmp_
         _build.check_jaxlib(Module)
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     _build.check_jaxlib(Module)
+
+
+def is_rematerializing():
+    return jax.config.jax_compiler_enable_remat_pass  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "placement"])
+def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(kind, mesh):
+    """What a GPU's compiler makes of that stands in test_gpu_program.py."""
+    seen, ids = [], np.arange(8, dtype=np.int32)
+
+    def loss_of(rows):
+        seen.append(is_rematerializing())
+        return jnp.mean(rows)
+
+    if kind == "linen":
+        model = hkv.linen.Embed(128, 2, optimizer=hkv.optim.sgd(0.1))
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=optax.sgd(0.1))
+        step = hkv.linen.train_step(lambda apply, ids: loss_of(apply(ids, train=True)))
+    elif kind == "nnx":
+        model = hkv.nnx.Embed(128, 2, optimizer=hkv.optim.sgd(0.1))
+        state = hkv.nnx.TrainState(model, optax.sgd(0.1))
+        step = hkv.nnx.train_step(lambda model, ids: loss_of(model(ids, train=True)))
+    else:
+        placement = sharding.Placement(mesh)
+        state, ids = placement.create(lambda: hkv.create(128, 2)), placement.put(ids)
+        step = placement.step(lambda table, ids: (table, loss_of(jax.lax.psum(ids, "device"))))
+    step(state, ids)
+    assert seen and not any(seen) and is_rematerializing()
