@@ -58,6 +58,8 @@ class Route(NamedTuple):
       owner: what this device did as an owner.
       start: what was sent.
       overflow: keys that found no room, over all devices; None: there is room for whatever comes.
+      wide_slots: of the distinct keys that the second round brought this device as an owner, -1 for
+        all if there was none; None: it stands not in the program.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class Route(NamedTuple):
     owner: InsertResult | None
     start: Items
     overflow: Int32[Array, ""] | None
+    wide_slots: Int32[Array, " room"] | None = None
 
 
 class ShardedResult(NamedTuple):
@@ -280,16 +283,19 @@ def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]
         return table, seen, route
     assert overflow is not None
 
-    def second(state: tuple[Table, _Seen], now: jax.Array) -> tuple[Table, _Seen]:
-        wide = _wide(plan, task.exchange, task.items)
+    wide = _wide(plan, task.exchange, task.items)
+
+    def second(state: tuple[Table, _Seen, Any], now: jax.Array) -> tuple[Table, _Seen, Any]:
         items = task.items._replace(valid=task.items.valid & now)
         legs, arrived, _ = outward(wide, items, task.bag_count)
-        after = _round(task, wide, state[0], legs, arrived, is_ticked=True)[:2]
-        return vary(after, task.exchange.axes)
+        table, seen, owner = _round(task, wide, state[0], legs, arrived, is_ticked=True)
+        slots = None if owner is None else owner.unique_slots
+        return vary((table, seen, slots), task.exchange.axes)
 
-    table, seen = vary((table, seen), task.exchange.axes)
-    table, seen = _once_if(overflow > 0, second, (table, seen))
-    return table, seen, route
+    slots = jnp.full((wide.hops[-1].room,), NO_SLOT) if task.train else None
+    state = vary((table, seen, slots), task.exchange.axes)
+    table, seen, slots = _once_if(overflow > 0, second, state)
+    return table, seen, route._replace(wide_slots=slots)
 
 
 def _once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state: State) -> State:
@@ -458,12 +464,7 @@ def update(
         return table
 
     def second(table: Table, now: jax.Array) -> Table:
-        again = []
-        for pair, (_, rows) in zip(pairs, sent, strict=True):
-            owner, rows = _sent_wide(_masked(pair[0], now), pair[1], rows)
-            table, owner = _located(table, owner)
-            again.append((owner, rows))
-        return _apply(optimizer, table, again, apply, extra)
+        return _apply(optimizer, table, _again(pairs, sent, now), apply, extra)
 
     return _once_if(overflowed, second, table)
 
@@ -478,11 +479,7 @@ def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
     if overflowed is not None and not exchange.strict:
 
         def second(_: jax.Array, now: jax.Array) -> jax.Array:
-            again = [
-                _sent_wide(_masked(each, now), own, rows)
-                for (each, own), (_, rows) in zip(pairs, sent, strict=True)
-            ]
-            return _square_norm(again)
+            return _square_norm(_again(pairs, sent, now))
 
         total = vary(total, exchange.axes)
         total = _once_if(overflowed, second, total)
@@ -580,32 +577,40 @@ def _onward(
     return onward(plan, legs, rows)
 
 
+def _again(
+    pairs: list[tuple[ShardedResult, Any]], sent: list[tuple[InsertResult, jax.Array]], now: Any
+) -> list[tuple[InsertResult, jax.Array]]:
+    """The owner's results where keys of one of them overflowed.
+
+    Of a lookup that overflowed the first round has no keys, of another one the second: in their
+    order they are what was looked up.
+    """
+    again = []
+    for (result, gradients), (owner, rows) in zip(pairs, sent, strict=True):
+        if len(pairs) > 1:
+            again.append((owner, rows))
+        if result.route.wide_slots is not None:
+            again.append(_sent_wide(_masked(result, now), gradients, rows))
+    return again
+
+
 def _sent_wide(
     result: ShardedResult, gradients: Any, of_bags: jax.Array
 ) -> tuple[InsertResult, jax.Array]:
-    """As :func:`_sent`, after a lookup whose keys overflowed: they are sent again, with room.
+    """As :func:`_sent`, after a lookup whose keys overflowed: sent as its second round sent them.
 
-    Keys that got no row are left out. The owner's result has no slots yet. Gradients of bags need
-    no room: they have been sent.
+    Gradients of bags need no room: they have been sent.
     """
-    result = _masked(result, slots_like(result.status.reshape(-1)) >= 0)
     route = result.route
+    assert route.wide_slots is not None
     plan = _wide(route.plan, result.exchange, route.start)
     bag_count = 0 if result.bags is None else result.bags.splits.shape[0] - 1
     legs, arrived, _ = outward(plan, route.start, bag_count)
     groups = _index.unique(arrived.keys, arrived.valid)
-    unique_slots = jnp.where(_index.all_of(groups), jnp.int32(0), NO_SLOT)
+    unique_slots = route.wide_slots
     slots = _index.by_position(groups, unique_slots, NO_SLOT)
     bags = None if arrived.bags is None else _arrived_bags(plan, arrived, bag_count)
     rows = of_bags if bags is not None else _onward(result, gradients, plan, legs)
     # The rows stand for the values because of their shape alone.
     fields = (rows, arrived.keys, slots, slots, result.counts, None, groups, unique_slots, bags)
     return InsertResult(*fields), rows
-
-
-def _located(table: Table, result: InsertResult) -> tuple[Table, InsertResult]:
-    """A result with the slots that its keys have now; of keys that are gone, any: it is stale."""
-    groups = result.groups
-    index, slots = _index.find(table.index, Keys(groups.keys), _index.all_of(groups))
-    slots = jnp.where(slots < 0, result.unique_slots, slots)
-    return dataclasses.replace(table, index=index), result._replace(unique_slots=slots)

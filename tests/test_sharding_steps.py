@@ -109,6 +109,38 @@ def test_keys_of_one_owner_overflow_and_the_step_is_exact(merged, rng):
         assert int(part.optimizer.shared["count"][0]) == 2
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_stale_results_are_as_stale_where_keys_overflowed(number, rng):
+    """By the slot that the lookup gave, not by that which a key has now."""
+    keys = rng.permutation(400).astype(np.uint64) * GOLDEN
+    sgd = hkv.optim.sgd(1.0)
+
+    def run(exchange):
+        def step(table, ids):
+            table, old = sharding.find_or_insert(table, ids, axis_name=exchange)
+            table = hkv.clear(table)
+            table, new = sharding.find_or_insert(table, ids[::-1], axis_name="device")
+            results = [old, new][:number]
+            return sharding.update(sgd, table, results, [r.values + 1 for r in results]), (
+                sharding.find(table, ids, axis_name="device")[1].found,
+                old.overflow,
+            )
+
+        placement = Placement(EIGHT.mesh)
+        table = placement.create(lambda: sgd.init(hkv.create(512, 1)))
+        table, (found, overflow) = placement.step(step)(
+            table, placement.put(hkv.Keys.from_numpy(keys))
+        )
+        assert found.all()
+        return placement.shards(table), int(overflow)
+
+    (roomy, none), (tight, some) = run(Exchange("device")), run(Exchange("device", distinct=0.01))
+    assert none == 0 < some
+    assert 0 < sum(int(part.optimizer.skipped[0]) for part in roomy) < len(keys)
+    for a, b in zip(roomy, tight, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_the_keys_without_room_are_counted_over_all_peers_and_devices(rng):
     many = Many(OVERFLOWING)
     keys = rng.integers(0, 500, 8 * 64).astype(np.uint64) * GOLDEN
