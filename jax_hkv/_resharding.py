@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import whole_table
+from jax_hkv._checks import as_bool
 from jax_hkv._entries import check_fits, export_entries, import_entries, without_entries
 from jax_hkv._placement import Placement
 from jax_hkv.table import Counts, Table
@@ -59,6 +60,8 @@ def reshard(
     """
     _check_placement("source", source)
     _check_placement("target", target)
+    if not callable(replicas):
+        replicas = as_bool(_CALL, "replicas", replicas, "True or False, or a function of a path")
     if jax.process_count() > 1:
         raise ValueError(
             f"{_CALL}: must run in one process, got {jax.process_count()}: save the entries of "
@@ -102,6 +105,8 @@ def _nodes(tree: Any) -> tuple[dict[str, Any], Any]:
     """Tables and other leaves by their paths, and the structure that they stand in."""
     named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_table)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+    if len(set(paths)) < len(paths):  # a name with a slash in it
+        paths = [jax.tree_util.keystr(path) for path, _ in named]
     return dict(zip(paths, (node for _, node in named), strict=True)), structure
 
 
@@ -162,12 +167,10 @@ def _check_replicas(path: str, table: Table, source: Placement, is_whole: bool) 
 
 
 def _on_host(leaf: Any, placement: Placement | None) -> Any:
-    """What each device has of a leaf that is no part of a table."""
+    """What each device has of a leaf that is no part of a table, in memory of its own."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array):
-        leaf = leaf.addressable_shards[0].data
-    return np.asarray(leaf)[0] if _is_stacked(placement) else np.asarray(leaf)
+    return np.array(leaf[0] if _is_stacked(placement) else leaf)
 
 
 def _placed(value: np.ndarray, like: Any) -> Any:

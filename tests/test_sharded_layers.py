@@ -477,12 +477,16 @@ def test_states_that_do_not_fit_are_told_apart_before_anything_moves():
         (state | {"bias": jnp.ones(2)}, {}, ValueError, r"at bias, float32\[3\], got float32\[2\]"),
         (state | {"bias": make()}, {}, ValueError, r"at bias, float32\[3\], got a table"),
         (state | {"table": hkv.create(128, 5)}, {}, ValueError, "same dim, dtype and optimizer"),
+        (state, {"replicas": "words"}, TypeError, "replicas must be True or False, or a function"),
         (state, {"source": 2}, TypeError, "source must be a jax_hkv.sharding.Placement, or None"),
         (state, {"source": two}, ValueError, "the state must lie on the 2 devices"),
     ):
         with pytest.raises(kind, match=message):
             hkv.sharding.reshard(state, fresh, **options)
     assert not state["table"].values.is_deleted()
+    named = {"a/b": jnp.ones(1), "a": {"b": jnp.zeros(2)}, "table": make()}
+    moved, counts = hkv.sharding.reshard(named, jax.tree.map(jnp.copy, named))
+    assert dense_of(moved) == dense_of(named) and [*counts] == ["['table']"]
 
 
 @pytest.mark.parametrize("mode", ONCE)
