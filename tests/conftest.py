@@ -84,6 +84,16 @@ def forget_programs():
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def keep_options():
+    """What a test sets in jax's options, a document's code for one, is not left to the next."""
+    before = dict(jax.config.values)
+    yield
+    for name, value in jax.config.values.items():
+        if value is not before.get(name, value):
+            jax.config.update(name, before[name])
+
+
 @pytest.fixture
 def rng(request):
     """A NumPy generator; pytest prints its seed when the test fails."""

@@ -276,6 +276,7 @@ def is_rematerializing():
 @pytest.mark.parametrize("kind", ["linen", "nnx", "placement"])
 def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(kind, mesh):
     """What a GPU's compiler makes of that stands in test_gpu_program.py."""
+    jax.config.update("jax_compiler_enable_remat_pass", True)  # whatever this process began with
     seen, ids = [], np.arange(8, dtype=np.int32)
 
     def loss_of(rows):
