@@ -313,11 +313,15 @@ class Placement:
           ValueError: if the state lies on other devices than the mesh's.
         """
         for leaf in jax.tree.leaves(tree):
-            devices = leaf.sharding.addressable_devices
+            if isinstance(leaf, jax.Array):
+                devices = leaf.sharding.addressable_devices
+                got = f"an array on {len(devices)}"
+            else:
+                devices, got = set(), f"a leaf of type {type(leaf).__name__}"
             if devices != set(self.local_devices):
                 raise ValueError(
                     f"Placement.shards: the state must lie on the {len(self.local_devices)} "
-                    f"devices of the mesh in this process, got an array on {len(devices)}: use the "
+                    f"devices of the mesh in this process, got {got}: use the "
                     "placement that it was made with (None stands for a table of one device)"
                 )
 

@@ -40,8 +40,8 @@ def reshard(
         tables, or by their paths: those by which the counts are named.
 
     Returns:
-      The state, and what became of the entries of each table, by its path in the state: `evicted`
-      and `refused` ones found no room.
+      The state, and what became of the entries of each table, by its path in the state, summed
+      over devices (of replicas too): `evicted` and `refused` ones found no room.
 
     Raises:
       TypeError: naming the argument.
@@ -174,9 +174,9 @@ def _on_host(leaf: Any, placement: Placement | None) -> Any:
 
 
 def _placed(value: np.ndarray, like: Any) -> Any:
-    """An array of the host, where and as another one lies."""
+    """An array of the host, where and as another one lies; a Python number for one."""
     if not isinstance(like, jax.Array):
-        return value
+        return value if isinstance(like, np.ndarray | np.generic) else value.item()
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         data = _placed(value, jax.random.key_data(like))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))

@@ -468,6 +468,39 @@ def test_an_nnx_state_with_replicas_goes_to_one_device():
     assert dense_of(nnx.state(target)) == dense_of(four.shards(old)[0])
 
 
+def test_replicas_and_what_the_host_holds_go_from_two_devices_to_four(monkeypatch):
+    two, four = Placement(mesh_of(2)), Placement(mesh_of(4))
+    keys = np.arange(100, dtype=np.int32)
+
+    def make():
+        host = {"epoch": 0, "rate": 0.0, "is_warm": False, "seen": np.zeros(3)}
+        return {"table": hkv.create(512, 4)} | host
+
+    def start(placement):
+        made = make()
+        return made | {"table": placement.create(lambda: made["table"])}
+
+    find_or_insert = jax.jit(lambda table: hkv.find_or_insert(table, keys)[0])
+    state = start(two) | {"epoch": 2**40, "rate": 0.1, "is_warm": True, "seen": np.arange(3.0)}
+    state["table"] = two.run(find_or_insert)(state["table"])
+    with pytest.raises(ValueError, match="replicas must be True for the table table"):
+        hkv.sharding.reshard(state, start(four), source=two, target=four)
+    moved, counts = hkv.sharding.reshard(state, start(four), source=two, target=four, replicas=True)
+    expected = entries(two.shards(state["table"])[:1])
+    for shard in four.shards(moved["table"]):
+        for a, b in zip(entries([shard]), expected, strict=True):
+            assert a.tobytes() == b.tobytes()
+    assert int(counts["table"].inserted) == 4 * 100
+    for name in ("epoch", "rate", "is_warm"):
+        assert type(moved[name]) is type(state[name]) and moved[name] == state[name]
+    assert moved["seen"].tolist() == [0, 1, 2] and moved["seen"] is not state["seen"]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="must run in one process, got 2"):
+        hkv.sharding.reshard(make(), make())
+    with pytest.raises(ValueError, match="lie on the 2 devices .* got a leaf of type int"):
+        two.shards(state)
+
+
 def test_states_that_do_not_fit_are_told_apart_before_anything_moves():
     two = Placement(mesh_of(2))
     make = functools.partial(hkv.create, 128, 4)
