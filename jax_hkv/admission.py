@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from jax_hkv import _trees
 from jax_hkv._checks import as_integer, is_number
 from jax_hkv._keys import Keys
 
@@ -39,6 +40,9 @@ class Frequency:
     width: int
     depth: int
 
+    def __str__(self) -> str:
+        return f"frequency({self.sightings}, width={self.width}, depth={self.depth})"
+
     def start(self) -> Admission | None:
         """What a new table carries; None where everything is admitted."""
         if self.sightings == 1:
@@ -57,7 +61,7 @@ class Probability:
         return None if self.threshold == 2**32 else Admission(None, self)
 
 
-@jax.tree_util.register_dataclass
+@_trees.register
 @dataclasses.dataclass(frozen=True)
 class Admission:
     """A rule, and what it remembers of the keys that a table has no row for.
@@ -68,7 +72,7 @@ class Admission:
     """
 
     counters: UInt32[Array, "depth width"] | None
-    rule: Frequency | Probability = dataclasses.field(metadata={"static": True})
+    rule: Frequency | Probability = _trees.static(told_by="counters")
 
     def decide(
         self,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt8, UInt32
 
-from jax_hkv import _ffi, rows
+from jax_hkv import _ffi, _trees, rows
 from jax_hkv._keys import Keys
 from jax_hkv.initializers import Initializer
 
@@ -49,7 +49,7 @@ class Status(enum.IntEnum):
     REFUSED = 4
 
 
-@jax.tree_util.register_dataclass
+@_trees.register
 @dataclasses.dataclass(frozen=True)
 class Index:
     """Digests, keys and scores of `B` buckets of 128 lanes.
@@ -72,9 +72,9 @@ class Index:
     occupancy: Int32[Array, " B"]
     clock: UInt32[Array, 2]
     epoch: UInt32[Array, 1]
-    policy: Policy = dataclasses.field(metadata={"static": True})
-    choices: int = dataclasses.field(metadata={"static": True})
-    name: str = dataclasses.field(metadata={"static": True})
+    policy: Policy = _trees.static(told_by="scores")
+    choices: int = _trees.static(told_by="keys")
+    name: str = _trees.static()
 
     @property
     def slots(self) -> int:

@@ -50,6 +50,11 @@ class Initializer:
     def __hash__(self) -> int:
         return hash(self._bits())
 
+    def __str__(self) -> str:
+        name = ("constant", "uniform", "normal", "truncated_normal")[self.kind]
+        numbers = [self.a] if self.kind == _CONSTANT else [self.a, self.b]
+        return f"{name}({', '.join(map(repr, numbers))})"
+
     def for_dim(self, dim: int) -> Initializer:
         """The same with its parameters settled for rows of `dim` elements."""
         if self.scale is None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
+from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
-from jax_hkv import initializers
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_float_dtype, as_initializer, as_integer
 from jax_hkv._keys import Keys
@@ -45,7 +45,7 @@ class OptimizerRows:
     structure: Any = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@_trees.register
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A dynamic embedding table as a value: every operation returns a new one.
@@ -65,8 +65,8 @@ class Table:
     values: Float[Array, "S dim"]
     optimizer: OptimizerRows | None
     admission: Admission | None
-    initializer: initializers.Initializer = dataclasses.field(metadata={"static": True})
-    seed: int = dataclasses.field(metadata={"static": True})
+    initializer: initializers.Initializer = _trees.static(told_by="values")
+    seed: int = _trees.static(told_by="values")
 
     @property
     def capacity(self) -> int:

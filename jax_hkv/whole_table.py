@@ -400,10 +400,11 @@ def _size_if(table: Table, predicate: Predicate) -> jax.Array:
 def misplaced(table: Table) -> Int32[Array, ""]:
     """How many entries a lookup of their own key does not find: 0 in a sound table.
 
-    A checkpoint holds arrays only. Restored into a table that was made with other arguments, keys
-    may stand in buckets where nobody looks for them (a smaller `choices`), and this counts them. It
-    cannot see another policy, seed or initializer. Of a table over devices it counts this device's
-    part alone, and does not ask who owns a key: :func:`jax_hkv.sharding.misplaced` does.
+    Where arrays have come into a table that was made with other arguments, past the names by which
+    a checkpoint is refused, keys may stand in buckets where nobody looks for them (a smaller
+    `choices`), and this counts them. It cannot see another policy, seed or initializer. Of a table
+    over devices it counts this device's part alone, and does not ask who owns a key:
+    :func:`jax_hkv.sharding.misplaced` does.
 
     Args:
       table: to read; rows are not.
@@ -419,7 +420,7 @@ def misplaced(table: Table) -> Int32[Array, ""]:
       >>> table, _ = hkv.find_or_insert(hkv.create(512, 2, choices=2), np.arange(480, dtype="i4"))
       >>> int(misplaced(table))
       0
-      >>> index = dataclasses.replace(table.index, choices=1)  # as restored into such a table
+      >>> index = dataclasses.replace(table.index, choices=1)
       >>> int(misplaced(dataclasses.replace(table, index=index))) > 0
       True
     """

@@ -1,0 +1,70 @@
+"""Pytrees whose leaves have in their names what they cannot be read without.
+
+Checkpoints hold arrays under the names of leaves; what is static comes from the target that they
+are restored into. So the name of an array of scores says which policy's they are: a target of
+another policy has no leaf of that name, and whoever restores (Orbax, flax.serialization) refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+from typing import Any, TypeVar
+
+import jax
+
+Node = TypeVar("Node")
+
+
+def static(*, told_by: str | None = None) -> Any:
+    """A static field of a dataclass; `told_by`: the field whose leaf has it in its name."""
+    return dataclasses.field(metadata={"static": True, "told_by": told_by})
+
+
+def register(kind: type[Node]) -> type[Node]:
+    """Registers a dataclass as a pytree, like `jax.tree_util.register_dataclass`.
+
+    Example:
+      >>> @register
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Scores:
+      ...     words: Any
+      ...     policy: str = static(told_by="words")
+      >>> leaves = jax.tree_util.tree_leaves_with_path(Scores(1, policy="LRU"))
+      >>> jax.tree_util.keystr(leaves[0][0])
+      '.words(policy=LRU)'
+    """
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    others = [field for field in fields if field.metadata.get("static")]
+    data = [field.name for field in fields if field not in others]
+    assert [*data, *others] == [*data, *fields[len(data) :]], "static fields come last"
+    all_of = operator.attrgetter(*(field.name for field in fields))
+    count = len(data)
+
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values = all_of(node)
+        return values[:count], values[count:]
+
+    def name_of(node: Any, field: str) -> str:
+        told = [
+            f"{other.name}={_shown(getattr(node, other.name))}"
+            for other in others
+            if other.metadata["told_by"] == field
+        ]
+        return f"{field}({', '.join(told)})" if told else field
+
+    def flatten_with_keys(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        children, settings = flatten(node)
+        keys = [jax.tree_util.GetAttrKey(name_of(node, field)) for field in data]
+        return tuple(zip(keys, children, strict=True)), settings
+
+    def unflatten(settings: tuple[Any, ...], children: Any) -> Any:
+        return kind(*children, *settings)
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
+    return kind
+
+
+def _shown(setting: Any) -> str:
+    return setting.name if isinstance(setting, enum.Enum) else str(setting)
