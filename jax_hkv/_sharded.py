@@ -525,7 +525,8 @@ def _listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
             "sharding.update: the results of one update must come from exchanges that are all "
             "strict, or all not; got both: update with each kind by itself"
         )
-    return [*zip(results, gradients, strict=True)]
+    pairs = zip(results, gradients, strict=True)
+    return [one for pair in pairs for one in _updates.taken_apart(*pair)]
 
 
 def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,10 +114,12 @@ def batch_of(
 
 def merged_groups(results: list[InsertResult]) -> tuple[_index.Groups, Int32[Array, " n"]]:
     """The distinct keys of all results, and their slots as the results have them."""
-    index_slots = [result.unique_slots for result in results]
-    if len(results) == 1:
-        return results[0].groups, index_slots[0]
-    return _merge(results, index_slots)
+    slots = [result.unique_slots.reshape(-1) for result in results]
+    return (results[0].groups, slots[0]) if _is_one_batch(results) else _merge(results, slots)
+
+
+def _is_one_batch(results: list[InsertResult]) -> bool:
+    return len(results) == 1 and results[0].unique_slots.ndim == 1
 
 
 def square_norm(results: list[InsertResult], gradients: list[Any]) -> Float32[Array, ""]:
@@ -136,8 +139,12 @@ def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
         return _index.Terms(rows)
     sources, first = [], 0
     for result, own in zip(results, flat, strict=True):
-        bags = result.bags
-        own_sources = _rows.positions(_positions(result)) if bags is None else bags.sources
+        if result.bags is None:
+            own_sources = _rows.positions(own.shape[0])
+        else:  # of each lookup that is stacked they count from 0
+            sources_of = result.bags.sources
+            parts = math.prod(sources_of.shape[:-1])
+            own_sources = _numbered_on(sources_of, own.shape[0] // parts)
         sources.append(own_sources + jnp.int32(first))
         first += own.shape[0]
     weights = None
@@ -146,14 +153,16 @@ def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
     return _index.Terms(rows, jnp.concatenate(sources), weights)
 
 
-def _positions(result: InsertResult) -> int:
-    return result.groups.inverse.shape[0]
+def _numbered_on(numbers: jax.Array, each: int) -> jax.Array:
+    """Numbers of stacked lookups, ``[..., n]``, that go on from those of the one before: flat."""
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    return (rows + (_rows.positions(rows.shape[0]) * jnp.int32(each))[:, None]).reshape(-1)
 
 
 def _weights(result: InsertResult) -> jax.Array:
     if result.bags is None:
-        return jnp.ones((_positions(result),), jnp.float32)
-    return result.bags.factors
+        return jnp.ones((result.groups.inverse.size,), jnp.float32)
+    return result.bags.factors.reshape(-1)
 
 
 def listed(
@@ -163,7 +172,7 @@ def listed(
     call: str = "optim.update",
     lookup: str = "find_or_insert",
 ) -> tuple[list[Result], list[Any]]:
-    """Checked results and gradients as lists; what ``jax.lax.scan`` stacked is taken apart.
+    """Checked results and gradients as lists; one result may be what ``jax.lax.scan`` stacked.
 
     Args:
       result: of a lookup, or a sequence of such.
@@ -199,13 +208,11 @@ def listed(
             f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
             f"{len(results)} results"
         )
-    apart: list[tuple[Result, Any]] = []
-    for pair in zip(results, gradients, strict=True):
-        apart += _apart(*pair)
-    return [own for own, _ in apart], [own for _, own in apart]
+    return results, gradients
 
 
-def _apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:
+def taken_apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:
+    """The results, and gradients, that ``jax.lax.scan`` stacked."""
     if result.counts.unique.ndim == 0:
         return [(result, gradients)]
     rows = _as_rows(result, gradients)
@@ -213,7 +220,7 @@ def _apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:
     def step(number: int) -> tuple[Any, Any]:
         return jax.tree.map(lambda leaf: leaf[number], (result, rows))
 
-    return [pair for n in range(len(rows)) for pair in _apart(*step(n))]
+    return [pair for n in range(len(rows)) for pair in taken_apart(*step(n))]
 
 
 def _flat(result: InsertResult, gradients: Any) -> jax.Array:
@@ -235,12 +242,12 @@ def _verified(
     index: _index.Index, results: list[InsertResult], skipped: jax.Array
 ) -> tuple[_index.Index, _index.Groups, jax.Array, jax.Array]:
     """What the results say that still holds, and how much does not."""
-    keys = jnp.concatenate([result.groups.keys for result in results])
-    looked_up = jnp.concatenate([result.unique_slots for result in results])
+    keys = jnp.concatenate([result.groups.keys.reshape(-1, 2) for result in results])
+    looked_up = jnp.concatenate([result.unique_slots.reshape(-1) for result in results])
     index, slots, skipped = _index.verify(index, Keys(keys), looked_up, skipped)
-    if len(results) == 1:
+    if _is_one_batch(results):
         return index, results[0].groups, slots, skipped
-    ends = np.cumsum([result.unique_slots.shape[0] for result in results])[:-1]
+    ends = np.cumsum([result.unique_slots.size for result in results])[:-1]
     return index, *_merge(results, jnp.split(slots, ends)), skipped
 
 
@@ -248,8 +255,14 @@ def _merge(
     results: list[InsertResult], unique_slots: list[jax.Array]
 ) -> tuple[_index.Groups, jax.Array]:
     pairs = zip(results, unique_slots, strict=True)
-    slots = jnp.concatenate([_index.by_position(r.groups, own, NO_SLOT) for r, own in pairs])
+    slots = jnp.concatenate([_slots_by_position(*pair) for pair in pairs])
     words = jnp.concatenate([result.keys.words.reshape(-1, 2) for result in results])
     groups = _index.unique(Keys(words), slots >= 0)
     first = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
     return groups, first
+
+
+def _slots_by_position(result: InsertResult, unique_slots: Int32[Array, " n"]) -> jax.Array:
+    inverse = result.groups.inverse
+    numbers = _numbered_on(inverse, inverse.shape[-1])
+    return jnp.where(inverse.reshape(-1) >= 0, _index.take(unique_slots, numbers), NO_SLOT)
