@@ -324,8 +324,9 @@ def loss_and_aux(outputs: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     )
 
 
-def scaled(loss: jax.Array, scale: LossScale | None) -> jax.Array:
-    """The loss that is differentiated."""
+def scaled(loss: jax.Array, scale: LossScale | None, micro_batches: int) -> jax.Array:
+    """The loss that is differentiated: a micro-batch's share of the mean, times the loss scale."""
+    loss = loss if micro_batches == 1 else loss / micro_batches
     return loss if scale is None else loss * scale.scale.astype(loss.dtype)
 
 
@@ -466,9 +467,8 @@ def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
         _warn(
             f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "
             "once in several steps, but tables are updated in every step. To train both on several "
-            "batches at once, look all of them up in one loss_fn (the model can be called as often "
-            "as need be), and average their losses; if rows are meant to move on, silence this "
-            "with warnings.filterwarnings"
+            "batches at once, make them one and give train_step micro_batches=, how many parts it "
+            "goes through; if rows are meant to move on, silence this with warnings.filterwarnings"
         )
 
 
@@ -527,9 +527,22 @@ def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:
     """The counts of all lookups of a training step, by path; a scan may have stacked them."""
     totals: dict[str, Counts] = {}
     for part in parts:
-        for name, counts in part.items():
+        for name, own in _totals(part).items():
             where = f"{scope}/{name}" if scope else name
-            own = jax.tree.map(total_of, counts)
             before = totals.get(where)
             totals[where] = own if before is None else jax.tree.map(jnp.add, before, own)
     return totals
+
+
+def _totals(counts: dict[str, Counts]) -> dict[str, Counts]:
+    """The sums of stacked counts, hundreds of them, in few kernels.
+
+    One by one each would be a kernel of its own, and cut out of one array of sums a copy; sums of
+    two numbers XLA makes together.
+    """
+    leaves, structure = jax.tree.flatten(counts)
+    if not leaves or leaves[0].ndim == 0:
+        return counts
+    rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
+    others = jnp.sum(rows[:, 1:], axis=1, dtype=jnp.int32)
+    return structure.unflatten([*map(jnp.add, rows[:, 0], others)])

@@ -21,6 +21,7 @@ Whoever writes the step by hand calls ``apply(..., mutable=MUTABLE)``, different
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
 from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -489,6 +490,7 @@ def train_step(
     *,
     has_aux: bool = False,
     max_norm: float | None = None,
+    micro_batches: int = 1,
     donate: bool = True,
     placement: Placement | None = None,
     check_overflow: bool = True,
@@ -500,6 +502,10 @@ def train_step(
         `has_aux`. ``apply(*args, train=True)`` calls the model, as often as need be.
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
+      micro_batches: parts of the batch, one after the other, so that activations take the memory of
+        one part. Every array among the arguments is cut along its first axis, a random key is
+        split. Parameters, tables and optimizers make one step, by the mean of the parts' losses;
+        `aux` has a leading axis for the parts.
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
@@ -519,9 +525,10 @@ def train_step(
       ExchangeOverflow: see `check_overflow`; :class:`jax_hkv.sharding.ExchangeOverflow`.
     """
     devices = _layers.Devices(() if placement is None else placement.axes)
+    micro_batches = _micro_batches.checked(micro_batches)
 
-    def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
-        others = {TABLES: state.tables, **state.variables}
+    def differentiated(state: TrainState, collections: Any, *args: Any) -> tuple[Any, Any, Any]:
+        """Collections after a lookup of (a part of) the batch, dense gradients, and the rest."""
         mutable = [*MUTABLE, *state.variables]
 
         def run(params: Any, perturbed: Any, collections: Any, also: Any = ()) -> Any:
@@ -539,22 +546,35 @@ def train_step(
                 return outputs
 
             loss, aux = _layers.loss_and_aux(loss_fn(apply, *args), has_aux)
-            scaled = _layers.scaled(devices.part(loss), state.loss_scale)
+            scaled = _layers.scaled(devices.part(loss), state.loss_scale, micro_batches)
             return scaled, (loss, aux, variables)
 
         zeros = _zeros(
-            lambda collections: run(state.params, None, collections, (PERTURBATIONS,))[1][2], others
+            lambda collections: run(state.params, None, collections, (PERTURBATIONS,))[1][2],
+            collections,
         )
         (_, (loss, aux, updated)), gradients = jax.value_and_grad(
             run, argnums=(0, 1), has_aux=True
-        )(state.params, zeros, others)
+        )(state.params, zeros, collections)
         lookups = _lookups(updated)
+        after = {name: _next_of(old, updated[name]) for name, old in collections.items()}
+        return after, gradients[0], (loss, aux, lookups, _gradients(lookups, gradients[1]))
+
+    def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
+        others = {TABLES: state.tables, **state.variables}
+        differentiate = functools.partial(differentiated, state)
+        if micro_batches == 1:
+            updated, dense, rest = differentiate(others, *args)
+        else:
+            updated, dense, rest = _micro_batches.scan(
+                differentiate, others, args, micro_batches, state.params
+            )
+        loss, aux, lookups, rows = rest
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
-        dense, rows = devices.total(gradients[0]), _gradients(lookups, gradients[1])
         overflow = _layers.strict_overflow({"/".join(path): own for path, own in results.items()})
         dense, rows, finite, scale = _layers.prepared(
-            dense, rows, results, state.loss_scale, max_norm, devices, overflow
+            devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow
         )
         tx = _layers.for_dense(state.tx, state.loss_scale)
         params, opt_state = _layers.dense_update(tx, dense, state.opt_state, state.params, finite)
@@ -574,12 +594,12 @@ def train_step(
             opt_state=opt_state,
             tables=unflatten_dict(tables),
             variables={
-                name: devices.mean(_next_of(old, updated[name], finite))
+                name: devices.mean(_layers.kept_unless(finite, updated[name], old))
                 for name, old in state.variables.items()
             },
             loss_scale=scale,
         )
-        loss, aux = devices.mean(loss), devices.stacked(aux)
+        loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
         return after, StepInfo(loss, aux, measured, counts, finite, overflow)
 
     if placement is None:
@@ -592,11 +612,9 @@ def train_step(
     )
 
 
-def _next_of(old: Any, new: Any, finite: Any) -> Any:
+def _next_of(old: Any, new: Any) -> Any:
     """A collection (of statistics) after a step; one that a model sows into is left as it was."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        return old
-    return _layers.kept_unless(finite, new, old)
+    return new if jax.tree.structure(old) == jax.tree.structure(new) else old
 
 
 # --- flax.serialization: to_bytes, from_bytes, to_state_dict, from_state_dict --------------------

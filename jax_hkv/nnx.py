@@ -27,10 +27,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _sharded, initializers, pooled
+from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
 from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
+from jax_hkv._nnx_devices import Placed
+from jax_hkv._nnx_devices import place as place
+from jax_hkv._nnx_devices import run as run
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -543,6 +546,7 @@ def train_step(
     *,
     has_aux: bool = False,
     max_norm: float | None = None,
+    micro_batches: int = 1,
     donate: bool = True,
     placement: Placement | None = None,
     check_overflow: bool = True,
@@ -554,6 +558,8 @@ def train_step(
         `has_aux`.
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
+      micro_batches: as for :func:`jax_hkv.linen.train_step`; random streams go on from part to
+        part, and what a model sows is dropped.
       donate: whether the arrays of the state are used up, so that nothing is copied.
       placement: of the state (see :func:`place`), on several devices: then each of them gets its
         part of every argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one
@@ -571,20 +577,25 @@ def train_step(
         silences it.
     """
     devices = _layers.Devices(() if placement is None else placement.axes)
+    micro_batches = _micro_batches.checked(micro_batches)
 
     def step(state: TrainState, *args: Any) -> StepInfo:
         scale = None if state.loss_scale is None else state.loss_scale.get_value()
 
         def scaled_loss(model: nnx.Module, *args: Any) -> Any:
             loss, aux = _layers.loss_and_aux(loss_fn(model, *args), has_aux)
-            return _layers.scaled(devices.part(loss), scale), (loss, aux)
+            return _layers.scaled(devices.part(loss), scale, micro_batches), (loss, aux)
 
         nnx.pop(state.model, nnx.Intermediate)  # what an earlier step has sown
         parts = (state.model, state.optimizer)
         before = jax.tree.map(lambda leaf: leaf, nnx.state(parts, _SKIPPED))  # the arrays as such
-        (_, (loss, aux)), dense, rows = value_and_grad(scaled_loss, has_aux=True)(
-            state.model, *args
-        )
+        differentiate = value_and_grad(scaled_loss, has_aux=True)
+        if micro_batches == 1:
+            (_, (loss, aux)), dense, rows = differentiate(state.model, *args)
+        else:
+            dense, ((_, (loss, aux)), rows) = _in_micro_batches(
+                differentiate, state.model, args, micro_batches
+            )
         _layers.check_trained(_trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
@@ -608,93 +619,44 @@ def train_step(
         counts: dict[str, Counts] = {}
         for where, own in rows.items():
             counts |= _layers.summed(own.counts, where.rpartition("/")[0])
-        loss, aux = devices.mean(loss), devices.stacked(aux)
+        loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
         return StepInfo(loss, aux, measured, counts, finite, overflow)
+
+    def step_of_one(state: TrainState, *args: Any) -> StepInfo:
+        info = step(state, *args)
+        nnx.pop(state.model, nnx.Intermediate)  # what a model sows is of this call only
+        nnx.update(state.model, devices.mean(nnx.state(state.model, _STATISTICS)))
+        return info
 
     if placement is None:
         jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
     else:
-        jitted = _Placed(placement, step, donate, devices)
+        jitted = Placed(placement, step_of_one, donate)
 
     return _layers.host_checked(jitted, TrainState, lambda info: info, placement, check_overflow)
 
 
-class _Placed:
-    """A step on all devices of a placement: a function of the state's arrays, and back into it."""
+def _in_micro_batches(
+    differentiate: Callable[..., Any], model: nnx.Module, args: Any, count: int
+) -> tuple[Any, Any]:
+    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked."""
+    kinds = (nnx.Pytree, nnx.Variable)
+    for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
+        if isinstance(each, kinds):
+            raise TypeError(
+                "train_step: arguments must be arrays where there are micro-batches, got a "
+                f"{type(each).__name__}, whose changes would be lost: hold it in the model, or "
+                "return what it is to know (has_aux=True)"
+            )
+    graph, values = nnx.split(model)
 
-    def __init__(
-        self,
-        placement: Placement,
-        step: Callable[..., StepInfo],
-        donate: bool,
-        devices: _layers.Devices,
-    ):
-        self._placement = placement
-        self._step = step
-        self._donate = donate
-        self._devices = devices
-        self._compiled: dict[Any, Any] = {}
+    def one(values: Any, *part: Any) -> tuple[Any, Any, Any]:
+        model = nnx.merge(graph, values)
+        value, dense, rows = differentiate(model, *part)
+        nnx.pop(model, nnx.Intermediate)
+        return nnx.state(model), dense, (value, rows)
 
-    def __call__(self, state: TrainState, *args: Any) -> StepInfo:
-        graph, values = nnx.split(state)
-        values, info = self._of(graph)(values, *args)
-        nnx.update(state, values)
-        return info
-
-    def lower(self, state: TrainState, *args: Any) -> Any:
-        """As of jitted functions."""
-        graph, values = nnx.split(state)
-        return self._of(graph).lower(values, *args)
-
-    def _of(self, graph: Any) -> Any:
-        if graph not in self._compiled:
-
-            def pure(values: Any, *args: Any) -> tuple[Any, StepInfo]:
-                state = nnx.merge(graph, values)
-                info = self._step(state, *args)
-                nnx.pop(state.model, nnx.Intermediate)  # what a model sows is of this call only
-                statistics = nnx.state(state.model, _STATISTICS)
-                nnx.update(state.model, self._devices.mean(statistics))
-                return nnx.split(state)[1], info
-
-            self._compiled[graph] = self._placement.step(pure, donate=self._donate)
-        return self._compiled[graph]
-
-
-def place(make: Callable[[], Model], placement: Placement) -> Model:
-    """A model or a :class:`TrainState` whose arrays lie on the devices of a placement.
-
-    Args:
-      make: returns it; called once for all devices, so that layers with an axis name know theirs.
-      placement: where; tables are split, everything else is copied.
-    """
-    graphs = []
-
-    def values() -> Any:
-        graph, state = nnx.split(make())
-        graphs.append(graph)
-        return state
-
-    state = placement.create(values)
-    return nnx.merge(graphs[-1], state)
-
-
-def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
-    """A compiled evaluation on the devices of a placement.
-
-    Args:
-      fn: of (model, *batch), for one device, to arrays with a leading axis; it changes nothing.
-      placement: of the model.
-
-    Returns:
-      A function of (model, *batch) to the arrays of all devices, one after the other.
-    """
-    compiled: dict[Any, Any] = {}
-
-    def on_all(model: nnx.Module, *batch: Any) -> Any:
-        graph, values = nnx.split(model)
-        if graph not in compiled:
-            compiled[graph] = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
-        return compiled[graph](values, *batch)
-
-    return on_all
+    like = nnx.state(model, nnx.Param)
+    values, dense, rest = _micro_batches.scan(one, values, args, count, like)
+    nnx.update(model, values)
+    return dense, rest

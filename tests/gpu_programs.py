@@ -130,6 +130,7 @@ def programs():
 
     yield "train_step", train_step, (state, batch(), floats(BATCH))
     yield "collection_step", *collection_step()
+    yield "micro_batches_step", *collection_step(micro_batches=4)
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
     yield "undonated_step", train_step, (state, batch(), floats(BATCH))
     yield "advance_epoch", hkv.advance_epoch, (make(),)
@@ -177,7 +178,7 @@ def programs():
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
-def collection_step(capacity=CAPACITY, hidden=(), *, donate=False):
+def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, **options):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
     import jax
@@ -197,7 +198,7 @@ def collection_step(capacity=CAPACITY, hidden=(), *, donate=False):
         @nn.compact
         def __call__(self, inputs, train=False):
             rows = hkv.linen.EmbedCollection(collection)(inputs, train=train)
-            flat = [own.reshape(BATCH, -1) for own in rows.values()]
+            flat = [own.reshape(len(own), -1) for own in rows.values()]
             outputs = jnp.concatenate(flat, axis=-1)
             for width in hidden:
                 outputs = nn.relu(nn.Dense(width)(outputs))
@@ -212,7 +213,7 @@ def collection_step(capacity=CAPACITY, hidden=(), *, donate=False):
     }
     create = functools.partial(hkv.linen.TrainState.create, Model(), tx=optax.adam(1e-3))
     state = shapes(jax.eval_shape(create, jax.random.key(0), inputs))
-    step = hkv.linen.train_step(loss_fn, donate=donate)  # the report donates by itself
+    step = hkv.linen.train_step(loss_fn, donate=donate, **options)  # the report donates by itself
     return step, (state, inputs, jax.ShapeDtypeStruct((BATCH,), jnp.float32))
 
 

@@ -40,6 +40,7 @@ THIRD_PARTY = {"jax", "jaxlib", "jaxtyping", "numpy"}
 OPTIONAL = {
     "linen": {"flax"},
     "nnx": {"flax"},
+    "_nnx_devices": {"flax"},
     "checkpoint": {"orbax"},
     "plots": {"matplotlib"},
 }

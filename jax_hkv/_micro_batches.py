@@ -1,0 +1,120 @@
+"""A training step that goes through its batch in parts, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hkv._checks import as_integer
+from jax_hkv._layers import widened
+from jax_hkv.features import Jagged
+
+
+def checked(count: Any) -> int:
+    """A number of micro-batches."""
+    return as_integer("train_step", "micro_batches", count, 1, 2**31 - 1)
+
+
+def scan(
+    differentiate: Callable[..., tuple[Any, Any, Any]], state: Any, args: Any, count: int, like: Any
+) -> tuple[Any, Any, Any]:
+    """Differentiates one part of the arguments after the other.
+
+    Args:
+      differentiate: of (state, *part) to the next state, gradients, and whatever else.
+      state: arrays that pass from part to part.
+      args: of the step.
+      count: of the parts.
+      like: parameters; gradients are of their shapes and types.
+
+    Returns:
+      The last state, the sums of the gradients, made in float32 at least, and everything else of
+      all parts, stacked.
+    """
+
+    def one(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], _Packed]:
+        state, gradients, rest = differentiate(carry[0], *part)
+        return (state, jax.tree.map(jnp.add, carry[1], widened(gradients))), _Packed.of(rest)
+
+    zeros = jax.tree.map(jnp.zeros_like, widened(like))
+    (state, sums), rest = jax.lax.scan(one, (state, zeros), _cut(args, count))
+    gradients = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, like)
+    return state, gradients, rest.tree()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """A pytree whose numbers lie side by side: what a loop keeps costs a kernel for each array.
+
+    Attributes:
+      numbers: ``[..., n]``, by type.
+      arrays: the leaves that are no numbers.
+      places: static, of each leaf: a type and a place among the numbers; or None and one among the
+        arrays.
+      structure: static, of the pytree.
+    """
+
+    numbers: dict[str, jax.Array]
+    arrays: list[jax.Array]
+    places: tuple[tuple[str | None, int], ...] = dataclasses.field(metadata={"static": True})
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any) -> _Packed:
+        leaves, structure = jax.tree.flatten(tree)
+        kept: dict[str | None, list[Any]] = {None: []}
+        places = []
+        for leaf in map(jnp.asarray, leaves):
+            is_number = leaf.ndim == 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+            kind = leaf.dtype.name if is_number else None
+            same = kept.setdefault(kind, [])
+            places.append((kind, len(same)))
+            same.append(leaf)
+        arrays = kept.pop(None)
+        return cls(
+            {str(kind): jnp.stack(own) for kind, own in kept.items()},
+            arrays,
+            tuple(places),
+            structure,
+        )
+
+    def tree(self) -> Any:
+        leaves = [
+            self.arrays[place] if kind is None else self.numbers[kind][..., place]
+            for kind, place in self.places
+        ]
+        return self.structure.unflatten(leaves)
+
+
+def _cut(args: Any, count: int) -> Any:
+    """The arguments of a step as those of its micro-batches, stacked.
+
+    Arrays are cut along their first axis; random keys are split, and numbers are for all.
+    """
+
+    def one(path: Any, leaf: Any) -> Any:
+        where = f"train_step: arguments{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, Jagged):
+            raise TypeError(
+                f"{where} must be arrays that can be cut along their first axis into {count} "
+                "micro-batches, got a Jagged: give ids [batch, hotness] with valid=, or a Padded"
+            )
+        if np.ndim(leaf) == 0:
+            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+            return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))
+        size = np.shape(leaf)[0]
+        if size % count:
+            raise ValueError(
+                f"{where} must have a first axis that can be cut into micro-batches of one size, "
+                f"got one of {size} for {count} micro-batches: pad the batch, and mask its ids "
+                "(valid=)"
+            )
+        return leaf.reshape(count, size // count, *leaf.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(one, args, is_leaf=lambda n: isinstance(n, Jagged))

@@ -1,0 +1,89 @@
+"""Models of flax.nnx on the devices of a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jax_hkv._placement import Placement
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class Placed:
+    """A step on all devices of a placement: a function of the state's arrays, and back into it.
+
+    Args:
+      placement: of the state.
+      step: of (state, *args), on one device; changes the state and returns a report.
+      donate: whether the state's arrays are used up.
+    """
+
+    def __init__(self, placement: Placement, step: Callable[..., Any], donate: bool):
+        self._placement = placement
+        self._step = step
+        self._donate = donate
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: nnx.Module, *args: Any) -> Any:
+        graph, values = nnx.split(state)
+        values, info = self._of(graph)(values, *args)
+        nnx.update(state, values)
+        return info
+
+    def lower(self, state: nnx.Module, *args: Any) -> Any:
+        """As of jitted functions."""
+        graph, values = nnx.split(state)
+        return self._of(graph).lower(values, *args)
+
+    def _of(self, graph: Any) -> Any:
+        if graph not in self._compiled:
+
+            def pure(values: Any, *args: Any) -> tuple[Any, Any]:
+                state = nnx.merge(graph, values)
+                info = self._step(state, *args)
+                return nnx.split(state)[1], info
+
+            self._compiled[graph] = self._placement.step(pure, donate=self._donate)
+        return self._compiled[graph]
+
+
+def place(make: Callable[[], Model], placement: Placement) -> Model:
+    """A model or a :class:`jax_hkv.nnx.TrainState` whose arrays lie on the devices of a placement.
+
+    Args:
+      make: returns it; called once for all devices, so that layers with an axis name know theirs.
+      placement: where; tables are split, everything else is copied.
+    """
+    graphs = []
+
+    def values() -> Any:
+        graph, state = nnx.split(make())
+        graphs.append(graph)
+        return state
+
+    state = placement.create(values)
+    return nnx.merge(graphs[-1], state)
+
+
+def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+    """A compiled evaluation on the devices of a placement.
+
+    Args:
+      fn: of (model, *batch), for one device, to arrays with a leading axis; it changes nothing.
+      placement: of the model.
+
+    Returns:
+      A function of (model, *batch) to the arrays of all devices, one after the other.
+    """
+    compiled: dict[Any, Any] = {}
+
+    def on_all(model: nnx.Module, *batch: Any) -> Any:
+        graph, values = nnx.split(model)
+        if graph not in compiled:
+            compiled[graph] = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
+        return compiled[graph](values, *batch)
+
+    return on_all

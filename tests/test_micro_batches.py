@@ -1,0 +1,368 @@
+"""Steps that go through their batch in parts: those of the whole batch, in less memory."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from test_training import (
+    Model,
+    NnxModel,
+    assert_equal_trees,
+    assert_same_entries,
+    batches,
+    fresh_state,
+    loss_fn,
+    loss_of,
+    table_of,
+)
+
+import jax_hkv as hkv
+from jax_hkv.optim import LossScale
+from jax_hkv.sharding import Placement
+
+PARTS = 3
+NEAR = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def nnx_loss(model, inputs, labels):
+    return loss_of(model(inputs, train=True), labels)
+
+
+def in_parts(call, inputs, labels):
+    """The loss of a model that is called for one part of the batch after the other."""
+    losses = []
+    for part in range(PARTS):
+        count = len(labels) // PARTS
+        own = jax.tree.map(
+            lambda leaf: leaf[part * count : (part + 1) * count],  # noqa: B023
+            (inputs, labels),
+        )
+        losses.append(loss_of(call(own[0], train=True), own[1]))
+    return sum(losses) / PARTS
+
+
+class Linen:
+    """A state of linen, and its steps."""
+
+    loss_fn = staticmethod(loss_fn)
+
+    def __init__(self, made, **options):
+        self.state = fresh_state(made[0][0], **options)
+
+    def run(self, made, loss_fn=loss_fn, **options):
+        step = hkv.linen.train_step(loss_fn, **options)
+        infos = []
+        for batch in made:
+            self.state, info = step(self.state, *batch)
+            infos.append(info)
+        return infos
+
+    @property
+    def table(self):
+        return table_of(self.state)
+
+    @property
+    def dense(self):
+        return self.state.params, self.state.opt_state
+
+
+class Nnx:
+    """The same of nnx."""
+
+    loss_fn = staticmethod(nnx_loss)
+
+    def __init__(self, made, **options):
+        del made
+        self.state = hkv.nnx.TrainState(NnxModel(nnx.Rngs(0)), **{"tx": optax.sgd(0.1)} | options)
+
+    def run(self, made, loss_fn=nnx_loss, **options):
+        step = hkv.nnx.train_step(loss_fn, **options)
+        return [step(self.state, *batch) for batch in made]
+
+    @property
+    def table(self):
+        return self.state.model.embed.table_0.get_value()
+
+    @property
+    def dense(self):
+        parts = self.state.model, self.state.optimizer
+        return nnx.state(parts, nnx.Not(hkv.nnx.TableVariable))
+
+
+APIS = [Linen, Nnx]
+
+
+def assert_same(one, other):
+    assert_same_entries(one.table, other.table)
+    for a, b in zip(jax.tree.leaves(one.dense), jax.tree.leaves(other.dense), strict=True):
+        np.testing.assert_allclose(a, b, **NEAR)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.05}], ids=["plain", "clipped"])
+def test_a_step_in_micro_batches_is_the_step_whose_loss_calls_the_model_for_each(api, options, rng):
+    """One update of tables and of dense parameters, by the gradients of all parts."""
+    made = batches(rng)
+    one, other = api(made, tx=optax.adam(0.1)), api(made, tx=optax.adam(0.1))
+    infos = one.run(made, micro_batches=PARTS, **options)
+    expected = other.run(made, in_parts, **options)
+    assert_same(one, other)
+    for info, should in zip(infos, expected, strict=True):
+        np.testing.assert_allclose(info.loss, should.loss, rtol=1e-5)
+        assert_equal_trees((info.tables, info.counts), (should.tables, should.counts))
+    assert int(infos[-1].tables[next(iter(infos[-1].tables))].hits) > 0
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_micro_batches_come_near_to_the_whole_batch(api, rng):
+    """Slots may differ, and nothing else does: LFU counts occurrences however they are divided."""
+    made = batches(rng)
+    one, other = api(made), api(made)
+    losses = [info.loss for info in one.run(made, micro_batches=4)]
+    np.testing.assert_allclose(losses, [info.loss for info in other.run(made)], rtol=1e-5)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_one_micro_batch_is_the_batch_in_every_bit(api, rng):
+    made = batches(rng)
+    one, other = api(made), api(made)
+    assert_equal_trees(one.run(made, micro_batches=1), other.run(made))
+    assert_equal_trees((one.table, one.dense), (other.table, other.dense))
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_one_part_that_is_not_finite_skips_the_whole_step(api, rng):
+    """With a loss scale: ids are inserted, and every bit of what trains stays."""
+    made = batches(rng)
+    own = api(made, loss_scale=LossScale.create(2.0**10))
+    (info,) = own.run(made[:1], micro_batches=PARTS)
+    assert bool(info.finite)
+    labels = np.array(made[1][1])
+    labels[-1] = np.nan  # of the last part
+    before = hkv.sharding.export_entries(own.table)
+    dense = jax.tree.map(np.array, own.dense)
+    (info,) = own.run([(made[1][0], labels)], micro_batches=PARTS)
+    assert not bool(info.finite) and np.isnan(info.loss)
+    after = hkv.sharding.export_entries(own.table)
+    assert len(after.keys) > len(before.keys)
+    assert_equal_trees(own.dense, dense)
+    place = {int(key): number for number, key in enumerate(after.keys)}
+    rows = after.values[[place[int(key)] for key in before.keys]]
+    np.testing.assert_array_equal(rows, before.values)
+
+
+class HalfModel(nn.Module):
+    """Dense parameters in bfloat16."""
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        rows = hkv.linen.Embed(128, 4, optimizer=hkv.optim.sgd(0.1))(ids, train=train)
+        return nn.Dense(1, param_dtype=jnp.bfloat16)(rows)[:, 0]
+
+
+def test_gradients_of_half_parameters_are_added_in_float32_and_come_as_they_do():
+    """A state of optax keeps its types, so that steps can be scanned."""
+    ids = np.arange(64, dtype=np.int32)
+    state = hkv.linen.TrainState.create(HalfModel(), jax.random.key(0), ids, tx=optax.adam(0.1))
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.square(apply(ids, train=True)).mean(), micro_batches=8, donate=False
+    )
+    after, _ = jax.lax.scan(lambda state, _: step(state, ids), state, length=2)
+    types = [jax.tree.map(lambda leaf: leaf.dtype, own.opt_state) for own in (state, after)]
+    assert types[0] == types[1] and jnp.bfloat16 in jax.tree.leaves(types[0])
+
+
+class Statistics(nn.Module):
+    """Normalises with running statistics, and drops elements out."""
+
+    @nn.compact
+    def __call__(self, ids, key=None, train=False):
+        rows = hkv.linen.Embed(256, 4, optimizer=hkv.optim.sgd(0.1))(ids, train=train)
+        rows = nn.BatchNorm(momentum=0.5, use_running_average=not train)(rows)
+        rows = nn.Dropout(0.5, deterministic=not train, rng_collection="dropout")(rows, rng=key)
+        self.sow("intermediates", "rows", rows)
+        return nn.Dense(1)(rows)[:, 0]
+
+
+def test_statistics_pass_through_all_parts_and_each_has_a_random_key_of_its_own(rng):
+    ids = rng.integers(0, 100, 64, dtype=np.int32)
+    state = hkv.linen.TrainState.create(Statistics(), jax.random.key(0), ids, tx=optax.sgd(0.0))
+
+    def loss(apply, ids, key, weight):
+        outputs = apply(ids, key, train=True)
+        return outputs.mean() * weight, (jax.random.key_data(key), weight)
+
+    step = hkv.linen.train_step(loss, has_aux=True, micro_batches=2, donate=False)
+    after, info = step(state, ids, jax.random.key(1), 0.5)
+    keys, weights = info.aux
+    assert keys.shape == (2, 2) and keys[0].tolist() != keys[1].tolist()
+    assert weights.tolist() == [0.5, 0.5]
+    mean = np.zeros(4)
+    initial = np.asarray(hkv.initial_rows(table_of(state), ids))
+    for part in (initial[:32], initial[32:]):
+        mean = 0.5 * mean + 0.5 * part.mean(axis=0)
+    got = after.variables["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(got, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_nnx_statistics_and_random_streams_pass_through_all_parts(rng):
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = hkv.nnx.Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+            self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.dense = nnx.Linear(4, 1, rngs=rngs)
+
+        def __call__(self, ids):
+            rows = self.dropout(self.norm(self.embed(ids, train=True)))
+            return self.dense(rows)[:, 0]
+
+    ids = rng.integers(0, 100, 64, dtype=np.int32)
+    state = hkv.nnx.TrainState(Own(nnx.Rngs(0)), optax.sgd(0.0))
+    initial = np.asarray(hkv.initial_rows(state.model.embed.table.get_value(), ids))
+    step = hkv.nnx.train_step(lambda model, ids: model(ids).mean(), micro_batches=2)
+    graph = nnx.graphdef(state)
+    step(state, ids)
+    assert nnx.graphdef(state) == graph
+    assert int(state.model.dropout.rngs.count.get_value()) == 2
+    mean = np.zeros(4)
+    for part in (initial[:32], initial[32:]):
+        mean = 0.5 * mean + 0.5 * part.mean(axis=0)
+    np.testing.assert_allclose(state.model.norm.mean.get_value(), mean, rtol=1e-4, atol=1e-6)
+
+
+class Wide(nn.Module):
+    """Whose activations take more memory than anything else."""
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        rows = hkv.linen.Embed(1024, 8, optimizer=hkv.optim.adam(0.1))(ids, train=train)
+        for _ in range(4):
+            rows = nn.relu(nn.Dense(512)(rows))
+        return nn.Dense(1)(rows)[:, 0]
+
+
+def test_micro_batches_take_less_memory_and_copy_no_table():
+    ids = np.arange(4096, dtype=np.int32)
+    state = jax.eval_shape(
+        lambda: hkv.linen.TrainState.create(Wide(), jax.random.key(0), ids, tx=optax.sgd(0.1))
+    )
+
+    def step_of(count):
+        return hkv.linen.train_step(
+            lambda apply, ids: jnp.square(apply(ids, train=True)).mean(), micro_batches=count
+        )
+
+    one, many = (
+        step_of(count).lower(state, ids).compile().memory_analysis().temp_size_in_bytes
+        for count in (1, 16)
+    )
+    assert many < one / 4
+    hkv.testing.assert_no_table_copies(step_of(16), state, ids)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_each_device_goes_through_its_part_in_micro_batches(api, mode, rng):
+    """The step of one device with as many micro-batches in all, but for the order of sums."""
+    mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
+    placement = Placement(mesh, mode=mode)
+    ids = rng.integers(0, 200, (3, 64), dtype=np.int32)
+    sgd = optax.sgd(0.1)
+    embed = {"capacity": 1024, "features": 4, "optimizer": hkv.optim.adagrad(0.1)}
+
+    def loss(call, ids):
+        return jnp.square(call(ids, train=True) - 1).mean()
+
+    def entries(tables):
+        exported = hkv.sharding.export_entries(tables)
+        order = np.argsort(exported.keys)
+        return exported.keys[order], exported.values[order]
+
+    if api == "linen":
+
+        def make(axis_name=None):
+            model = hkv.linen.Embed(**embed, axis_name=axis_name)
+            return hkv.linen.TrainState.create(model, jax.random.key(0), ids[0], tx=sgd)
+
+        state, one = placement.create(functools.partial(make, "device")), make()
+        step = hkv.linen.train_step(loss, micro_batches=4, placement=placement)
+        alone = hkv.linen.train_step(loss)
+        for batch in ids:
+            state, info = step(state, placement.put(batch))
+            one, expected = alone(one, batch)
+        parts, whole = placement.shards(table_of(state)), table_of(one)
+    else:
+
+        def make_nnx(axis_name=None):
+            return hkv.nnx.TrainState(hkv.nnx.Embed(**embed, axis_name=axis_name), sgd)
+
+        many, one = hkv.nnx.place(lambda: make_nnx("device"), placement), make_nnx()
+        step = hkv.nnx.train_step(loss, micro_batches=4, placement=placement)
+        alone = hkv.nnx.train_step(loss)
+        for batch in ids:
+            info, expected = step(many, placement.put(batch)), alone(one, batch)
+        parts = placement.shards(many.model.table.get_value())
+        whole = one.model.table.get_value()
+    np.testing.assert_allclose(info.loss, expected.loss, rtol=1e-5)
+    assert int(info.tables["table"].inserted) == int(expected.tables["table"].inserted)
+    for got, should in zip(entries(parts), entries(whole), strict=True):
+        np.testing.assert_allclose(got, should, **NEAR)
+
+
+BAGS = hkv.Jagged.from_lists([[1, 2], [3]] * 24)
+REFUSED = {
+    "no number": ({"micro_batches": True}, None, TypeError, "micro_batches must be an integer"),
+    "none": ({"micro_batches": 0}, None, ValueError, "micro_batches must be from 1"),
+    "rest": ({"micro_batches": 5}, None, ValueError, r"arguments\[0\].* of 48 .* 5 micro-batches"),
+    "jagged": ({"micro_batches": 2}, BAGS, TypeError, r"arguments\[0\] .*Jagged.*valid"),
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_that_cannot_be_cut_are_refused(api, case, rng):
+    """31: before anything changes."""
+    options, inputs, error, message = REFUSED[case]
+    made = batches(rng, 1)
+    own = api(made)
+    given = made if inputs is None else [(inputs, made[0][1])]
+    with pytest.raises(error, match=f"train_step: {message}"):
+        own.run(given, **options)
+
+
+def test_objects_that_parts_would_change_are_refused(rng):
+    """Of nnx, which a step of the whole batch may change."""
+    made = batches(rng, 1)
+    (inputs, labels), own = made[0], Nnx(made)
+
+    def loss(model, inputs, labels, seen):
+        seen.update(values=labels)
+        return nnx_loss(model, inputs, labels)
+
+    with pytest.raises(TypeError, match="got a Average, whose changes would be lost: hold it in"):
+        own.run([(inputs, labels, nnx.metrics.Average())], loss, micro_batches=2)
+
+
+def test_micro_batches_of_keys_and_padded_features_are_cut_alike(rng):
+    """Every array of an argument, 64-bit ids as well."""
+    made = batches(rng)
+
+    def padded(inputs):
+        ids = hkv.Keys.from_numpy(inputs["seen"].astype(np.int64))
+        valid = np.ones(inputs["seen"].shape, bool)
+        return {"user": hkv.Keys.from_numpy(inputs["user"]), "seen": hkv.Padded(ids, valid)}
+
+    one, other = Linen(made), Linen(made)
+    one.run([(padded(inputs), labels) for inputs, labels in made], micro_batches=2)
+    other.run(made, micro_batches=2)
+    assert_same(one, other)
+    assert isinstance(one.state.model, Model)
