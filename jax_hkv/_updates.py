@@ -144,7 +144,7 @@ def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
         else:  # of each lookup that is stacked they count from 0
             sources_of = result.bags.sources
             parts = math.prod(sources_of.shape[:-1])
-            own_sources = _numbered_on(sources_of, own.shape[0] // parts)
+            own_sources = _numbered_on(sources_of, own.shape[0] // max(parts, 1))
         sources.append(own_sources + jnp.int32(first))
         first += own.shape[0]
     weights = None
@@ -155,8 +155,9 @@ def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
 
 def _numbered_on(numbers: jax.Array, each: int) -> jax.Array:
     """Numbers of stacked lookups, ``[..., n]``, that go on from those of the one before: flat."""
-    rows = numbers.reshape(-1, numbers.shape[-1])
-    return (rows + (_rows.positions(rows.shape[0]) * jnp.int32(each))[:, None]).reshape(-1)
+    lookups = math.prod(numbers.shape[:-1])
+    rows = numbers.reshape(lookups, numbers.shape[-1])
+    return (rows + (_rows.positions(lookups) * jnp.int32(each))[:, None]).reshape(-1)
 
 
 def _weights(result: InsertResult) -> jax.Array:

@@ -53,6 +53,69 @@ def test_lookups_of_ids_and_of_bags_make_one_step_together(kind):
     assert rows[:, 0].tolist() == [-1, -2, -(4 + 8), -8, -(32 + 16), -64]
 
 
+def looked_up(form, table, rng, count=6):
+    """The table after a lookup of some ids of one form, some masked; its result, and gradients."""
+    ids = rng.integers(0, 9, (count, 2), dtype=np.int32)
+    valid = rng.random((count, 2)) < 0.7
+    if form == "ids":
+        table, result = hkv.find_or_insert(table, ids, valid=valid)
+    elif form == "jagged":
+        splits = np.sort(rng.integers(0, 2 * count - 1, count + 1)).astype(np.int32)
+        bags = hkv.Jagged(ids.reshape(-1), splits - splits[:1])  # padding behind the last bag
+        table, result = hkv.find_or_insert_pooled(table, bags)
+    else:
+        weights = rng.random((count, 2), np.float32) if form == "weighted" else None
+        table, result = hkv.find_or_insert_pooled(
+            table, ids, weights=weights, valid=valid, combiner="mean"
+        )
+    gradients = rng.normal(size=result.values.shape).astype(np.float32)
+    return table, result, jnp.asarray(gradients)
+
+
+def stacked(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+FORMS = [
+    ("ids", 6),
+    ("ids", 0),
+    ("bags", 6),
+    ("bags", 0),
+    ("weighted", 6),
+    ("weighted", 0),
+    ("jagged", 6),
+]
+
+
+@pytest.mark.parametrize(("form", "count"), FORMS)
+def test_an_update_by_stacked_results_is_that_by_a_list_of_them(form, count, rng):
+    """In every bit, whatever is stacked upon what; without any ids, too."""
+    opt = hkv.optim.adam(0.1)
+    table = opt.init(hkv.create(256, DIM))
+    results, gradients = [], []
+    for own in [*[form] * 4, "ids", *[form] * 2]:
+        table, result, rows = looked_up(own, table, rng, count)
+        results.append(result)
+        gradients.append(rows)
+    expected = opt.update(table, results, gradients)
+    nested = stacked(stacked(*results[:2]), stacked(*results[2:4]))
+    mixed = [nested, results[4], stacked(*results[5:])]
+    rows = [
+        stacked(stacked(*gradients[:2]), stacked(*gradients[2:4])),
+        gradients[4],
+        stacked(*gradients[5:]),
+    ]
+    got = opt.update(table, mixed, rows)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    norms = [
+        hkv.optim.clip_by_global_norm(1.0, {}, [own], [by])[2]
+        for own, by in ((mixed, rows), (results, gradients))
+    ]
+    assert float(norms[0]) == float(norms[1]) and (float(norms[0]) > 0) == (count > 0)
+    assert np.any(np.asarray(expected.values) != np.asarray(table.values)) == (count > 0)
+
+
 def test_gradients_of_several_lookups_keep_the_better_type():
     opt = hkv.optim.sgd(1.0)
     table = opt.init(hkv.create(128, 1, init=hkv.initializers.constant(0.0)))
