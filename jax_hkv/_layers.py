@@ -467,8 +467,9 @@ def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
         _warn(
             f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "
             "once in several steps, but tables are updated in every step. To train both on several "
-            "batches at once, make them one and give train_step micro_batches=, how many parts it "
-            "goes through; if rows are meant to move on, silence this with warnings.filterwarnings"
+            "batches at once, make one batch of them, which train_step(micro_batches=4) goes "
+            "through in parts; if rows are meant to move on, silence this with "
+            "warnings.filterwarnings"
         )
 
 

@@ -39,10 +39,11 @@ def scan(
 
     def one(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], _Packed]:
         state, gradients, rest = differentiate(carry[0], *part)
+        _check_kept(carry[0], state)
         return (state, jax.tree.map(jnp.add, carry[1], widened(gradients))), _Packed.of(rest)
 
     zeros = jax.tree.map(jnp.zeros_like, widened(like))
-    (state, sums), rest = jax.lax.scan(one, (state, zeros), _cut(args, count))
+    (state, sums), rest = jax.lax.scan(one, (state, zeros), _cut(args, count), length=count)
     gradients = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, like)
     return state, gradients, rest.tree()
 
@@ -92,11 +93,27 @@ class _Packed:
         return self.structure.unflatten(leaves)
 
 
+def _check_kept(before: Any, after: Any) -> None:
+    """Raises unless a state has kept its form: what the next part begins with."""
+    kinds = [
+        {jax.tree_util.keystr(path): jax.typeof(leaf) for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (before, after))
+    ]
+    for name in sorted(kinds[0].keys() | kinds[1].keys()):
+        old, new = (own.get(name, "nothing") for own in kinds)
+        if str(old) != str(new):
+            raise ValueError(
+                f"train_step: a call of the model must leave {name} in the form that it had, "
+                f"{old}, for the next micro-batch, got {new}: have init make it so"
+            )
+
+
 def _cut(args: Any, count: int) -> Any:
     """The arguments of a step as those of its micro-batches, stacked.
 
     Arrays are cut along their first axis; random keys are split, and numbers are for all.
     """
+    first: list[tuple[str, int]] = []  # the first array, and its size
 
     def one(path: Any, leaf: Any) -> Any:
         where = f"train_step: arguments{jax.tree_util.keystr(path)}"
@@ -109,11 +126,19 @@ def _cut(args: Any, count: int) -> Any:
             is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
             return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))
         size = np.shape(leaf)[0]
+        first.append((where, size))
+        if size != first[0][1]:
+            raise ValueError(
+                f"{where} must have the first axis of all others, since micro-batches are cut "
+                f"along it, got {size} where {first[0][0].removeprefix('train_step: ')} has "
+                f"{first[0][1]}: repeat for each example what is for the whole batch, have loss_fn "
+                "hold it, and give random keys as jax.random.key makes them"
+            )
         if size % count:
             raise ValueError(
                 f"{where} must have a first axis that can be cut into micro-batches of one size, "
-                f"got one of {size} for {count} micro-batches: pad the batch, and mask its ids "
-                "(valid=)"
+                f"got one of {size} for {count} micro-batches: pad the batch, mask its ids "
+                "(valid=), and divide losses by a number that is the same for all parts"
             )
         return leaf.reshape(count, size // count, *leaf.shape[1:])
 

@@ -53,7 +53,7 @@ class Initializer:
     def __str__(self) -> str:
         name = ("constant", "uniform", "normal", "truncated_normal")[self.kind]
         numbers = [self.a] if self.kind == _CONSTANT else [self.a, self.b]
-        return f"{name}({', '.join(map(repr, numbers))})"
+        return f"{name}({', '.join(str(np.float32(number)) for number in numbers)})"
 
     def for_dim(self, dim: int) -> Initializer:
         """The same with its parameters settled for rows of `dim` elements."""

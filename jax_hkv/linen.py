@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
+from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
@@ -503,9 +504,11 @@ def train_step(
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       micro_batches: parts of the batch, one after the other, so that activations take the memory of
-        one part. Every array among the arguments is cut along its first axis, a random key is
-        split. Parameters, tables and optimizers make one step, by the mean of the parts' losses;
-        `aux` has a leading axis for the parts.
+        one part. Every array among the arguments is cut along its first axis, which all of them
+        share; a ``jax.random.key`` is split. Parameters, tables and optimizers make one step, by
+        the mean of the parts' losses: a loss over valid examples divides by a number that is the
+        same for all parts, not by a part's own. `aux` has a leading axis for the parts (over
+        devices behind theirs).
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
@@ -557,11 +560,14 @@ def train_step(
             run, argnums=(0, 1), has_aux=True
         )(state.params, zeros, collections)
         lookups = _lookups(updated)
-        after = {name: _next_of(old, updated[name]) for name, old in collections.items()}
+        after = {
+            name: updated[name] if name == TABLES else _next_of(old, updated[name])
+            for name, old in collections.items()
+        }
         return after, gradients[0], (loss, aux, lookups, _gradients(lookups, gradients[1]))
 
     def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
-        others = {TABLES: state.tables, **state.variables}
+        others = {TABLES: unfreeze(state.tables), **state.variables}
         differentiate = functools.partial(differentiated, state)
         if micro_batches == 1:
             updated, dense, rest = differentiate(others, *args)

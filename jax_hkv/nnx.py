@@ -559,7 +559,7 @@ def train_step(
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       micro_batches: as for :func:`jax_hkv.linen.train_step`; random streams go on from part to
-        part, and what a model sows is dropped.
+        part, and ``nnx.Intermediate`` that a model sows is dropped. Its calls change arrays alone.
       donate: whether the arrays of the state are used up, so that nothing is copied.
       placement: of the state (see :func:`place`), on several devices: then each of them gets its
         part of every argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one
@@ -644,9 +644,9 @@ def _in_micro_batches(
     for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(each, kinds):
             raise TypeError(
-                "train_step: arguments must be arrays where there are micro-batches, got a "
-                f"{type(each).__name__}, whose changes would be lost: hold it in the model, or "
-                "return what it is to know (has_aux=True)"
+                "train_step: arguments must be arrays where there are micro-batches, got the "
+                f"{type(each).__name__} of nnx, whose changes would be lost: hold it in the model, "
+                "or return what it is to know (has_aux=True)"
             )
     graph, values = nnx.split(model)
 
@@ -654,7 +654,14 @@ def _in_micro_batches(
         model = nnx.merge(graph, values)
         value, dense, rows = differentiate(model, *part)
         nnx.pop(model, nnx.Intermediate)
-        return nnx.state(model), dense, (value, rows)
+        after, values = nnx.split(model)
+        if after != graph:
+            raise ValueError(
+                "train_step: the model must change in its arrays alone where there are "
+                "micro-batches, got other attributes, Variables or static values after a call: "
+                "make all of them when the model is made"
+            )
+        return values, dense, (value, rows)
 
     like = nnx.state(model, nnx.Param)
     values, dense, rest = _micro_batches.scan(one, values, args, count, like)

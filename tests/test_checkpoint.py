@@ -107,6 +107,28 @@ def test_a_table_is_not_restored_into_one_of_other_settings(rng, tmp_path, setti
     assert_same_bits(serialization.from_bytes(same, as_bytes), table)
 
 
+def test_a_checkpoint_restored_in_part_leaves_out_what_is_of_other_settings(rng, tmp_path):
+    """32: shapes stay in the place of arrays, and the first call meets them."""
+    keys = random_keys(rng, 50)
+    table, _ = hkv.find_or_insert(hkv.create(128, 4), keys)
+    save(tmp_path / "step", table)
+
+    def partly(target):
+        restored = ocp.args.PyTreeRestore(
+            target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(tmp_path / "step", args=restored)
+
+    assert_same_bits(partly(jax.eval_shape(lambda: hkv.create(128, 4))), table)
+    other = partly(jax.eval_shape(lambda: hkv.create(128, 4, seed=1)))
+    assert isinstance(other.values, jax.ShapeDtypeStruct)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        hkv.find(other, keys)
+
+
 def test_states_of_layers_are_not_restored_into_those_of_other_settings(tmp_path):
     """32: in linen and in nnx, wherever the table lies in the state."""
     ids, tx = np.arange(20, dtype=np.int32), optax.adam(0.1)

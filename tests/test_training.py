@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
+import flax
 import flax.linen as nn
 import gpu_programs
 import jax
@@ -111,6 +113,38 @@ def counts(infos):
     fields = ("hits", "inserted", "evicted", "refused")
     tables = [metrics for info in infos for metrics in info.tables.values()]
     return {field: sum(int(getattr(each, field)) for each in tables) for field in fields}
+
+
+class LateTower(nn.Module):
+    """A second table, which is looked up in training only."""
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        embed = {"capacity": 128, "features": 4, "optimizer": hkv.optim.sgd(0.1)}
+        rows = hkv.linen.Embed(**embed, name="first")(ids, train=train)
+        if train:
+            rows += hkv.linen.Embed(**embed, seed=1, name="second")(ids, train=train)
+        return rows
+
+
+@pytest.mark.parametrize("kind", ["frozen", "late"])
+def test_tables_come_back_from_a_step_in_whatever_form_they_went_into_it(kind):
+    """Frozen dicts of Flax, and a layer that `init` did not call."""
+    ids = np.arange(20, dtype=np.int32)
+    model = LateTower() if kind == "late" else hkv.linen.Embed(128, 4, optimizer=OPTIMIZER)
+    state = fresh_state(ids, model)
+    if kind == "frozen":
+        state = dataclasses.replace(state, tables=flax.core.freeze(state.tables))
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.square(apply(ids, train=True) - 1).mean(), donate=False
+    )
+    losses = []
+    for _ in range(2):
+        state, info = step(state, ids)
+        losses.append(float(info.loss))
+        assert all(int(own.skipped) == 0 for own in info.tables.values())
+    assert losses[1] < losses[0] and len(info.tables) == (2 if kind == "late" else 1)
+    assert all(int(own.hits) == 20 for own in info.tables.values())
 
 
 @pytest.fixture
