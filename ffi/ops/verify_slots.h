@@ -35,16 +35,21 @@ struct VerifySlots {
     uint32_t* stale;
 
     HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-      if (!table.has_slot(slots[i])) return;
-      prefetch(table.digests + slots[i]);
-      prefetch(table.keys + slots[i]);
+      if (table.has_slot(slots[i])) prefetch(table.keys + slots[i]);
     }
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
       const Slot slot = slots[i];
-      const bool holds = table.has_entry(slot) && table.keys[slot].value() == batch[i].value();
-      verified[i] = holds ? slot : kNoSlot;
-      if (slot >= 0 && !holds) atomic_add(stale, uint32_t{1});
+      const bool is_held = holds(slot, batch[i].value());
+      verified[i] = is_held ? slot : kNoSlot;
+      if (slot >= 0 && !is_held) atomic_add(stale, uint32_t{1});
+    }
+
+   private:
+    // An empty lane's key is 0 (section 1): only of that key the digest says more.
+    HKV_HOST_DEVICE bool holds(Slot slot, Key key) const {
+      if (!table.has_slot(slot) || table.keys[slot].value() != key) return false;
+      return key != 0 || table.digests[slot] != kEmpty;
     }
   };
 
