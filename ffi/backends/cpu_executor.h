@@ -321,6 +321,11 @@ class CpuExecutor {
 
   static constexpr int64_t kFar = 24;  // indices ahead: a few hundred nanoseconds, one miss of memory
   static constexpr int64_t kNear = 12;  // half of that
+  // Of long steps: several indices' lines at once, whose addresses are translated side by side. One by one
+  // the next one's would not fit into the processor's window beside a step (docs/performance.md).
+  static constexpr int64_t kFarOfLong = 8;
+  static constexpr int64_t kLinesAtOnce = 16;
+  static constexpr int64_t kMostAtOnce = 4;  // indices
 
   template <class Step>
   static constexpr int64_t grain_of() {
@@ -343,6 +348,13 @@ class CpuExecutor {
         prefetch_far(i);
         if (i + kNear < end) seen[(i + kNear) % kRing] = step.look_ahead(i + kNear);
         step(SerialGroup{}, i, seen[i % kRing]);
+      }
+    } else if constexpr (requires { step.lines_ahead(); }) {
+      const int64_t block = std::clamp(kLinesAtOnce / step.lines_ahead(), int64_t{1}, kMostAtOnce);
+      for (int64_t first = begin; first < end; first += block) {
+        const int64_t last = std::min(first + block, end);
+        for (int64_t i = first + kFarOfLong; i < std::min(last + kFarOfLong, end); ++i) step.prefetch_far(i);
+        for (int64_t i = first; i < last; ++i) step(SerialGroup{}, i);
       }
     } else {
       for (int64_t i = begin; i < end; ++i) {

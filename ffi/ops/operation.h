@@ -10,9 +10,10 @@
 // A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every
 // index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own, and
 // the last group's may go beyond the last: the step looks, and takes part without one. Steps may offer
-// prefetch_far(index), which the CPU executor calls some indices ahead, and look_ahead(index), which it calls
-// less far ahead and whose result it hands to step(group, index, result): what it reads must stay as it is
-// while the step runs. Tiles call step(group, index).
+// prefetch_far(index), which the CPU executor calls some indices ahead, and for several of them at once where
+// steps are long: those say by lines_ahead() how many cache lines one call asks for. And look_ahead(index),
+// which it calls less far ahead and whose result it hands to step(group, index, result): what it reads must
+// stay as it is while the step runs. Tiles call step(group, index).
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n, "n+1?" that or 0. A name may also be an
@@ -78,23 +79,43 @@ HKV_HOST_DEVICE int64_t total_of(int64_t n, const Terms& terms, const int32_t* s
   return int64_t{sums[n - 1]} + terms(n - 1);
 }
 
+inline constexpr int64_t kCacheLine = 64;
+
+// Of a row, as many as are asked for: the hardware's own prefetcher follows from there.
+HKV_HOST_DEVICE int64_t lines_of(const RowsView& rows) {
+  constexpr int64_t kMost = 4;
+  const int64_t lines = (rows.row_bytes + kCacheLine - 1) / kCacheLine;
+  return lines < kMost ? lines : kMost;
+}
+
 // Brings a row near, if there is one.
 template <bool kIsToWrite = false>
 HKV_HOST_DEVICE void prefetch_row(const RowsView& rows, int64_t index) {
   if (index < 0 || index >= rows.count) return;
-  constexpr int64_t kLine = 64;
-  constexpr int64_t kMost = 4 * kLine;  // the hardware's own prefetcher follows from there
-  const int64_t bytes = rows.row_bytes < kMost ? rows.row_bytes : kMost;
-  for (int64_t byte = 0; byte < bytes; byte += kLine) prefetch<kIsToWrite>(rows.row(index) + byte);
+  for (int64_t line = 0; line < lines_of(rows); ++line) {
+    prefetch<kIsToWrite>(rows.row(index) + line * kCacheLine);
+  }
 }
+
+// Columns of a block: a cache line for a thread, 16 bytes for a member of a tile.
+template <Group G>
+inline constexpr int kBlockOf = G::size() == 1 ? 16 : 4;
 
 // Shares the columns of a row among a group, in blocks: visit.operator()<kBlock>(column, columns).
 template <Group G, class Visitor>
 HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor& visit) {
-  constexpr int kBlock = G::size() == 1 ? 16 : 4;  // a cache line for a thread, 16 bytes for a member
+  constexpr int kBlock = kBlockOf<G>;
   for (int64_t column = int64_t{kBlock} * group.rank(); column < width;
        column += int64_t{kBlock} * group.size()) {
     const int64_t left = width - column;
+    if constexpr (G::size() == 1) {  // what is left by halves: whole blocks are several times faster
+      constexpr int kHalf = kBlock / 2;
+      if (left >= kHalf && left < kBlock) {
+        visit.template operator()<kHalf>(column, kHalf);
+        if (left > kHalf) visit.template operator()<kHalf>(column + kHalf, static_cast<int>(left - kHalf));
+        return;
+      }
+    }
     visit.template operator()<kBlock>(column, static_cast<int>(left < kBlock ? left : kBlock));
   }
 }

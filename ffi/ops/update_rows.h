@@ -241,6 +241,11 @@ struct UpdateRows {
     const StepScales* scales;
     SumTerms terms;
 
+    HKV_HOST_DEVICE int64_t lines_ahead() const {
+      int64_t lines = lines_of(values);
+      for (int i = 0; i < Rule::kStates; ++i) lines += lines_of(states[i]);
+      return lines;
+    }
     HKV_HOST_DEVICE void prefetch_far(int64_t key) const {
       if (key >= *count) return;
       prefetch_row(values, slots[key]);
@@ -366,7 +371,7 @@ struct UpdateRows {
     // From left to right. Each member has the squares of its own blocks, and adds up those of all.
     template <Group G>
     HKV_HOST_DEVICE float mean_square(const G& group, int64_t key, const TermSpan& span) const {
-      constexpr int kBlock = 4;
+      constexpr int kBlock = kBlockOf<G>;
       float sum = 0.0f;
       for (int64_t first = 0; first < values.width; first += kBlock * group.size()) {
         const int64_t column = first + kBlock * group.rank();
