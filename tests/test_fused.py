@@ -16,7 +16,7 @@ from oracle_updates import STATES, Trainer
 
 import jax_hkv as hkv
 
-DIM = 20  # more than a block of the CPU's, and no multiple of it
+DIM = 27  # a block of the CPU's, half of one, and a rest
 
 OPTIMIZERS = {
     "sgd": partial(hkv.optim.sgd),

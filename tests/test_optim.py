@@ -362,6 +362,21 @@ def test_a_key_that_left_and_came_back_elsewhere_is_stale(several):
     assert int(updated.optimizer.skipped[0]) == (2 if several else 1)
 
 
+@pytest.mark.parametrize("key", [0, 1])
+def test_a_key_whose_lane_is_empty_is_stale(key):
+    """Key 0 is what stands in an empty lane, too."""
+    opt = hkv.optim.sgd(1.0)
+    ids = np.array([key], np.int32)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), ids)
+    gone, _ = hkv.erase(table, ids)
+    after = opt.update(gone, result, jnp.ones((1, DIM)))
+    assert int(after.optimizer.skipped[0]) == 1
+    np.testing.assert_array_equal(after.values, gone.values)
+    there = opt.update(table, result, jnp.ones((1, DIM)))
+    assert int(there.optimizer.skipped[0]) == 0
+    assert (np.asarray(there.values) != np.asarray(table.values)).any()
+
+
 @pytest.mark.parametrize("opt", [hkv.optim.sparse(optax.sgd(1.0)), hkv.optim.sgd(1.0)])
 def test_a_stale_result_takes_nothing_from_another_one_of_the_same_key(opt):
     """Of two results of a key, one before it left and came back: the other's gradient counts."""

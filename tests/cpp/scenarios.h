@@ -420,7 +420,7 @@ class Scenario {
 // Copied by 16 or 4 bytes, by 2 or 4, by 1 or 4.
 inline const std::vector<int64_t> kNarrow = {8, 1, 5};
 // Of several blocks of a tile, or some and a rest.
-inline const std::vector<int64_t> kWide = {64, 36, 131};
+inline const std::vector<int64_t> kWide = {64, 44, 131};
 
 // Every policy with one and two choices; row types and widths take turns, others for each size.
 inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std::vector<int64_t>& widths) {
