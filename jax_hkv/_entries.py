@@ -48,6 +48,7 @@ class Exported(NamedTuple):
       clock: the latest.
       epoch: the latest.
       counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
+      policy: the :class:`jax_hkv.Policy` that the scores are of, as an integer.
     """
 
     keys: np.ndarray
@@ -58,6 +59,7 @@ class Exported(NamedTuple):
     clock: int
     epoch: int
     counters: np.ndarray | None
+    policy: int
 
 
 def export_entries(
@@ -177,12 +179,15 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
     if len(parts) == 1:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
-    kinds = [_forms(part.values, part.optimizer, part.shared) for part in parts]
-    sketches = [None if part.counters is None else part.counters.shape for part in parts]
-    if any(own != kinds[0] for own in kinds) or any(own != sketches[0] for own in sketches):
+    kinds = [
+        f"{_forms(part.values, part.optimizer, part.shared)}, sightings "
+        f"{getattr(part.counters, 'shape', None)} and scores of Policy.{Policy(part.policy).name}"
+        for part in parts
+    ]
+    if len(set(kinds)) > 1:
         raise ValueError(
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer rows "
-            f"and sightings, got {kinds} and {sketches}"
+            f"sightings and policy, got {kinds}"
         )
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(parts, key=lambda part: part.clock)
@@ -192,6 +197,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
         counters=functools.reduce(np.maximum, counters) if counters else None,
+        policy=latest.policy,
     )
 
 
@@ -231,6 +237,7 @@ def save_entries(path: Any, exported: Exported) -> None:
     }
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
+    arrays |= {"policy": np.uint64(exported.policy)}
     unfinished = f"{os.fspath(path)}.writing"
     with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
         np.savez(file, **arrays)
@@ -264,6 +271,7 @@ def load_entries(path: Any) -> Exported:
             clock=int(saved["clock"]),
             epoch=int(saved["epoch"]),
             counters=rows.get("counters"),
+            policy=int(saved["policy"]),
         )
 
 
@@ -276,6 +284,7 @@ def _exported(part: Table, min_score: int | None) -> Exported:
         clock=_number(part.clock),
         epoch=_epoch(part),
         counters=None if counters is None else np.asarray(counters),
+        policy=int(part.policy),
     )
 
 
@@ -294,6 +303,7 @@ def without_entries(part: Table) -> Exported:
         clock=0,
         epoch=0,
         counters=counters,
+        policy=int(part.policy),
     )
 
 
@@ -351,8 +361,7 @@ def import_entries(
     later. So a fresh table takes all that was exported. Entries come in order of score, from the
     highest, so that a bucket without room keeps its highest ones (with two candidates, nearly:
     entries of one call choose together). Scores are not translated: under LRU entries of a younger
-    table are the oldest of an older one, and counts of LFU mean nothing to a table of another
-    policy.
+    table are the oldest of an older one, and those of another policy are refused.
 
     Args:
       placement: of the table, or None for a table of one device.
@@ -366,7 +375,8 @@ def import_entries(
 
     Raises:
       TypeError: naming the argument.
-      ValueError: if rows, optimizer rows or sightings have another shape than the table's.
+      ValueError: if rows, optimizer rows or sightings have another shape than the table's, or if
+        scores are of another policy.
 
     Example:
       >>> import jax_hkv as hkv
@@ -435,6 +445,7 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
             )
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
+    as_integer(call, f"{argument}.policy", exported.policy, 0, max(Policy))
     counters = exported.counters
     if counters is not None and getattr(counters, "dtype", None) != np.uint32:
         raise TypeError(
@@ -465,6 +476,14 @@ def check_fits(table: Table, exported: Exported) -> None:
             "optim.sparse(dtype=), and those of an optimizer that means the same by other names "
             "(optim.adam by mu, a chain of optax by 0.mu) are renamed, its count cast to the "
             "table's type, and a schedule's count left out"
+        )
+    if table.policy != exported.policy:
+        own, given = table.policy.name, Policy(exported.policy).name
+        raise ValueError(
+            f"sharding.import_entries: exported must have scores of Policy.{own} like the table's, "
+            f"got those of Policy.{given}, which mean something else: give each entry a score that "
+            "the table understands (under LRU a time, under LFU a count) by "
+            f"exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:

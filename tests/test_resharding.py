@@ -518,6 +518,27 @@ def test_saved_entries_keep_their_epoch_and_no_half_of_a_file_is_found(tmp_path,
     assert not (tmp_path / "other").exists()
 
 
+def test_scores_of_another_policy_are_refused_unless_they_are_made_its_own(tmp_path):
+    """Counts of LFU would be the oldest times of LRU."""
+    keys = np.array([5, 6, 6], np.int32)
+    table, _ = hkv.find_or_insert(hkv.create(128, 2, policy=hkv.Policy.LFU), keys)
+    exported = sharding.export_entries(table)
+    sharding.save_entries(tmp_path / "entries", exported)
+    exported = sharding.load_entries(tmp_path / "entries")
+    assert exported.policy == hkv.Policy.LFU
+    message = r"import_entries: exported must have scores of Policy\.LRU .*got those of Policy\.LFU"
+    with pytest.raises(ValueError, match=message):
+        sharding.import_entries(None, hkv.create(128, 2), exported)
+    times = exported._replace(scores=exported.scores + np.uint64(100), policy=int(hkv.Policy.LRU))
+    other, counts = sharding.import_entries(None, hkv.create(128, 2), times)
+    assert int(counts.inserted) == 2
+    assert sorted(sharding.export_entries(other).scores.tolist()) == [101, 102]
+    with pytest.raises(ValueError, match=r"join_entries: parts .* and policy, got .*Policy\.LRU"):
+        sharding.join_entries([exported, times])
+    with pytest.raises(ValueError, match=r"exported\.policy must be from 0 to 4, got 7"):
+        sharding.import_entries(None, other, times._replace(policy=7))
+
+
 def test_files_keep_names_that_are_none_of_files(tmp_path):
     """Names come from an optimizer's state."""
     exported = sharding.export_entries(trained([range(20)]))
