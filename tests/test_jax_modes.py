@@ -127,19 +127,21 @@ CALLS = {
     "hotness": lambda table, keys, rows, weights: hkv.find_or_insert(table, keys.T)[1].slots,
     "collection": of_collection,
 }
+SUMMED_BY_XLA = ("pooled", "gradients")  # in an order that is the executable's own
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_batch_that_its_type_says_is_split_gives_the_bits_of_one_that_is_not(mesh, call):
-    """30: with the table on all devices, outside shard_map."""
+def test_a_batch_that_its_type_says_is_split_gives_what_one_does_that_is_not(mesh, call):
+    """30: with the table on all devices, outside shard_map; in bits but for sums of XLA's."""
     table, _ = hkv.find_or_insert(hkv.create(128, DIM), IDS[:20])
     expected = jax.jit(CALLS[call])(table, *SPLIT)
     with jax.set_mesh(mesh):
         everywhere = jax.device_put(table, NamedSharding(mesh, P()))
         split = jax.device_put(SPLIT, NamedSharding(mesh, P("device")))
         got = jax.jit(CALLS[call])(everywhere, *split)
+    near = {"rtol": 1e-5, "atol": 1e-6} if call in SUMMED_BY_XLA else {"rtol": 0, "atol": 0}
     for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted))
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted), **near)
 
 
 # --- Leaks, strict types -------------------------------------------------------------------------
