@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jax_hkv import _serialization as _serialization
 from jax_hkv import admission, initializers, metrics, optim, sharding, testing
 from jax_hkv._ffi import CUSTOM_CALLS
+from jax_hkv._growth import grow
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
@@ -95,6 +96,7 @@ __all__ = [
     "find_or_insert",
     "find_or_insert_pooled",
     "find_pooled",
+    "grow",
     "halve_sightings",
     "initial_rows",
     "initializers",

@@ -208,7 +208,7 @@ class Placement:
             return _Checked("Placement.step", _Pmapped(self, fn, _with_one_report, donate=donate))
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
-            self._check_tables("Placement.step", state, ())
+            self.check_tables("Placement.step", state, ())
             specs = self.specs(state)
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
@@ -233,7 +233,7 @@ class Placement:
             return _Checked("Placement.run", _Pmapped(self, fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
-            self._check_tables("Placement.run", state, ())
+            self.check_tables("Placement.run", state, ())
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
@@ -388,7 +388,7 @@ class Placement:
     def _batch_spec(self, leaf: Any) -> Any:
         return P() if _is_shared(leaf) else P(self.axes)
 
-    def _check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
+    def check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""
         expected = (*leading, 2) if leading else (2 * self.devices,)
         for node in jax.tree.leaves(state, is_leaf=_is_table):
@@ -471,7 +471,7 @@ class _Pmapped:
 
     def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
         local = (len(self._placement.local_devices),)
-        self._placement._check_tables("Placement.step or run", state, local)
+        self._placement.check_tables("Placement.step or run", state, local)
         leaves, tree = jax.tree.flatten(batch)
         axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
         if (tree, axes) not in self._compiled:

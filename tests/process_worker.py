@@ -91,6 +91,18 @@ def restored(placement: Any, exported: Any) -> Any:
     return hkv.sharding.export_entries(placement.shards(table))
 
 
+def check_growth(placement: Any, table: Any, exported: Any) -> None:
+    """All processes see the entries of all, and double their parts together."""
+    assert hkv.grow(table, 4 * CAPACITY, placement=placement) is table
+    larger = hkv.grow(table, 4 * CAPACITY, room=CAPACITY // 2, placement=placement)
+    parts = placement.shards(larger)
+    assert [part.capacity for part in parts] == [CAPACITY // 2] * LOCAL_DEVICES
+    again = hkv.sharding.export_entries(parts)
+    old, new = np.argsort(exported.keys), np.argsort(again.keys)
+    assert (exported.keys[old] == again.keys[new]).all()
+    assert (exported.values[old] == again.values[new]).all()
+
+
 def die(how: str) -> None:
     print(f"ends by {how}", flush=True)
     if how == "raise":
@@ -136,6 +148,7 @@ def main() -> None:
     assert [part.capacity for part in placement.shards(table)] == [CAPACITY // 4] * LOCAL_DEVICES
     digests = placement.digests(table)
     exported = hkv.sharding.export_entries(placement.shards(table))
+    check_growth(placement, table, exported)
     again = restored(placement, exported) if given.restore else exported
     np.savez(
         given.folder / f"{own}.npz",

@@ -1,0 +1,132 @@
+"""Capacities that grow with what is in a table."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_hkv._checks import as_integer
+from jax_hkv._compat import is_traced
+from jax_hkv._placement import Placement
+from jax_hkv.index import MAX_SLOTS
+from jax_hkv.table import Counts, Table, check_one_device, check_table
+from jax_hkv.whole_table import resize, size
+
+# From which load factor on full buckets are met, by candidate buckets (docs/guide.md, Growth).
+_FULL = {1: 0.6, 2: 0.9}
+
+
+def grow(
+    table: Table, max_capacity: int, *, room: int = 0, placement: Placement | None = None
+) -> Table:
+    """The table, doubled until its entries evict none, for use between steps.
+
+    It doubles while there are more entries than 0.6 of the capacity (with two candidate buckets
+    0.9), from where on buckets fill up, and as long as the double is at most `max_capacity`; from
+    then on the table evicts. What is compiled for its shapes is compiled anew. Every call waits for
+    the device, to see how many entries there are. See :func:`resize`.
+
+    Args:
+      table: which is only read, and lies in memory beside the new one until nobody holds it.
+      max_capacity: entries of all devices, up to 2**31 - 1 of each.
+      room: the new ids that may come until the next call; they count as entries.
+      placement: of a table over devices, whose parts are doubled each.
+
+    Returns:
+      The table itself where it does not grow.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Warns:
+      UserWarning: if entries found no room in the larger table, and how many; of none that we made.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table = hkv.create(256, 2)
+      >>> for ids in np.arange(2000, dtype=np.int32).reshape(20, 100):
+      ...     table = grow(table, 1024, room=100)
+      ...     table, result = hkv.find_or_insert(table, ids)
+      >>> table.capacity
+      1024
+    """
+    check_table("grow", table)
+    if is_traced(table.values):
+        raise TypeError(
+            "grow: table must be one whose entries can be counted now, got one that is traced: "
+            "call grow between steps, outside of jit, or resize to a capacity that you know"
+        )
+    parts, here = _parts(table, placement)
+    most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
+    coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
+    capacity = before = table.capacity // here * parts
+    entries = _entries(table, placement) + coming
+    while entries > _FULL[table.choices] * capacity and 2 * capacity <= most:
+        capacity *= 2
+    if capacity == before:
+        return table
+    if placement is None:
+        table, counts = resize(table, capacity)
+    else:
+        table, counts = _resizing(placement, capacity // parts)(table)
+    if lost := int(counts.evicted) + int(counts.refused):
+        warnings.warn(
+            f"grow: {lost} entries of table {table.name!r} found no room in {capacity} slots",
+            stacklevel=2,
+        )
+    return table
+
+
+def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
+    """Parts of a table, and how many of them its leaves here hold; raises unless it lies so."""
+    if placement is None:
+        if table.clock.shape != (2,):
+            raise TypeError(
+                "grow: table must be that of one device, whose clock is uint32[2], got "
+                f"uint32{list(table.clock.shape)}: of a table over devices say placement=, the "
+                "sharding.Placement that made it"
+            )
+        check_one_device("grow", table)
+        return 1, 1
+    if not isinstance(placement, Placement):
+        raise TypeError(
+            "grow: placement must be a jax_hkv.sharding.Placement or None, got "
+            f"{type(placement).__name__}"
+        )
+    local = len(placement.local_devices)
+    pmapped = placement.mode == "pmap"
+    placement.check_tables("grow", table, (local,) if pmapped else ())
+    return placement.devices, local if pmapped else placement.devices
+
+
+def _entries(table: Table, placement: Placement | None) -> int:
+    if placement is None:
+        return int(size(table))
+    return int(_counting(placement)((), table.index.occupancy)[1])
+
+
+@functools.lru_cache(maxsize=16)
+def _counting(placement: Placement) -> Callable[..., tuple[Any, jax.Array]]:
+    """A compiled function from the occupancies of all parts to the entries of all."""
+
+    def count(nothing: Any, occupancy: jax.Array) -> tuple[Any, jax.Array]:
+        return nothing, jax.lax.psum(jnp.sum(occupancy, dtype=jnp.int32), placement.axes)
+
+    return placement.step(count)
+
+
+@functools.lru_cache(maxsize=64)
+def _resizing(placement: Placement, capacity: int) -> Callable[[Table], tuple[Table, Counts]]:
+    """A compiled function to the table with parts of this capacity, and what became of entries."""
+
+    def widen(table: Table) -> tuple[Table, Counts]:
+        table, counts = resize(table, capacity)
+        return table, jax.tree.map(lambda count: jax.lax.psum(count, placement.axes), counts)
+
+    return placement.step(widen, donate=False)
