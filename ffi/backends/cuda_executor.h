@@ -18,6 +18,12 @@
 
 namespace hkv {
 
+#ifndef HKV_BUILT_FOR
+#define HKV_BUILT_FOR "that this build names"
+#endif
+inline const std::string kToolkit =
+    std::to_string(__CUDACC_VER_MAJOR__) + "." + std::to_string(__CUDACC_VER_MINOR__);
+
 inline constexpr int kWarp = 32;
 inline constexpr int kBlockThreads = 256;
 // Blocks of a multiprocessor that registers must suffice for: 64 registers a thread. It also makes the
@@ -97,6 +103,13 @@ __global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>()) run_step(int
   }
 }
 
+// What is launched where a batch asks for nothing.
+struct Nothing {
+  static constexpr int kGroup = 1;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t) const {}
+};
+
 class CudaExecutor : public ManyWorkers<CudaExecutor> {
  public:
   explicit CudaExecutor(cudaStream_t stream) : stream_(stream) {}
@@ -106,6 +119,7 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
 
   void zero(void* data, int64_t bytes) {
     if (bytes == 0 || failed()) return;
+    has_launched_ = true;
     check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream_), "cudaMemsetAsync");
   }
 
@@ -117,6 +131,11 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
   template <class First, class Second>
   void each(int64_t count, const First& first, const Second& second) {
     launch(count, Chain<First, Second>{first, second});
+  }
+
+  // To XLA of jaxlib 0.10.0 and 0.10.1 a custom call that adds nothing to a command buffer is an error.
+  void finish() {
+    if (!has_launched_) launch(1, Nothing{});
   }
 
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
@@ -177,23 +196,40 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
                   std::to_string(n) + " items on this device, " + std::to_string(reserved) +
                   " were reserved: report this as a bug of jax_hkv");
     }
-    if (!failed()) check(call(storage, reserved), "CUB");
+    if (failed()) return;
+    has_launched_ = true;
+    check(call(storage, reserved), "CUB");
   }
 
   template <class Step>
   void launch(int64_t count, const Step& step) {
     if (count == 0 || failed()) return;
+    has_launched_ = true;
     static_assert(kBlockThreads % Step::kGroup == 0, "no tile straddles two blocks");
     constexpr int64_t kIndices = kHasOwnIndex<Step> ? kBlockThreads : kBlockThreads / Step::kGroup;
     const int64_t blocks = (count + kIndices - 1) / kIndices;
     run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, step);
-    check(cudaGetLastError(), "a kernel launch");
+    check(cudaGetLastError(), "a kernel launch (or of something before it)");
   }
 
   void check(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();  // or the next launch of this thread would be told of it
-    fail(std::string(what) + " failed: " + cudaGetErrorString(error));
+    fail(std::string(what) + " failed: " + cudaGetErrorString(error) + remedy_of(error));
+  }
+  static std::string remedy_of(cudaError_t error) {
+    switch (error) {
+      case cudaErrorNoKernelImageForDevice:
+      case cudaErrorUnsupportedPtxVersion:
+        return ". jax_hkv was compiled for the GPUs " HKV_BUILT_FOR " by CUDA " + kToolkit +
+               ": install it where this GPU is, or name it "
+               "(--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=80, say)";
+      case cudaErrorInsufficientDriver:
+        return ". jax_hkv was compiled by CUDA " + kToolkit +
+               ", which this driver is too old for: update the "
+               "driver, or install jax_hkv with the nvcc of an older CUDA";
+      default: return "";
+    }
   }
   void fail(const std::string& text) {
     if (!failed()) failure_ = text;
@@ -202,6 +238,7 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
 
   cudaStream_t stream_;
   std::string failure_;
+  bool has_launched_ = false;
 };
 
 }  // namespace hkv

@@ -199,7 +199,7 @@ ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands, const
                                                        std::to_string(workspace.size_bytes()) + " bytes, " +
                                                        std::to_string(arena.used()) + " are needed");
     }
-    operation.run(executor);
+    run_steps(operation, executor);
     const std::string failure = executor.failure();
     if (!failure.empty()) return ffi::Error(ffi::ErrorCode::kInternal, where() + failure);
     return ffi::Error::Success();

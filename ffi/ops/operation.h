@@ -47,6 +47,13 @@ struct Mask {
   HKV_HOST_DEVICE bool operator[](int64_t index) const { return flags == nullptr || flags[index]; }
 };
 
+// The steps of a bound operation, and what the executor ends a call with.
+template <class Operation, class Executor>
+void run_steps(const Operation& operation, Executor& executor) {
+  operation.run(executor);
+  if constexpr (requires { executor.finish(); }) executor.finish();
+}
+
 template <class Step>
 inline constexpr bool kHasOwnIndex = requires { requires Step::kOwnIndex; };
 

@@ -254,10 +254,11 @@ struct UpdateRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
-      if (key >= *count) return;
+      // Before the first branch, so that all are on their way together.
+      const bool exists = key < *count;
       const Slot slot = slots[key];
-      if (slot < 0 || slot >= values.count) return;
       const TermSpan span = terms.last_terms(key);
+      if (!exists || slot < 0 || slot >= values.count) return;
       if (span.length == 0) return;  // no position says that it is to be updated
       const uint32_t before = counts_rows ? steps[slot] : 0;
       const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;

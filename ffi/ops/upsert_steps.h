@@ -306,6 +306,8 @@ struct ChooseByScore {
     scores[1] = group.scores_of(table.scores + second * kLanes);
     const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
+    // Later victims are no lower.
+    if (state.scoring().can_refuse() && state.new_score(u) < victim.score) return state.groups.leave_out(u);
     state.groups.set(u, victim.lane < kLanes ? first : second);
     state.victim_lanes[u] = victim.lane < kLanes ? victim.lane : victim.lane - kLanes;
     state.victim_scores[u] = victim.score;
@@ -458,19 +460,24 @@ struct EvictFromBucket {
     return group.lowest_score({run.scores}, {run.pinned});
   }
 
-  // Of the next key that is let in, for which each member looks in steps of the group. Those before it are
-  // refused, by later victims too: their scores are higher.
+  // Of the next key that is let in. Each member looks at some in steps of the group, whose scores are on
+  // their way together. Those before it are refused, by later victims too: their scores are higher.
   template <Group G>
   HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
     if (!state.scoring().can_refuse()) return run.place;
+    constexpr int kAtOnce = G::size() > 1 ? 4 : 1;
     const Groups& groups = state.groups;
+    int found = kNone;
     int64_t own = int64_t{run.place} + group.rank();
-    bool exists = groups.is_in_run(own, run.bucket);
-    while (exists && state.new_score(groups.item(own)) < victim) {
-      own += group.size();
-      exists = groups.is_in_run(own, run.bucket);
+    HKV_ROLLED while (found == kNone && groups.is_in_run(own, run.bucket)) {
+      for (int k = kAtOnce - 1; k >= 0; --k) {
+        const int64_t further = own + k * group.size();
+        const int64_t place = groups.is_in_run(further, run.bucket) ? further : own;
+        if (!(state.new_score(groups.item(place)) < victim)) found = static_cast<int>(place);
+      }
+      own += kAtOnce * group.size();
     }
-    return group.minimum(exists ? static_cast<int>(own) : kNone);
+    return group.minimum(found);
   }
 
   template <Group G>

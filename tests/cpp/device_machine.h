@@ -39,6 +39,13 @@ class DeviceMemory {
     uploaded_.emplace_back(&buffer, address);
     return address;
   }
+  // What was uploaded, as it was.
+  void restore() const {
+    for (const auto& [buffer, address] : uploaded_) {
+      require(cudaMemcpy(address, buffer->bytes.data(), buffer->bytes.size(), cudaMemcpyHostToDevice),
+              "upload");
+    }
+  }
   void download() const {
     for (const auto& [buffer, address] : uploaded_) {
       require(cudaMemcpy(buffer->bytes.data(), address, buffer->bytes.size(), cudaMemcpyDeviceToHost),
@@ -71,7 +78,8 @@ class CudaMachine : public Machine {
     StoreBinder<DeviceMemory> binder(store, memory, attributes, names, garbage_);
     operation.describe(binder);
     void* workspace = memory.take(workspace_bytes<CudaExecutor>(operation));
-    const std::string failure = is_captured_ ? capture(operation, workspace) : launch(operation, workspace);
+    const std::string failure =
+        is_captured_ ? capture(operation, workspace, memory) : launch(operation, workspace);
     require(cudaStreamSynchronize(stream_), where(Operation::kName, failure).c_str());
     memory.download();
     return failure;
@@ -88,17 +96,21 @@ class CudaMachine : public Machine {
     return run_operation(operation, executor, workspace);
   }
 
-  // As XLA does for a command buffer: the handler runs under capture, the graph later.
+  // As XLA does for a command buffer: the handler runs under capture, the graph later, and again, when the
+  // workspace is no longer what it was.
   template <class Operation>
-  std::string capture(Operation& operation, void* workspace) {
+  std::string capture(Operation& operation, void* workspace, const DeviceMemory& memory) {
     require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
     const std::string failure = launch(operation, workspace);
     cudaGraph_t graph;
     require(cudaStreamEndCapture(stream_, &graph), where("cudaStreamEndCapture", failure).c_str());
     cudaGraphExec_t executable;
     require(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-    require(cudaGraphLaunch(executable, stream_), where("cudaGraphLaunch", Operation::kName).c_str());
-    require(cudaStreamSynchronize(stream_), where("cudaStreamSynchronize", Operation::kName).c_str());
+    for (int turn = 0; turn < 2; ++turn) {
+      memory.restore();
+      require(cudaGraphLaunch(executable, stream_), where("cudaGraphLaunch", Operation::kName).c_str());
+      require(cudaStreamSynchronize(stream_), where("cudaStreamSynchronize", Operation::kName).c_str());
+    }
     require(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
     require(cudaGraphDestroy(graph), "cudaGraphDestroy");
     return failure;

@@ -36,7 +36,7 @@ template <class Operation, class Executor>
 std::string run_operation(Operation& operation, Executor& executor, void* workspace) {
   Arena arena(workspace);
   reserve<Executor>(operation, arena);
-  operation.run(executor);
+  run_steps(operation, executor);
   return executor.failure();
 }
 

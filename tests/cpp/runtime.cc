@@ -4,6 +4,7 @@
 #include "runtime.h"
 
 #include <map>
+#include <utility>
 
 namespace hkv::testing {
 
@@ -104,7 +105,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(device_form.error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "refused by the test's runtime"; }
 }

@@ -12,6 +12,7 @@ namespace hkv::testing {
 struct DeviceForm {
   int sm = 90;  // the compute capability
   int multiprocessors = 132;
+  cudaError_t error = cudaSuccess;  // of the next launch
 };
 extern DeviceForm device_form;
 

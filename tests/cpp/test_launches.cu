@@ -1,6 +1,7 @@
 // What the CUDA executor asks the runtime for, whatever the batch: nothing but what runtime.cc has, and no
 // array is touched; CUB finds the temporary storage that was reserved for it; no grid is larger than a
-// device's. Prints the launches of each operation for a batch of 2^20.
+// device's; something is launched for an empty batch too. Prints the launches of each operation for a batch
+// of 2^20.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -79,24 +80,37 @@ class SizeBinder {
 };
 
 template <class Operation>
-void run(testing::Checks& checks, int64_t n, int64_t choices, bool has_optional) {
+void check(testing::Checks& checks, int64_t n, int64_t choices, bool has_optional) {
   Operation operation;
   SizeBinder binder(n, choices, has_optional);
   operation.describe(binder);
   Arena arena(reinterpret_cast<void*>(uintptr_t{1} << 40));
   reserve<CudaExecutor>(operation, arena);
   CudaExecutor executor(nullptr);
-  operation.run(executor);
+  notes.launches = 0;
+  run_steps(operation, executor);
   const std::string where =
       std::string(Operation::kName) + " of " + std::to_string(n) + " on sm_" + std::to_string(device_form.sm);
   checks.expect(executor.failure().empty(), where + ": " + executor.failure());
+  checks.expect(notes.launches > 0, where + ": a graph of XLA's must not be empty");
   checks.expect(notes.grids_are_possible, where + ": a grid that no device has");
+}
+
+void check_error(testing::Checks& checks, cudaError_t error, const std::string& expected) {
+  CudaExecutor executor(nullptr);
+  device_form.error = error;
+  executor.each(1, Nothing{});
+  checks.expect(executor.failure().find(expected) != std::string::npos,
+                "no \"" + expected + "\" in: " + executor.failure());
 }
 
 }  // namespace
 
 int main() {
   testing::Checks checks;
+  check_error(checks, cudaErrorNoKernelImageForDevice, "compiled for the GPUs " HKV_BUILT_FOR);
+  check_error(checks, cudaErrorInsufficientDriver, "compiled by CUDA " + kToolkit);
+  check_error(checks, cudaErrorIllegalAddress, "or of something before it");
   for (const int sm : {80, 90, 100}) {
     device_form.sm = sm;
     int asked = 0;
@@ -105,15 +119,14 @@ int main() {
       for (const int64_t more : {-1, 0, 1}) {
         const int64_t n = (int64_t{1} << power) + more;
         AllOperations::visit([&]<class Operation>() {
-          for (const int64_t choices : {1, 2}) run<Operation>(checks, n, choices, more != 0);
+          for (const int64_t choices : {1, 2}) check<Operation>(checks, n, choices, more != 0);
         });
       }
     }
   }
   AllOperations::visit([&]<class Operation>() {
     for (const int64_t choices : {1, 2}) {
-      notes.launches = 0;
-      run<Operation>(checks, int64_t{1} << 20, choices, false);
+      check<Operation>(checks, int64_t{1} << 20, choices, false);
       std::printf("%s, %d candidates: %d launches\n", Operation::kName, static_cast<int>(choices),
                   static_cast<int>(notes.launches));
     }
