@@ -193,11 +193,11 @@ class Group:
         counted = tally(code, size)
         return {
             config.name: Counts(
-                unique=total_of(own),
-                hits=own[Status.FOUND],
-                inserted=own[Status.INSERTED] + own[Status.EVICTED],
-                evicted=own[Status.EVICTED],
-                refused=own[Status.REFUSED],
+                unique=_sum_of(own, *Status),
+                hits=_sum_of(own, Status.FOUND),
+                inserted=_sum_of(own, Status.INSERTED, Status.EVICTED),
+                evicted=_sum_of(own, Status.EVICTED),
+                refused=_sum_of(own, Status.REFUSED),
             )
             for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
         }
@@ -223,6 +223,13 @@ class Group:
         except (TypeError, ValueError) as error:
             names = [config.name for config in self.tables]
             raise type(error)(f"Collection: tables {names}: {error}") from error
+
+
+def _sum_of(counted: Int32[Array, " kinds"], *kinds: Status) -> Int32[Array, ""]:
+    """Of some kinds. One cut out of the array would be a copy of its own on a GPU, where XLA makes
+    all sums at once.
+    """
+    return total_of(jnp.where(np.isin(np.arange(len(Status)), kinds), counted, 0))
 
 
 class Part(NamedTuple):

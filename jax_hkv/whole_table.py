@@ -336,7 +336,8 @@ def _load_factor(table: Table) -> jax.Array:
     entries = size(table).astype(jnp.float32)
     # Compilers multiply by the inverse of a constant, and of what vmap makes of one.
     slots = jax.lax.optimization_barrier(jnp.float32(table.capacity) + 0 * entries)
-    return entries / slots
+    with jax.enable_x64(True):  # XLA's division of float32 on a GPU is not rounded correctly
+        return (entries.astype(jnp.float64) / slots.astype(jnp.float64)).astype(jnp.float32)
 
 
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
