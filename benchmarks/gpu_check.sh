@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in at most ten minutes and without a network:
+# Everything that only a GPU can show, in at most ten minutes (or BUDGET seconds) and without a network:
 #
 #     benchmarks/gpu_check.sh OUTDIR [PART ...]
 #
@@ -7,10 +7,10 @@
 # benchmarks, sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as
 # the default), thorough (large batches of the driver), others (all other tests, most of which need no GPU); without
 # names, all.
-# OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json. No part, test, tool or case of
-# a benchmark that has passed for the same sources (the package's; and those of the tests or of the benchmarks) is
-# run again, so that a call which ran out of time is finished by calling again with the same OUTDIR, or with a copy
-# of it on another machine.
+# OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json: some two dozen files, all of
+# which belong together. No part, test, tool or case of a benchmark that has passed for the same sources (the
+# package's; and those of the tests or of the benchmarks) is run again, so that a call which ran out of time is
+# finished by calling again with the same OUTDIR, or with a copy of it on another machine.
 # Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc. Where time on
 # the device is short, `benchmarks/gpu_check.sh OUTDIR prepare` compiles for an H200 beforehand, on any machine
 # with nvcc and such a Python: what it leaves in wheelhouse/ is taken there for the same sources. COMMIT names the
@@ -18,7 +18,7 @@
 set -uo pipefail
 
 if (($# == 0)); then
-  sed -n '2,19s/^# \{0,1\}//p' "$0"
+  sed -n '2,/^set /{s/^# \{0,1\}//p}' "$0"
   exit 2
 fi
 mkdir -p "$1" || exit 2
@@ -29,7 +29,7 @@ readonly PARTS=(build driver suite benchmarks sanitizers large layers thorough o
 ((${#parts[@]})) || parts=("${PARTS[@]}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-readonly BUDGET=570 # seconds of one call: ten minutes, less what comes before and after the parts
+readonly BUDGET=${BUDGET:-570} # seconds of one call: ten minutes, less what comes before and after the parts
 python=${PYTHON:-python3}
 work=${TMPDIR:-/tmp}/jax_hkv_gpu_check # what is compiled stays here: OUTDIR is for reading
 site=$work/site
@@ -109,8 +109,9 @@ run_tests() { # NAME WORKERS TESTS...
   ((status == 0)) || [[ $status == 5 && -s $passed ]]
 }
 
-suite() { # with the CPU as JAX's default, for meshes of eight
-  JAX_PLATFORMS=cpu,cuda run_tests suite 8 -k 'gpu and not gpu_program'
+suite() { # with the CPU as JAX's default, for meshes of eight; all that is called twice is a CUDA graph then
+  XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 JAX_PLATFORMS=cpu,cuda \
+    run_tests suite 8 --needs-gpu -k 'gpu and not gpu_program'
 }
 
 others() {
@@ -128,7 +129,7 @@ layers() { # XLA's products are to be those of float32, as on a CPU
 }
 
 large() { # one after the other: there is one memory
-  run_tests large 1 --slow -k gpu tests/test_large.py
+  run_tests large 1 --slow --needs-gpu -k gpu tests/test_large.py
 }
 
 compile_driver() { # FOLDER ARCHITECTURE
@@ -166,7 +167,7 @@ sanitizers() {
     printf '== %s\n' "$tool"
     has_passed sanitizers "$tool" && continue
     status=0
-    timeout --foreground --kill-after=5 240 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    timeout --foreground --kill-after=5 "${TOOL_SECONDS:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
@@ -216,7 +217,7 @@ benchmarks() {
     peer=(--peer-python "$python")
   fi
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
-  benchmark train_step "$python" benchmarks/train_step.py "${peer[@]}" || count $?
+  benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark table table || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark soak "$python" benchmarks/soak.py --seconds 60 || count $?

@@ -82,6 +82,7 @@ def surroundings() -> dict[str, Any]:
     packages = ("jax_hkv", "jax", "jaxlib", "numpy", "optax")
     here = Path(__file__).parent
     commit = _first_line("git", "-C", str(here), "rev-parse", "HEAD")
+    changed = _first_line("git", "-C", str(here), "status", "--porcelain", "../ffi", "../jax_hkv")
     return {
         "device": str(jax.devices()[0].device_kind),
         "processor": _processor(),
@@ -90,7 +91,7 @@ def surroundings() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
         "commit": commit or os.environ.get("COMMIT", ""),  # where there is no repository
-        "uncommitted": bool(_first_line("git", "-C", str(here), "status", "--porcelain", "../ffi")),
+        "uncommitted": bool(changed) if commit else None,
     }
 
 

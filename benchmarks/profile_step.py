@@ -163,6 +163,8 @@ def main() -> None:
     print(measure.write(options.out.stem, record, options.out.parent))
     if not found["devices"]:
         print("no GPU was recorded: nothing is shown")
+        if jax.devices()[0].platform == "gpu":
+            raise SystemExit("there is a GPU, of which the profiler has seen nothing")
     if record["complaints"]:
         raise SystemExit("\n".join(record["complaints"]))
 

@@ -5,7 +5,8 @@
 Half of a batch is one key; a power law; all keys fall into one bucket, which keeps 128 of them.
 Each is compared with a batch of the same size that has as many distinct keys, equally often and
 spread over all buckets. Timed are a lookup, an upsert (its keys are present after the first call,
-or refused), and an upsert with an update by Adam. Small sizes run on a CPU too, to try the script.
+or refused), and an upsert with an update by Adam; and an upsert whose keys are all refused for
+their scores, by one full bucket or by all. Small sizes run on a CPU too, to try the script.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jax_hkv as hkv
 
 ADAM = hkv.optim.adam(1e-3)
 IDS = 10**8  # that the power law is cut at
-ONE_BUCKET = "one bucket"
+ONE_BUCKET, REFUSED = "one bucket", "all refused"
 IN_FIRST_BUCKET = 44  # bits: hashes below 2^44 belong there in tables of up to 2^20 buckets
 # The hash of docs/semantics.md, section 2, is a bijection: it can be undone.
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -88,6 +89,37 @@ def measured(
     return record
 
 
+def refused(is_skewed: bool, rng: np.random.Generator, options: argparse.Namespace) -> Any:
+    """An upsert of keys that score less than all entries of their buckets, which are full."""
+    limit = IN_FIRST_BUCKET if is_skewed else 64
+    # So many that no bucket has a lane left: 192 keys for each of them all, give or take 14.
+    offers = options.batch if is_skewed else options.slots * 3 // 2
+    table = hkv.create(options.slots, options.dim, policy=hkv.Policy.CUSTOM)
+    call = compiled(lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores))
+
+    def drawn() -> hkv.Keys:
+        return keys_of(of_hashes(rng.integers(0, 2**limit, options.batch, np.uint64)))
+
+    def scores(number: int) -> hkv.Keys:
+        return keys_of(np.full(options.batch, number))
+
+    for _ in range(-(-offers // options.batch)):
+        table, _ = call.once(table, drawn(), scores(2))
+    turns = [drawn() for _ in range(BATCHES)]
+    table, result = call.once(table, turns[0], scores(1))
+    assert int(result.counts.refused) == int(result.counts.unique)
+    wall, device, table = timed(call, table, turns, (scores(1),), options, is_fresh=False)
+    sizes = {"distinct": int(result.counts.unique), "size": int(hkv.size(table))}
+    return {"find_or_insert": {"wall": wall, "device": device} | sizes}
+
+
+def print_ratios(name: str, sides: dict[str, Any]) -> None:
+    """Of each call's times."""
+    for call, skewed in sides["skewed"].items():
+        ratio = measure.median(skewed["device"]) / measure.median(sides["uniform"][call]["device"])
+        print(f"{name:20} {call:22} {ratio:6.2f} times the uniform batch's time", flush=True)
+
+
 def main() -> None:
     """Measures pattern by pattern, each beside its uniform batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -112,10 +144,15 @@ def main() -> None:
         for call in skewed:
             assert skewed[call]["distinct"] == plain[call]["distinct"] == distinct
             assert name != ONE_BUCKET or skewed[call]["size"] == min(distinct, 128)
-            ratio = measure.median(skewed[call]["device"]) / measure.median(plain[call]["device"])
-            print(f"{name:20} {call:22} {ratio:6.2f} times the uniform batch's time", flush=True)
         record["patterns"][name] = {"skewed": skewed, "uniform": plain}
+        print_ratios(name, record["patterns"][name])
         measure.write(options.out.stem, record, options.out.parent)
+    sides = {"skewed": True, "uniform": False}
+    record["patterns"][REFUSED] = {
+        side: refused(is_skewed, rng, options) for side, is_skewed in sides.items()
+    }
+    print_ratios(REFUSED, record["patterns"][REFUSED])
+    measure.write(options.out.stem, record, options.out.parent)
 
 
 if __name__ == "__main__":

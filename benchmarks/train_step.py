@@ -38,9 +38,12 @@ from dlrm import Inputs, mean_loss  # noqa: E402
 from measure import apart  # noqa: E402
 
 TABLES, DIM = 10, 128
+POSITIONS = 1_048_570  # of a step
 EXPONENT = 1.05
 BATCHES = 4
 IN_A_ROW = 10
+# Of each table, so that a step has the published number of distinct ids (TorchRec's ten tables).
+IDS, DISTINCT = 1_685_000, 350_280
 SETTINGS = ("positions", "ids", "batch", "capacity_factor", "runs")
 RATE = 1e-3
 SAMPLE = 8  # ids of each of ten tables, looked for in all of them
@@ -124,6 +127,8 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
     start = sampled(table)
     runs, (table, _) = in_a_row(run, (table, jnp.zeros(gradients.shape)), options.runs)
     assert int(table.optimizer.skipped[0]) == 0
+    if options.ids == IDS and options.positions == POSITIONS:
+        assert abs(int(unique[0]) / DISTINCT - 1) < 0.005, int(unique[0])
     sums = sampled_sums(np.asarray(every), sample, np.asarray(gradients))
     expect = {"sgd": expected.sgd, "adam": expected.adam}[name]
     should = expect(start, (sums[number] for number in order), RATE)
@@ -230,36 +235,36 @@ def main() -> None:
     """Measures, prints and writes the record after each part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--positions", type=int, default=1_048_570, help="ids a step, of ten tables")
-    add("--ids", type=int, default=1_000_000, help="different ones of each of ten tables")
+    add("--positions", type=int, default=POSITIONS, help="ids a step, of ten tables")
+    add("--ids", type=int, default=IDS, help="different ones of each of ten tables")
     add("--batch", type=int, default=6_912, help="samples a step of DLRM-DCNv2")
     add("--capacity-factor", type=float, default=0.25, help="rows of MLPerf's tables kept")
     add("--runs", type=int, default=measure.RUNS)
     add("--peer-python", help="an interpreter with torch")
+    add("--resume", action="store_true", help="go on with what --out has")
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
-    record: dict[str, Any] = apart(measure.surroundings) | {"settings": settings}
+    record = measure.begun(options.out, options.resume, {})
+    record |= apart(measure.surroundings) | {"settings": settings}
 
-    def report(part: str, milliseconds: float, more: str = "") -> None:
-        print(f"{part}: {milliseconds:.3f} ms a step{more}", flush=True)
+    def measured(part: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        """A part that the record does not have; each of its medians is printed."""
+        if part in record:
+            return
+        record[part] = found = apart(function, *arguments, options)
+        seconds = found["seconds"]
+        runs = seconds if isinstance(seconds, dict) else {"": seconds}
+        for name, times in runs.items():
+            print(f"{part} {name}: {1e3 * measure.median(times):.3f} ms a step", flush=True)
         measure.write(options.out.stem, record, options.out.parent)
 
-    def milliseconds(found: dict[str, Any]) -> float:
-        return 1e3 * measure.median(found["seconds"])
-
     for name in ("sgd", "adam"):
-        record[f"ten tables {name}"] = found = apart(ten_tables, name, options)
-        report(f"ten tables, {name}", milliseconds(found), f", {found['unique']} distinct ids")
-    record["dense sgd"] = found = apart(dense_tables, options)
-    report("dense, sgd", milliseconds(found))
-    record["dcnv2"] = found = apart(dcnv2, options)
-    report("DLRM-DCNv2", milliseconds(found), f", {found['samples_per_second']:.0f} samples/s")
+        measured(f"ten tables {name}", ten_tables, name)
+    measured("dense sgd", dense_tables)
+    measured("dcnv2", dcnv2)
     if options.peer_python:
-        device = "cpu" if record["device"] == "cpu" else "cuda"
-        record["torch"] = found = apart(torch_tables, device, options)
-        for name, seconds in found["seconds"].items():
-            report(f"PyTorch, {name}", 1e3 * measure.median(seconds))
+        measured("torch", torch_tables, "cpu" if record["device"] == "cpu" else "cuda")
     print(options.out)
 
 

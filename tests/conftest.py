@@ -30,6 +30,7 @@ import jax_hkv as hkv
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests of full size")
+    parser.addoption("--needs-gpu", action="store_true", help="without a GPU its tests fail")
     parser.addoption("--x64", action="store_true", help="with 64-bit numbers enabled in jax")
     parser.addoption("--seed", type=int, default=None, help="seed of every `rng`, else random")
     parser.addoption("--passed", type=Path, help="file of tests to leave out; those that pass join")
@@ -109,7 +110,8 @@ def platform(request):
     try:
         device = jax.devices(request.param)[0]
     except RuntimeError as error:
-        pytest.skip(f"jax has no {request.param}: {str(error).splitlines()[0]}")
+        give_up = pytest.fail if request.config.getoption("--needs-gpu") else pytest.skip
+        give_up(f"jax has no {request.param}: {str(error).splitlines()[0]}")
     with jax.default_device(device):
         yield request.param
 
