@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,11 @@ def reshard(
     else (parameters, the optimizer's state, statistics, random keys) has the bits that it had.
 
     Args:
-      state: any pytree with tables, as it lies on the devices of `source`; it stays as it is.
+      state: any pytree with tables, as it lies on the devices of `source`, or what it was there as
+        NumPy arrays: a checkpoint of it, read by a machine of other devices. It stays as it is.
       fresh: a state of the same form, newly made on the devices of `target`; it is used up.
-      source: of `state`; None: one device.
+      source: of `state`; None: one device. Of NumPy arrays the mesh may be a
+        ``jax.sharding.AbstractMesh``.
       target: of `fresh`; None: one device.
       replicas: whether every device holds the whole of a table, and not a part of it; of all
         tables, or by their paths: those by which the counts are named.
@@ -119,7 +122,25 @@ def _is_replica(path: str, replicas: bool | Callable[[str], bool]) -> bool:
 
 
 def _parts(table: Table, placement: Placement | None) -> list[Table]:
-    return [table] if placement is None else placement.shards(table)
+    if placement is None:
+        return [table]
+    return _cut(table, placement) if _is_on_host(table) else placement.shards(table)
+
+
+def _is_on_host(table: Table) -> bool:
+    return all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(table))
+
+
+def _cut(table: Table, placement: Placement) -> list[Table]:
+    """The parts of a table over devices that are not there."""
+    parts = placement.devices
+    placement.check_tables(_CALL, table, (parts,) if _is_stacked(placement) else ())
+
+    def part_of(number: int, leaf: np.ndarray) -> np.ndarray:
+        part = np.split(leaf, parts)[number]
+        return part[0] if _is_stacked(placement) else part
+
+    return [jax.tree.map(functools.partial(part_of, part), table) for part in range(parts)]
 
 
 def _check_leaf(
@@ -153,7 +174,7 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 
 def _check_replicas(path: str, table: Table, source: Placement, is_whole: bool) -> None:
-    agree = source.replicas_agree(table)
+    agree = _agree(_cut(table, source)) if _is_on_host(table) else source.replicas_agree(table)
     if is_whole and not agree:
         raise ValueError(
             f"{_CALL}: replicas must be False for the table {path}, whose devices hold different "
@@ -164,6 +185,13 @@ def _check_replicas(path: str, table: Table, source: Placement, is_whole: bool) 
             f"{_CALL}: replicas must be True for the table {path}, which every device holds whole, "
             "got False: give replicas=lambda path: ..., True for the paths of such tables"
         )
+
+
+def _agree(parts: list[Table]) -> bool:
+    """Whether parts on the host have the same bits."""
+    first, *others = map(jax.tree.leaves, parts)
+    pairs = (pair for other in others for pair in zip(first, other, strict=True))
+    return all(one.tobytes() == other.tobytes() for one, other in pairs)
 
 
 def _on_host(leaf: Any, placement: Placement | None) -> Any:
