@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from many_devices import (
     ADAM,
@@ -507,3 +508,55 @@ def test_a_step_copies_no_part_of_the_table_and_is_traced_once(name, rng):
     batch = many.placement.put(on_device(batch))
     hlo = many.compiled.lower(many.table, batch).compile().as_text()
     assert testing.copies_in(hlo, many.parts[0]) == []
+
+
+# --- Dense parameters that XLA splits ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_tower_is_split_along_an_axis_that_the_table_does_not_know(kind):
+    """A shard_map that is manual along the table's axis: the numbers of one device, no copies."""
+    mesh = jax.make_mesh(
+        (2, 2), ("device", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4]
+    )
+    placement = sharding.Placement(mesh, axis_name="device")
+    start = np.linspace(-1, 1, DIM * 8, dtype=np.float32).reshape(DIM, 8)
+    ids = np.arange(32, dtype=np.int32) % 20
+
+    def loss_of(tower, rows):
+        return jnp.mean(jnp.tanh(rows @ tower) ** 2)
+
+    def split(table, tower, ids):
+        table, found = sharding.find_or_insert(table, ids, axis_name="device")
+        loss, (slope, rows) = jax.value_and_grad(loss_of, (0, 1))(tower, found.values)
+        table = sharding.update(ADAM, table, found, rows / 2)
+        slope, loss = jax.lax.pmean((slope, loss), "device")
+        return table, tower - 0.1 * slope, loss
+
+    def whole(table, tower, ids):
+        table, found = hkv.find_or_insert(table, ids)
+        loss, (slope, rows) = jax.value_and_grad(loss_of, (0, 1))(tower, found.values)
+        return ADAM.update(table, found, rows), tower - 0.1 * slope, loss
+
+    step = jax.jit(
+        jax.shard_map(
+            split,
+            mesh=mesh,
+            axis_names={"device"},
+            in_specs=(P("device"), P(), P("device")),
+            out_specs=(P("device"), P(), P()),
+            check_vma=False,
+        ),
+        donate_argnums=(0, 1),
+    )
+    table = placement.create(lambda: ADAM.init(hkv.create(128, DIM)))
+    tower = jax.device_put(start, NamedSharding(mesh, P(None, "model")))
+    program = step.lower(table, tower, placement.put(ids)).compile().as_text()
+    assert not testing.copies_in(program, [placement.shards(table)[0]])
+    alone = ADAM.init(hkv.create(256, DIM)), jnp.asarray(start)
+    for _ in range(4):
+        table, tower, loss = step(table, tower, placement.put(ids))
+        *alone, expected = whole(*alone, ids)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert tower.sharding.spec == P(None, "model")
+    np.testing.assert_allclose(tower, alone[1], rtol=1e-5, atol=1e-6)
