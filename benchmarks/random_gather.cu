@@ -1,7 +1,8 @@
 // The ceiling of row operations: random rows of float32 are read from a large array and written one after
-// the other, 16 bytes a thread, with nothing else to do. Prints the bytes moved in a second.
+// the other, 16 bytes a thread, with nothing else to do. Prints the bytes moved in a second. FETCH: the bytes
+// that the L2 is to fetch at a time, 32, 64 or 128; without it as the driver has it.
 //
-//     nvcc -O3 -arch=native random_gather.cu -o random_gather && ./random_gather DIM ROWS BATCH
+//     nvcc -O3 -arch=native random_gather.cu -o random_gather && ./random_gather DIM ROWS BATCH [FETCH]
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -44,15 +45,19 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t dim = argc == 4 ? std::atoll(argv[1]) : 0;
+  const int64_t dim = argc == 4 || argc == 5 ? std::atoll(argv[1]) : 0;
   if (dim < 4 || !std::has_single_bit(static_cast<uint64_t>(dim))) {
-    std::fprintf(stderr, "usage: random_gather DIM ROWS BATCH, DIM a power of two from 4 on\n");
+    std::fprintf(stderr, "usage: random_gather DIM ROWS BATCH [FETCH], DIM a power of two from 4 on\n");
     return 2;
   }
   const int64_t fours = dim / 4;
   const int shift = std::countr_zero(static_cast<uint64_t>(fours));
   const int64_t rows = std::atoll(argv[2]);
   const int64_t batch = std::atoll(argv[3]);
+  if (argc == 5) {
+    require(cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(std::atoll(argv[4]))),
+            "cudaDeviceSetLimit");
+  }
   float4* values = nullptr;
   float4* out = nullptr;
   int32_t* places = nullptr;

@@ -272,9 +272,9 @@ def ceilings(dim: int, options: Any) -> dict[str, float]:
     }
 
 
-def plain_gather(program: Path, dim: int, slots: int, batch: int) -> float:
+def plain_gather(program: Path, dim: int, slots: int, batch: int, *fetch: int) -> float:
     """Bytes a second of a kernel that does nothing but gather random rows."""
-    command = [str(program), str(dim), str(slots), str(batch)]
+    command = [str(program), *map(str, (dim, slots, batch, *fetch))]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -384,8 +384,9 @@ def main() -> None:
             continue
         record["ceilings"][str(dim)] = found = measure.apart(ceilings, dim, options)
         if options.gather is not None and not dim & (dim - 1):  # powers of two only
-            rate = plain_gather(options.gather, dim, int(found["slots"]), options.batch)
-            found["random gather"] = rate
+            sizes = (dim, int(found["slots"]), options.batch)
+            found["random gather"] = plain_gather(options.gather, *sizes)
+            found["random gather, a sector fetched"] = plain_gather(options.gather, *sizes, SECTOR)
         measure.write(options.out.stem, record, options.out.parent)
     record["cases"] = [case for case in record["cases"] if "error" not in case]
     seen = seen_in(record)
