@@ -469,13 +469,7 @@ def check_fits(table: Table, exported: Exported) -> None:
     if wanted != given:
         raise ValueError(
             "sharding.import_entries: exported must have rows, optimizer rows and shared state "
-            f"like the table's, {wanted}, got {given}: create the table with the same dim, dtype "
-            "and optimizer. A table for inference takes exported._replace(optimizer={}, "
-            "shared={}), and one of another dtype values=exported.values.astype(dtype); optimizer "
-            "rows of another dtype are cast likewise, name by name, or kept by "
-            "optim.sparse(dtype=), and those of an optimizer that means the same by other names "
-            "(optim.adam by mu, a chain of optax by 0.mu) are renamed, its count cast to the "
-            "table's type, and a schedule's count left out"
+            f"like the table's, {wanted}, got {given}: {_remedy(table, exported)}"
         )
     if table.policy != exported.policy:
         own, given = table.policy.name, Policy(exported.policy).name
@@ -492,6 +486,24 @@ def check_fits(table: Table, exported: Exported) -> None:
             f"{list(own.shape)}, got {list(exported.counters.shape)}: create the table with the "
             "same admission, or import exported._replace(counters=None), which forgets them"
         )
+
+
+def _remedy(table: Table, exported: Exported) -> str:
+    """What to do about rows that are not like the table's."""
+    if table.optimizer and not exported.optimizer and not exported.shared:
+        return (
+            "rows alone go into a table without an optimizer, of the same dim and dtype, which is "
+            "then given fresh optimizer rows, on one device by opt.init(table), over devices by "
+            "placement.step(lambda table: (opt.init(table), None))(table)[0]"
+        )
+    return (
+        "create the table with the same dim, dtype and optimizer. A table for inference takes "
+        "exported._replace(optimizer={}, shared={}), and one of another dtype "
+        "values=exported.values.astype(dtype); optimizer rows of another dtype are cast likewise, "
+        "name by name, or kept by optim.sparse(dtype=), and those of an optimizer that means the "
+        "same by other names (optim.adam by mu, a chain of optax by 0.mu) are renamed, its count "
+        "cast to the table's type, and a schedule's count left out"
+    )
 
 
 def _forms(values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any]) -> str:

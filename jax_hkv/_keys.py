@@ -17,6 +17,7 @@ from jax_hkv._compat import replicated
 
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
+_INTEGERS = tuple(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 @jax.tree_util.register_dataclass
@@ -281,17 +282,19 @@ def _check_array(call: str, argument: str, ids: Any) -> Any:
                 "them. Use jax_hkv.Keys.from_numpy(ids)."
             )
         return Keys.from_numpy(ids)
-    if not wide and ids.dtype not in (np.dtype(np.int32), np.dtype(np.uint32)):
+    if ids.dtype not in _INTEGERS:
         raise TypeError(
-            f"{call}: {argument} must hold integers of 32 or 64 bits, got {ids.dtype}. Cast small "
-            "integers to int32; hash anything else to 64 bits."
+            f"{call}: {argument} must hold integers of 8 to 64 bits, got {ids.dtype}: hash "
+            "anything else to 64 bits"
         )
     return ids
 
 
 @functools.partial(jax.jit, inline=True)
 def _words(ids: jax.Array) -> UInt32[Array, "*shape 2"]:
-    """The words of integers of 32 or 64 bits, of which the sign is extended."""
+    """The words of integers, of which the sign is extended."""
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)  # which holds them all, unsigned ones too
     if ids.dtype.itemsize == 8:
         low = (ids & _LOW_WORD).astype(jnp.uint32)
         high = ((ids >> _WORD_BITS) & _LOW_WORD).astype(jnp.uint32)

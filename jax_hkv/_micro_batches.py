@@ -14,6 +14,12 @@ from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
 from jax_hkv.features import Jagged
 
+_KEYS = "give random keys as jax.random.key makes them"
+_PAD = (
+    "pad the batch, mask its ids (valid=), and divide losses by a number that is the same for all "
+    "parts"
+)
+
 
 def checked(count: Any) -> int:
     """A number of micro-batches."""
@@ -132,13 +138,13 @@ def _cut(args: Any, count: int) -> Any:
                 f"{where} must have the first axis of all others, since micro-batches are cut "
                 f"along it, got {size} where {first[0][0].removeprefix('train_step: ')} has "
                 f"{first[0][1]}: repeat for each example what is for the whole batch, have loss_fn "
-                "hold it, and give random keys as jax.random.key makes them"
+                f"hold it, and {_KEYS}"
             )
         if size % count:
+            is_raw_key = leaf.dtype == np.uint32 and leaf.shape == (2,)  # as of random.PRNGKey
             raise ValueError(
                 f"{where} must have a first axis that can be cut into micro-batches of one size, "
-                f"got one of {size} for {count} micro-batches: pad the batch, mask its ids "
-                "(valid=), and divide losses by a number that is the same for all parts"
+                f"got one of {size} for {count} micro-batches: {_KEYS if is_raw_key else _PAD}"
             )
         return leaf.reshape(count, size // count, *leaf.shape[1:])
 

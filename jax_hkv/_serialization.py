@@ -69,8 +69,8 @@ def _from_json(setting: Any) -> Any:
 
 def _refused(_: Any) -> Any:
     raise ValueError(
-        "jax.export: a table among the arguments or results has optimizer rows, whose optimizer "
-        "is none that can be written: export a program for the table without them, "
+        "jax.export: a table among the arguments or results has optimizer rows, and optimizer "
+        "rows cannot be written: export a program for the table without them, "
         "dataclasses.replace(table, optimizer=None), or give it the leaves of jax.tree.flatten"
     )
 

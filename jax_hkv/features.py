@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
@@ -33,7 +33,8 @@ class Jagged:
 
     Attributes:
       ids: flat, ``[n]``: Keys, or an integer array.
-      row_splits: ``int32[batch + 1]``, from 0 to at most n, not decreasing.
+      row_splits: ``int32[batch + 1]``, or ``int64`` as NumPy's cumsum makes them, from 0 to at
+        most n, not decreasing.
       weights: ``float32[n]``, or None for ones.
 
     Example:
@@ -42,7 +43,7 @@ class Jagged:
     """
 
     ids: Any
-    row_splits: Int32[Any, " batch+1"]
+    row_splits: Int[Any, " batch+1"]
     weights: Float32[Any, " n"] | None = None
 
     @classmethod
@@ -328,22 +329,25 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
 
 
 def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array, " batch+1"]:
-    """Row splits, their values checked where they are known."""
+    """Row splits, their values checked where they are known, and cut to `count` where not."""
     dtype, shape = getattr(splits, "dtype", None), getattr(splits, "shape", ())
-    if dtype != np.int32 or len(shape) != 1 or shape[0] < 1:
+    if dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or len(shape) != 1 or shape[0] < 1:
         got = type(splits).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(
-            f"{call}: {argument} must be int32[batch + 1], got {got}: make it with "
-            "np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), or use Jagged.from_lists"
+            f"{call}: {argument} must be int32 or int64 [batch + 1], got {got}: make it with "
+            "np.concatenate([[0], np.cumsum(lengths)]), or use Jagged.from_lists"
         )
     if not is_traced(splits):
         known = np.asarray(splits)
-        if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > count:
+        if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > count:
             raise ValueError(
                 f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
                 f"of positions) or before, got {known.tolist() if len(known) < 20 else known}: "
                 "they are the cumulative lengths of the bags, with 0 in front"
             )
+        splits = splits.astype(np.int32)
+    elif dtype == np.int64:  # as native calls do with those of 32 bits
+        splits = jnp.clip(splits, 0, count).astype(jnp.int32)
     return replicated(jnp.asarray(splits))
 
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from flax.core import unfreeze
+from flax.core.scope import in_filter, union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
@@ -79,7 +80,8 @@ class _Layer(nn.Module):
         if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
             raise ValueError(
                 f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
-                f"apply(..., mutable={list(MUTABLE)}), or pass train=False to evaluate"
+                f"apply(..., mutable={list(MUTABLE)}) (in nn.vmap look up outside of it and pass "
+                "rows in), or pass train=False to evaluate"
             )
         return True
 
@@ -464,6 +466,10 @@ class TrainState:
         scale = _layers.copied(loss_scale)
         return cls(step, params, opt_state, tables, variables, scale, model, tx)
 
+    def replace(self, **fields: Any) -> TrainState:
+        """The state with other values in some of its fields, as that of a ``flax.struct``."""
+        return dataclasses.replace(self, **fields)
+
     def map_tables(self, fn: Callable[[Table], Table]) -> TrainState:
         """The state with its tables changed by a function.
 
@@ -500,7 +506,9 @@ def train_step(
 
     Args:
       loss_fn: of ``apply`` and the step's arguments; returns a scalar, or (scalar, anything) with
-        `has_aux`. ``apply(*args, train=True)`` calls the model, as often as need be.
+        `has_aux`. ``apply(*args, train=True)`` calls the model, as often as need be; with
+        ``mutable=["losses"]``, as in Flax, it returns the outputs and what the call has sown there
+        (a sum that `sow` keeps goes on from ``state.variables``: leave it out of them).
       has_aux: as for ``jax.grad``.
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       micro_batches: parts of the batch, one after the other, so that activations take the memory of
@@ -532,21 +540,18 @@ def train_step(
 
     def differentiated(state: TrainState, collections: Any, *args: Any) -> tuple[Any, Any, Any]:
         """Collections after a lookup of (a part of) the batch, dense gradients, and the rest."""
-        mutable = [*MUTABLE, *state.variables]
+        kept = [*MUTABLE, *state.variables]
 
         def run(params: Any, perturbed: Any, collections: Any, also: Any = ()) -> Any:
             variables = dict(collections)
             given = {} if perturbed is None else {PERTURBATIONS: perturbed}
 
-            def apply(*inputs: Any, **kwargs: Any) -> Any:
-                outputs, updated = state.model.apply(
-                    {"params": params, **given, **variables},
-                    *inputs,
-                    mutable=[*mutable, *also],
-                    **kwargs,
-                )
-                variables.update(updated)
-                return outputs
+            def apply(*inputs: Any, mutable: Any = False, **kwargs: Any) -> Any:
+                before = {"params": params, **given, **variables}
+                changing = union_filters([*kept, *also], mutable)
+                outputs, after = state.model.apply(before, *inputs, mutable=changing, **kwargs)
+                variables.update({name: after[name] for name in (*kept, *also) if name in after})
+                return outputs if mutable is False else (outputs, _asked(mutable, before, after))
 
             loss, aux = _layers.loss_and_aux(loss_fn(apply, *args), has_aux)
             scaled = _layers.scaled(devices.part(loss), state.loss_scale, micro_batches)
@@ -621,6 +626,25 @@ def train_step(
 def _next_of(old: Any, new: Any) -> Any:
     """A collection (of statistics) after a step; one that a model sows into is left as it was."""
     return new if jax.tree.structure(old) == jax.tree.structure(new) else old
+
+
+def _asked(mutable: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The collections that a call was asked for, but for those of the layers."""
+    own = (*MUTABLE, PERTURBATIONS)
+    names = [name for name in after if name not in own and in_filter(mutable, name)]
+    return {name: _of_this_call(before.get(name, {}), after[name]) for name in names}
+
+
+def _of_this_call(before: Any, after: Any) -> Any:
+    """A collection after a call, without what `init` or an earlier call has sown into it."""
+    earlier: Any = flatten_dict(before)
+
+    def own(path: Any, leaf: Any) -> Any:
+        sown = earlier.get(path)
+        is_longer = isinstance(sown, tuple) and isinstance(leaf, tuple) and len(leaf) > len(sown)
+        return leaf[len(sown) :] if is_longer else leaf
+
+    return unflatten_dict({path: own(path, leaf) for path, leaf in flatten_dict(after).items()})
 
 
 # --- flax.serialization: to_bytes, from_bytes, to_state_dict, from_state_dict --------------------

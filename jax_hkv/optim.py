@@ -68,10 +68,13 @@ _ROW, _SHARED = "row", "shared"
 # By keyword, or out of the dictionary of all.
 _MISSES_ARGUMENTS = (TypeError, KeyError)
 
+_APART = (
+    "use a transformation that treats each row by itself, or let it see each row alone: "
+    "optim.sparse(..., count_per_row=True)"
+)
 _REMEDY = (
     "Clip before it with optim.clip_by_global_norm, skip steps that are not finite with "
-    "update(..., apply=), use a transformation that treats each row by itself, or let it see each "
-    "row alone: optim.sparse(..., count_per_row=True)"
+    f"update(..., apply=), {_APART}"
 )
 
 
@@ -382,7 +385,7 @@ def _kind(path: Any, two: Any, three: Any) -> str:
     raise ValueError(
         f"optim.sparse: the optimizer's state{jax.tree_util.keystr(path)} has shape "
         f"{list(two.shape)} for rows of shape [2, dim]: neither a leaf with one entry a row nor a "
-        "scalar, so it mixes rows. Use a transformation that treats each row by itself"
+        f"scalar, so it mixes rows: {_APART}"
     )
 
 

@@ -250,7 +250,7 @@ def pool(
     Args:
       rows: float32, bfloat16 or float16: ``[*batch, hotness, dim]``, or ``[n, dim]`` where
         `row_splits` are given. Differentiable.
-      row_splits: ``int32[batch + 1]``; see :class:`Jagged`.
+      row_splits: ``int32[batch + 1]`` or ``int64``; see :class:`Jagged`.
       weights: ``float32``, one for each row. Differentiable.
       valid: ``bool``, one for each row; masked rows are not in their bag.
       combiner: see :func:`find_pooled`.

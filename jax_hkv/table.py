@@ -355,6 +355,16 @@ def check_one_device(call: str, table: Any) -> None:
     A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
     """
     check_table(call, table)
+    if len(table.clock.shape) == 2:
+        raise TypeError(
+            f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
+            f"uint32{list(table.clock.shape)} of tables that are stacked, as nn.scan over layers "
+            "and nnx.vmap do: look ids up outside of the scan, in one table, with the layer's "
+            "number in the id, and scan over the rows. (A Placement of mode 'pmap' stacks the "
+            "parts of one table: inside Placement.step and Placement.run it is this device's part, "
+            "and import_entries of jax_hkv.sharding.export_entries(placement.shards(table)) makes "
+            "one table of them)"
+        )
     if table.clock.shape != (2,):
         raise TypeError(
             f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "

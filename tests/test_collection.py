@@ -473,7 +473,7 @@ WRONG = {
     "ids of a float dtype": (
         looked_up(user=np.zeros(BATCH, np.float32)),
         TypeError,
-        "feature 'user': ids must hold integers of 32 or 64 bits, got float32",
+        "feature 'user': ids must hold integers of 8 to 64 bits, got float32",
     ),
     "mismatched weights": (
         looked_up(
@@ -487,7 +487,7 @@ WRONG = {
     "row splits that do not fit": (
         looked_up(title=hkv.Jagged(hkv.Keys.from_numpy(np.arange(9)), np.ones(4, np.float32))),
         TypeError,
-        "feature 'title': ids.row_splits must be int32[batch + 1], got float32[4]",
+        "feature 'title': ids.row_splits must be int32 or int64 [batch + 1], got float32[4]",
     ),
     "jagged ids without a combiner": (
         looked_up(item=jagged(np.random.default_rng(0))),

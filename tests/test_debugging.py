@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from decimal import Decimal
 
 import flax.linen as nn
@@ -394,3 +395,12 @@ def test_a_touching_read_can_give_absent_keys_their_first_rows():
     _, found = hkv.find(table, IDS, touch=True, fill="initial", valid=IDS != 2)
     rows = np.where(IDS[:, None] == 2, 0, hkv.initial_rows(table, IDS))
     np.testing.assert_array_equal(found.values, rows)
+
+
+def test_a_read_without_copies_is_checked_without_a_warning():
+    """It returns no table, and so cannot use the donated one."""
+    table, _ = table_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hkv.testing.assert_no_table_copies(lambda table: hkv.find(table, IDS)[1].values, table)
+        assert warnings.filters[0][0] == "error"

@@ -275,3 +275,81 @@ def test_integers_are_refused_from_the_first_that_32_bits_do_not_hold():
         outside = array + np.sign(number)
         with pytest.raises(TypeError, match="int64"):
             placement.put(outside)
+
+
+SMALL = ("int8", "int16", "uint8", "uint16")
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("where", ["host", "device", "jit"])
+def test_small_integers_are_the_keys_of_their_numbers(where, kind):
+    """The lowest, the highest and what is between; with their sign, as `Keys.from_numpy`."""
+    bounds = np.iinfo(kind)
+    ids = np.array([bounds.min, 0, 1, bounds.max], kind)
+    table, _ = hkv.find_or_insert(hkv.create(128, 4), hkv.Keys.from_numpy(ids.astype(np.int64)))
+    given = ids if where == "host" else jnp.asarray(ids)
+    contains = jax.jit(hkv.contains) if where == "jit" else hkv.contains
+    assert contains(table, given)[1].all() and int(hkv.size(table)) == len(np.unique(ids))
+    assert hkv.equal(given, hkv.Keys.from_numpy(ids)).all()
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float16, jnp.int4])
+def test_what_is_no_integer_of_whole_bytes_is_no_key(dtype):
+    with pytest.raises(TypeError, match="contains: keys must hold integers of 8 to 64 bits, got"):
+        hkv.contains(hkv.create(128, 4), jnp.zeros(3, dtype))
+
+
+LENGTHS = np.array([2, 0, 1])
+SPLITS = np.concatenate([[0], np.cumsum(LENGTHS)])
+
+
+@pytest.mark.parametrize("form", ["int64", "padding", "x64", "x64 in jit"])
+def test_row_splits_may_have_the_64_bits_that_numpy_gives_a_sum(form):
+    """Whoever makes them has `np.cumsum`, and a cast would lose nothing."""
+    assert SPLITS.dtype == np.int64
+    table, weights = hkv.create(128, 4), np.ones(5 if form == "padding" else 3, np.float32)
+    ids = np.arange(len(weights), dtype=np.int32)
+
+    def pooled(splits):
+        bags = hkv.Jagged(ids, splits, weights)
+        _, found = hkv.find_pooled(table, bags, fill="initial")
+        return found.values, hkv.pool(jnp.ones((len(ids), 4), jnp.float32), row_splits=splits)
+
+    expected = pooled(SPLITS.astype(np.int32))
+    with jax.enable_x64(form.startswith("x64")):
+        splits = jnp.asarray(SPLITS) if form == "x64" else SPLITS
+        got = jax.jit(pooled)(splits) if form == "x64 in jit" else pooled(splits)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+FAR = 2**63 - 1
+WRONG_SPLITS = {"beyond": [0, 2**32], "far": [0, FAR, -FAR - 1], "falling": [0, 2, 1]}
+
+
+@pytest.mark.parametrize("name", WRONG_SPLITS)
+def test_row_splits_whose_numbers_do_not_fit_are_refused(name):
+    """A cast would make of some of them what fits."""
+    bags = hkv.Jagged(np.arange(3, dtype=np.int32), np.array(WRONG_SPLITS[name]))
+    with pytest.raises(ValueError, match=r"row_splits must start at 0, not decrease, and end at 3"):
+        hkv.find_pooled(hkv.create(128, 4), bags)
+    if name == "far":
+        with jax.enable_x64(True):  # cut to the batch, as those of 32 bits are
+            rows = jax.jit(lambda bags: hkv.find_pooled(hkv.create(128, 4), bags)[1].values)(bags)
+        assert rows.shape == (2, 4) and np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_row_splits_of_64_bits_are_put_on_devices(mode):
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2])
+    placement = hkv.sharding.Placement(mesh, mode=mode)
+    bags = [
+        hkv.Jagged(np.array(ids, np.int32), np.array([0, 1, 3])) for ids in ([1, 2, 3], [4, 5, 6])
+    ]
+
+    def step(table, bags):
+        table, result = hkv.sharding.find_or_insert_pooled(table, bags, axis_name="d")
+        return table, result.counts
+
+    table = placement.create(lambda: hkv.create(128, 4))
+    table, counts = placement.step(step)(table, placement.put(hkv.sharding.concatenate(bags)))
+    assert int(counts.inserted) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -294,6 +295,53 @@ def test_the_nnx_step_copies_no_table(rng, by_hand):
         hkv.testing.assert_no_table_copies(stale, state, *batch)
 
 
+def in_the_loss(call, ids, labels):
+    """The loss of a batch, and what the model said of it before it trained on it."""
+    before = call(ids)
+    return loss_of(call(ids, train=True), labels), before
+
+
+def progressive_steps():
+    """By name: a state, and a step that evaluates a batch before it trains on it."""
+    ids = np.zeros((64, 3), np.int32)
+    linen = hkv.linen.TrainState.create(LinenModel(), jax.random.key(0), ids, tx=DENSE)
+    nnx_state = hkv.nnx.TrainState(NnxModel(nnx.Rngs(0)), DENSE)
+    train = hkv.linen.train_step(lambda call, ids, labels: loss_of(call(ids, train=True), labels))
+
+    def threaded(state, ids, labels):
+        before, read = state.apply(ids, mutable=["tables"])
+        state, info = train(state.replace(tables=read["tables"]), ids, labels)
+        return state, info._replace(aux=before)
+
+    return {
+        "linen, in the loss": (linen, hkv.linen.train_step(in_the_loss, has_aux=True)),
+        "linen, threaded": (linen, threaded),
+        "nnx, in the loss": (nnx_state, hkv.nnx.train_step(in_the_loss, has_aux=True)),
+    }
+
+
+@pytest.mark.parametrize("name", progressive_steps())
+def test_a_batch_is_evaluated_and_then_trained_on_without_a_copy(name, rng):
+    """Progressive validation, by the ways that docs/guide.md names."""
+    state, step = progressive_steps()[name]
+    batch = next(batches(rng))
+    hkv.testing.assert_no_table_copies(step, state, *batch)
+    is_nnx = name.startswith("nnx")
+    expected = state.model(batch[0]) if is_nnx else state.apply(batch[0])
+    info = step(state, *batch) if is_nnx else step(state, *batch)[1]
+    np.testing.assert_allclose(info.aux, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_linen_state_is_replaced_as_those_of_flax_are():
+    state = hkv.linen.TrainState.create(
+        LinenModel(), jax.random.key(0), np.zeros((2, 3), np.int32), tx=DENSE
+    )
+    other = state.replace(step=jnp.int32(7))
+    assert int(other.step) == 7 and other.params is state.params
+    with pytest.raises(TypeError, match="steps"):
+        state.replace(steps=7)
+
+
 def test_nnx_tables_are_no_parameters_and_survive_split_and_merge():
     """Filters for nnx.Param never see a table."""
     model = NnxModel(nnx.Rngs(0))
@@ -404,3 +452,149 @@ def test_a_layer_inside_a_transformation_of_a_loss_is_told_of(api):
     with pytest.raises(Exception, match="racer|Cannot mutate") as raised:
         getattr(hkv, api).train_step(loss)(state, ids)
     assert "take Flax's own (nn.remat" in "".join(raised.value.__notes__)
+
+
+# --- What a model sows ---------------------------------------------------------------------------
+
+
+class Sowing(nn.Module):
+    """A part of the loss that is sown, and returned too."""
+
+    axis_name: object = None
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        options = {"optimizer": hkv.optim.sgd(0.1), "axis_name": self.axis_name}
+        rows = hkv.linen.Embed(1024, FEATURES, **options)(ids, train=train)
+        rows = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(rows))
+        penalty = jnp.square(rows - 1).mean()
+        self.sow("losses", "penalty", penalty)
+        return rows.sum(axis=-1), penalty
+
+
+def returned(call, ids):
+    outputs, penalty = call(ids, train=True)
+    return outputs.mean() + 3 * penalty
+
+
+def sown(call, ids):
+    (outputs, _), own = call(ids, train=True, mutable=["losses"])
+    assert set(own) == {"losses"} and len(own["losses"]["penalty"]) == 1
+    return outputs.mean() + 3 * own["losses"]["penalty"][0]
+
+
+def sown_state(loss, ids, devices, **options):
+    """After two steps, on one device or on several."""
+
+    def make(axis_name=None):
+        model = Sowing(axis_name)
+        return hkv.linen.TrainState.create(model, jax.random.key(0), ids[:4], tx=optax.sgd(0.1))
+
+    if devices == 1:
+        state, placed = make(), ids
+    else:
+        mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
+        placement = hkv.sharding.Placement(mesh)
+        options["placement"] = placement
+        state, placed = placement.create(functools.partial(make, "device")), placement.put(ids)
+    step = hkv.linen.train_step(loss, **options)
+    for _ in range(2):
+        state, info = step(state, placed)
+    return dataclasses.replace(state, model=None), info
+
+
+@pytest.mark.parametrize(("devices", "parts"), [(1, 1), (1, 2), (2, 2)])
+def test_what_a_model_sows_can_be_a_part_of_the_loss(devices, parts, rng):
+    """With the gradients and statistics of the loss that the model returns."""
+    if len(jax.devices()) < devices:
+        pytest.skip(f"it wants {devices} devices, there is {len(jax.devices())}")
+    ids = rng.integers(0, 200, 64, dtype=np.int32)
+    one, other = (sown_state(loss, ids, devices, micro_batches=parts) for loss in (returned, sown))
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
+    assert not np.array_equal(one[0].params["Dense_0"]["kernel"], one[0].params["Dense_0"]["bias"])
+
+
+FORMS = {
+    "no": (False, None),
+    "nothing": ([], set()),
+    "a name": ("losses", {"losses"}),
+    "statistics": (("losses", "batch_stats"), {"losses", "batch_stats"}),
+    "tables": (["tables", "lookups", "perturbations"], set()),
+    "all": (True, {"params", "losses", "batch_stats"}),
+    "all but": (nn.DenyList("losses"), {"params", "batch_stats"}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_returns_the_collections_that_it_is_asked_for_as_flax_does(name):
+    """Each call its own; those of the layers stay with the step."""
+    mutable, expected = FORMS[name]
+    ids = np.arange(8, dtype=np.int32)
+    state = hkv.linen.TrainState.create(Sowing(), jax.random.key(0), ids, tx=DENSE)
+    seen = []
+
+    def loss(call, ids):
+        for _ in range(2):
+            returned = call(ids, train=True, mutable=mutable)
+            (outputs, _), own = (returned, None) if expected is None else returned
+            seen.append(own if own is None else {n: jax.tree.map(jnp.shape, own[n]) for n in own})
+        return outputs.mean()
+
+    hkv.linen.train_step(loss)(state, ids)
+    assert all(own is None if expected is None else set(own) == expected for own in seen)
+    assert all(own["losses"] == {"penalty": ((),)} for own in seen if own and "losses" in own)
+
+
+# --- Layers of a stack ---------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Layers in a scan, each of which adds rows: of its own table, or of one table for all."""
+
+    is_outside: bool
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        embed = functools.partial(hkv.linen.Embed, 1024, FEATURES, optimizer=hkv.optim.sgd(0.1))
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, carry, rows):
+                rows = embed()(ids, train=train) if rows is None else rows
+                return jnp.tanh(nn.Dense(FEATURES)(carry + rows)), None
+
+        axes = {"params": 0, "tables": 0, "lookups": 0, "perturbations": 0}
+        layers = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=3)
+        numbers = 1000 * jnp.arange(3, dtype=jnp.int32)[:, None]
+        rows = embed(name="embed")(ids + numbers, train=train) if self.is_outside else None
+        return layers()(jnp.zeros((len(ids), FEATURES)), rows)[0].sum(axis=-1)
+
+
+def test_tables_that_a_scan_stacks_are_named_with_what_to_do_instead():
+    """Of which the message speaks: one table, looked up outside of the scan."""
+    ids = np.arange(8, dtype=np.int32)
+    step = hkv.linen.train_step(lambda call, ids: jnp.square(call(ids, train=True) - 1).mean())
+
+    def state(is_outside):
+        return hkv.linen.TrainState.create(Stack(is_outside), jax.random.key(0), ids, tx=DENSE)
+
+    message = (
+        r"update: table must be that of one device.*\[3, 2\].*stacked.*outside.*layer's number"
+    )
+    with pytest.raises(TypeError, match=message):
+        step(state(is_outside=False), ids)
+    after, info = step(state(is_outside=True), ids)
+    assert int(info.tables["embed/table"].inserted) == 24
+    assert float(step(after, ids)[1].loss) < float(info.loss)
+
+
+def test_a_layer_that_flax_maps_in_training_is_told_to_look_up_outside():
+    model = nn.vmap(
+        LinenModel, variable_axes={"params": 0, "tables": None}, split_rngs={"params": True},
+        in_axes=(None, None), axis_size=2,
+    )  # fmt: skip
+    ids = np.zeros((2, 3), np.int32)
+    state = hkv.linen.TrainState.create(model(), jax.random.key(0), ids, False, tx=DENSE)
+    with pytest.raises(ValueError, match=r"in nn\.vmap look up outside of it and pass rows in"):
+        hkv.linen.train_step(lambda call, ids: call(ids, True).mean())(state, ids)

@@ -318,12 +318,19 @@ def test_each_device_goes_through_its_part_in_micro_batches(api, mode, rng):
         np.testing.assert_allclose(got, should, **NEAR)
 
 
+KEY = np.asarray(jax.random.PRNGKey(0))
 BAGS = hkv.Jagged.from_lists([[1, 2], [3]] * 24)
 REFUSED = {
     "no number": ({"micro_batches": True}, None, TypeError, "micro_batches must be an integer"),
     "none": ({"micro_batches": 0}, None, ValueError, "micro_batches must be from 1"),
     "rest": ({"micro_batches": 5}, None, ValueError, r"arguments\[0\].* of 48 .* 5 micro-batches"),
     "weights": ({"micro_batches": 2}, np.ones(2), ValueError, r"arguments\[1\].*48 where .*\[0\]"),
+    "a raw key": (
+        {"micro_batches": 4},
+        KEY,
+        ValueError,
+        r"arguments\[0\].*2 for 4.*jax\.random\.key",
+    ),
     "jagged": ({"micro_batches": 2}, BAGS, TypeError, r"arguments\[0\] .*Jagged.*valid"),
 }
 

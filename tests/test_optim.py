@@ -262,6 +262,16 @@ def test_a_transformation_that_mixes_rows_is_refused_with_the_leaf():
         hkv.optim.sparse(optax.adafactor(0.1, min_dim_size_to_factor=1)).init(hkv.create(128, 4))
 
 
+@pytest.mark.parametrize("make", [optax.adafactor, optax.sm3, optax.contrib.muon])
+def test_a_transformation_that_mixes_rows_sees_each_alone_as_the_error_says(make):
+    with pytest.raises(ValueError, match=r"mixes rows.*sparse\(\.\.\., count_per_row=True\)"):
+        hkv.optim.sparse(make(0.1)).init(hkv.create(128, DIM))
+    opt = hkv.optim.sparse(make(0.1), count_per_row=True)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), np.array([1, 2], np.int32))
+    after = opt.update(table, result, jnp.ones((2, DIM)))
+    assert (hkv.find(after, result.keys)[1].values != result.values).all()
+
+
 @pytest.mark.parametrize("count_per_row", [False, True])
 @pytest.mark.parametrize(
     ("tx", "reason"),

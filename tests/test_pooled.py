@@ -548,10 +548,10 @@ BAD_CALLS = {
         TypeError,
         r"find_pooled: valid must be bool\[1, 4\]",
     ),
-    "splits of 64 bits": (
-        lambda t: hkv.find_pooled(t, hkv.Jagged(IDS, np.array([0, 4]))),
+    "splits of 16 bits": (
+        lambda t: hkv.find_pooled(t, hkv.Jagged(IDS, np.array([0, 4], np.int16))),
         TypeError,
-        r"ids\.row_splits must be int32\[batch \+ 1\], got int64\[2\].*from_lists",
+        r"ids\.row_splits must be int32 or int64 \[batch \+ 1\], got int16\[2\].*from_lists",
     ),
     "splits in a list": (
         lambda t: hkv.pool(ONES, row_splits=[0, 4]),

@@ -404,6 +404,36 @@ def test_entries_are_imported_for_inference_as_the_error_says():
     np.testing.assert_array_equal(found.values, exported.values.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "opt", [ADAM, hkv.optim.sparse(optax.adagrad(0.1))], ids=["native", "optax"]
+)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_table_that_trains_starts_from_rows_alone_as_the_error_says(devices, opt):
+    """Optimizer rows are made afterwards, on one device or on several."""
+    rows = sharding.export_entries(trained([range(20)]))._replace(optimizer={}, shared={})
+    placement = None if devices == 1 else TARGETS["four"].placement
+
+    def made(make):
+        return make() if placement is None else placement.create(make)
+
+    table = made(lambda: opt.init(hkv.create(512, DIM)))
+    with pytest.raises(ValueError, match=r"without an optimizer.*opt\.init.*placement\.step\(la"):
+        sharding.import_entries(placement, table, rows)
+    table, counts = sharding.import_entries(placement, made(lambda: hkv.create(512, DIM)), rows)
+    assert int(counts.inserted) == 20
+    if placement is None:
+        (part,) = parts = [opt.init(table)]
+    else:
+        table, _ = placement.step(lambda table: (opt.init(table), None))(table)
+        part, *_ = parts = placement.shards(table)
+    after = sharding.export_entries(parts)
+    order, expected = np.argsort(after.keys), np.argsort(rows.keys)
+    np.testing.assert_array_equal(after.keys[order], rows.keys[expected])
+    np.testing.assert_array_equal(after.values[order], rows.values[expected])
+    assert set(after.optimizer) == set(opt.init(hkv.create(128, DIM)).optimizer.rows)
+    assert part.optimizer.skipped.shape == (1,)
+
+
 def test_what_is_no_table_is_an_error():
     with pytest.raises(TypeError, match=r"sharding\.export_entries"):
         sharding.export_entries([np.zeros(3)])

@@ -113,7 +113,7 @@ def test_a_program_refuses_a_table_of_other_settings():
 def test_optimizer_rows_are_not_written_and_the_error_says_what_to_do():
     pytest.importorskip("flatbuffers", reason="jax.export writes programs with it")
     table = hkv.optim.adam(0.1).init(filled())
-    with pytest.raises(ValueError, match=r"dataclasses.replace\(table, optimizer=None\)"):
+    with pytest.raises(ValueError, match=r"optimizer rows cannot be written.*replace\(table, opt"):
         exported(CALLS["find"], table, KEYS, BAGS).serialize()
     bare = dataclasses.replace(table, optimizer=None)
     assert exported(lambda t, k, b: hkv.find(t, k)[1], bare, KEYS, BAGS).serialize()
