@@ -195,8 +195,8 @@ def _unsigned(call: str, scores: Any) -> Any:
     dtype = np.dtype(dtype)
     if dtype.kind not in "iu":
         raise TypeError(
-            f"{call}: scores must be integers of 8 to 32 bits, or a pair as Keys, got {dtype}: round or "
-            "scale them, and cast with .astype(jnp.uint32)"
+            f"{call}: scores must be integers of 8 to 32 bits, or a pair as Keys, got {dtype}: "
+            "round or scale them, and cast with .astype(jnp.uint32)"
         )
     is_signed = dtype.kind == "i"
     if is_signed and not is_traced(scores) and (np.asarray(scores) < 0).any():

@@ -22,7 +22,7 @@ from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
-from jax_hkv._placement import Placement
+from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv.features import Bagged, Jagged, Layout, as_splits
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
@@ -79,6 +79,7 @@ def host_checked(
     info_of: Callable[[Any], StepInfo],
     placement: Placement | None,
     check_overflow: bool,
+    values_of: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
     """A jitted training step that looks at its arguments, and at its report.
 
@@ -88,20 +89,23 @@ def host_checked(
       info_of: the report in what `jitted` returns.
       placement: of the state.
       check_overflow: whether it looks at its report.
+      values_of: a state's arrays.
     """
     expected = "True or False"
     check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
 
     @functools.wraps(jitted, updated=())
-    def checked(state: Any, *args: Any) -> Any:
-        _check_state(state, kind)
+    def checked(state: Any = None, /, *args: Any, **named: Any) -> Any:
+        _check_state(state, kind, named)
         if placement is not None:
             placement.check_put("train_step", args)
-        _check_host(args)
+        _check_host(args, placement)
         try:
             with without_rematerialization():
                 outputs = jitted(state, *args)
         except Exception as error:
+            if "deleted" in str(error):  # found out here, where it costs no walk of the state
+                check_not_used_up("train_step", jax.tree.leaves(values_of(state)))
             # The one in linen, the other, which is of Flax, in nnx.
             if type(error).__name__ in ("UnexpectedTracerError", "TraceContextError"):
                 error.add_note(
@@ -119,7 +123,12 @@ def host_checked(
     return checked
 
 
-def _check_state(state: Any, kind: type) -> None:
+def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
+    if named:
+        raise TypeError(
+            "train_step: the state and the arguments must be given by position, got "
+            f"{sorted(named)} by name: call step(state, *args)"
+        )
     if not isinstance(state, kind):
         expected, got = (f"{each.__module__}.{each.__name__}" for each in (kind, type(state)))
         raise TypeError(
@@ -128,7 +137,7 @@ def _check_state(state: Any, kind: type) -> None:
         )
 
 
-def _check_host(args: Any) -> None:
+def _check_host(args: Any, placement: Placement | None) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if hasattr(leaf, "__dlpack__") and not isinstance(leaf, (jax.Array, np.ndarray)):
@@ -143,10 +152,12 @@ def _check_host(args: Any) -> None:
                 "that JAX would cut to 32 bits: make keys of ids with "
                 "jax_hkv.Keys.from_numpy(ids)"
             )
+    is_pmapped = placement is not None and placement.mode == "pmap"  # splits of each device
     for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
         if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
-            count = np.shape(bags.ids)[0]
-            as_splits("train_step", "row_splits of a Jagged", bags.row_splits, count)
+            count = np.shape(bags.ids)[is_pmapped]
+            for splits in bags.row_splits if is_pmapped else [bags.row_splits]:
+                as_splits("train_step", "row_splits of a Jagged", splits, count)
 
 
 class Found(NamedTuple):

@@ -28,7 +28,7 @@ class Placed:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: nnx.Module, *args: Any) -> Any:
-        graph, values = nnx.split(state)
+        graph, values = _split(state)
         values, info = self._of(graph)(values, *args)
         nnx.update(state, values)
         return info
@@ -48,6 +48,12 @@ class Placed:
 
             self._compiled[graph] = self._placement.step(pure, donate=self._donate)
         return self._compiled[graph]
+
+
+def _split(node: nnx.Module) -> tuple[Any, Any]:
+    """As ``nnx.split``. Takes up the cache of ``nnx.cached_partial``, which demands that."""
+    with nnx.update_context("jax_hkv"):
+        return nnx.split(node)
 
 
 def place(make: Callable[[], Model], placement: Placement) -> Model:
@@ -81,7 +87,7 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     compiled: dict[Any, Any] = {}
 
     def on_all(model: nnx.Module, *batch: Any) -> Any:
-        graph, values = nnx.split(model)
+        graph, values = _split(model)
         if graph not in compiled:
             compiled[graph] = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
         return compiled[graph](values, *batch)

@@ -197,7 +197,8 @@ class Placement:
 
         Returns:
           A function of (state, *batch) whose batches come from :meth:`put`; single numbers and
-          random keys among them are the same for all devices. It has ``lower`` as jitted functions.
+          random keys among them are the same for all devices. NumPy arrays of the state are put
+          where :meth:`specs` says. It has ``lower`` as jitted functions.
 
         Raises:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
@@ -205,7 +206,8 @@ class Placement:
         """
         fn = _with_pair(fn)
         if self.mode == "pmap":
-            return _Checked("Placement.step", _Pmapped(self, fn, _with_one_report, donate=donate))
+            pmapped = _Pmapped(self, fn, _with_one_report, donate=donate)
+            return _Checked(self, "Placement.step", pmapped)
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
             self.check_tables("Placement.step", state, ())
@@ -213,7 +215,8 @@ class Placement:
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
 
-        return _Checked("Placement.step", jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+        jitted = jax.jit(on_all, donate_argnums=(0,) if donate else ())
+        return _Checked(self, "Placement.step", jitted)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """A compiled function that changes nothing: an evaluation.
@@ -230,14 +233,14 @@ class Placement:
         """
         fn = _with_leading_axes(fn)
         if self.mode == "pmap":
-            return _Checked("Placement.run", _Pmapped(self, fn))
+            return _Checked(self, "Placement.run", _Pmapped(self, fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
             self.check_tables("Placement.run", state, ())
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
-        return _Checked("Placement.run", jax.jit(on_all))
+        return _Checked(self, "Placement.run", jax.jit(on_all))
 
     def put(self, batch: Any) -> Any:
         """The batch of this process's devices, as steps take it.
@@ -275,17 +278,24 @@ class Placement:
         )
 
     def check_put(self, call: str, batch: Any) -> None:
-        """Raises for arrays of a batch that do not lie on the devices, where they must."""
+        """Raises for arrays of a batch that :meth:`put` has not made, where they must be its."""
         if self.mode == "pmap":
-            return
-        devices = set(self.mesh.devices.flat)
+            count = len(self.local_devices)
+            expected = f"have the shape [{count}, n, ...] for"
+        else:
+            devices = set(self.mesh.devices.flat)
+            count, expected = len(devices), "lie on"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
                 continue
-            if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+            if self.mode == "pmap":
+                is_put = leaf.ndim > 1 and leaf.shape[0] == count
+            else:
+                is_put = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+            if not is_put:
                 raise ValueError(
-                    f"{call}: arguments{jax.tree_util.keystr(path)} must lie on the {len(devices)} "
-                    f"devices of the step's placement, got {type(leaf).__name__} "
+                    f"{call}: arguments{jax.tree_util.keystr(path)} must {expected} the "
+                    f"{count} devices of the step's placement, got {type(leaf).__name__} "
                     f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
                 )
 
@@ -385,6 +395,20 @@ class Placement:
             for spec, subtree in zip(nodes, subtrees, strict=True)
         ]
 
+    def _from_host(self, call: str, state: Any) -> Any:
+        """A state whose NumPy arrays lie on the devices, each where :meth:`specs` says."""
+        self.check_tables(call, state, ())
+        leaves, structure = jax.tree.flatten(state)
+        placed = [
+            jax.make_array_from_callback(
+                leaf.shape, NamedSharding(self.mesh, spec), leaf.__getitem__
+            )
+            if isinstance(leaf, np.ndarray)
+            else leaf
+            for leaf, spec in zip(leaves, jax.tree.leaves(self._leaf_specs(state)), strict=True)
+        ]
+        return structure.unflatten(placed)
+
     def _batch_spec(self, leaf: Any) -> Any:
         return P() if _is_shared(leaf) else P(self.axes)
 
@@ -425,22 +449,22 @@ def _digesting(placement: Placement) -> Callable[[Any], Any]:
 class _Checked:
     """A compiled function of (state, *batch) that looks first at what only the host sees."""
 
-    def __init__(self, call: str, compiled: Any):
+    def __init__(self, placement: Placement, call: str, compiled: Any):
+        self._placement = placement
         self._call = call
         self._compiled = compiled
 
     def __call__(self, state: Any, *batch: Any) -> Any:
-        for leaf in jax.tree.leaves(state):
-            if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
-                # Not left to JAX: jaxlib 0.10 ends the process there, on a mesh of CPU devices.
-                raise RuntimeError(
-                    f"{self._call}: state was used up by an earlier step, got arrays that were "
-                    "donated: go on with the state that it returned, or make the step with "
-                    "donate=False"
-                )
+        leaves = jax.tree.leaves(state)
+        # Not left to JAX: jaxlib 0.10 ends the process there, on a mesh of CPU devices.
+        check_not_used_up(self._call, leaves)
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
+        if self._placement.mode == "pmap":
+            self._placement.check_put(self._call, batch)
+        elif _is_from_host(leaves):
+            state = self._placement._from_host(self._call, state)
         with without_rematerialization():
             return self._compiled(state, *batch)
 
@@ -513,6 +537,21 @@ def concatenate(batches: Sequence[Any]) -> Any:
                 "same capacity= and number of bags, and pad other arrays"
             )
     return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
+
+
+def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
+    """Raises if one of a state's leaves was donated to an earlier step."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            raise RuntimeError(
+                f"{call}: state was used up by an earlier step, got arrays that were donated: go "
+                "on with the state that it returned, or make the step with donate=False"
+            )
+
+
+def _is_from_host(leaves: Sequence[Any]) -> bool:
+    """Whether a state that is not traced has NumPy arrays."""
+    return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
 
 
 def _is_jagged(node: Any) -> bool:

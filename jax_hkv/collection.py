@@ -226,9 +226,7 @@ class Group:
 
 
 def _sum_of(counted: Int32[Array, " kinds"], *kinds: Status) -> Int32[Array, ""]:
-    """Of some kinds. One cut out of the array would be a copy of its own on a GPU, where XLA makes
-    all sums at once.
-    """
+    """Of some kinds. On a GPU one cut out of the array is a copy; all sums XLA makes together."""
     return total_of(jnp.where(np.isin(np.arange(len(Status)), kinds), counted, 0))
 
 

@@ -633,7 +633,9 @@ def train_step(
     else:
         jitted = Placed(placement, step_of_one, donate)
 
-    return _layers.host_checked(jitted, TrainState, lambda info: info, placement, check_overflow)
+    return _layers.host_checked(
+        jitted, TrainState, lambda info: info, placement, check_overflow, nnx.state
+    )
 
 
 def _in_micro_batches(

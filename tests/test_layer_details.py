@@ -432,3 +432,40 @@ def test_a_model_that_sows_is_traced_no_more_than_twice(scale):
         step(state, IDS)
         seen.append(len(traced))
     assert seen[1] == seen[2] == seen[3]  # the second step finds what the first has sown
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_state_that_a_step_has_used_up_is_named(api):
+    """On one device as on several; what else is deleted is not taken for it."""
+
+    def loss(model, ids):
+        return model(ids, train=True).sum()
+
+    if api == "linen":
+        layer = hkv.linen.Embed(256, DIM, optimizer=SGD)
+        state = hkv.linen.TrainState.create(layer, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+        twin, after = state, lambda outputs: outputs[0]
+    else:
+        state = hkv.nnx.TrainState(hkv.nnx.Embed(256, DIM, optimizer=SGD), optax.sgd(0.1))
+        graph, values = nnx.split(state)
+        twin = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, values))
+        after = lambda outputs: state  # noqa: E731
+    step = getattr(hkv, api).train_step(loss)
+    state = after(step(state, IDS))
+    with pytest.raises(RuntimeError, match="train_step: state was used up .* that it returned"):
+        step(twin, IDS)
+    deleted = jnp.asarray(IDS)
+    deleted.delete()
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        step(state, deleted)
+    step(state, IDS)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_arguments_of_a_step_that_are_given_by_name_are_refused(api):
+    step = getattr(hkv, api).train_step(lambda model, ids: model(ids, train=True).sum())
+    for positional in ((), (None,)):
+        with pytest.raises(TypeError, match=r"train_step: .*by position, got \['ids', 'state'\]"):
+            step(*positional, state=None, ids=IDS)
+    with pytest.raises(TypeError, match="train_step: state must be .* got builtins.NoneType"):
+        step()

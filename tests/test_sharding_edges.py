@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from many_devices import ADAM
@@ -541,3 +541,144 @@ def test_exports_of_several_processes_are_saved_and_joined(rng, tmp_path):
         sharding.join_entries([])
     with pytest.raises(ValueError, match="parts must be of one table"):
         sharding.join_entries([whole, whole._replace(counters=None)])
+
+
+def bag_step(api, placement, traced=None):
+    """A state with a table and a dense parameter, and a step from it to (state, report)."""
+    options: dict = {"optimizer": ADAM, "axis_name": "device", "unseen": "learned"}
+    bags = hkv.Jagged.from_lists([[1], [2]], capacity=8)
+
+    def loss(model, bags):
+        if traced is not None:
+            traced.append(bags)
+        return (model(bags, train=True) ** 2).mean()
+
+    if api == "linen":
+        layer = hkv.linen.EmbedBag(1024, 4, **options)
+        state = placement.create(
+            lambda: hkv.linen.TrainState.create(layer, jax.random.key(0), bags, tx=optax.adam(0.1))
+        )
+        return state, hkv.linen.train_step(loss, placement=placement)
+
+    def make():
+        return hkv.nnx.TrainState(hkv.nnx.EmbedBag(1024, 4, **options), optax.adam(0.1))
+
+    step = hkv.nnx.train_step(loss, placement=placement)
+    return hkv.nnx.place(make, placement), lambda state, bags: (state, step(state, bags))
+
+
+def put_bags(placement, rng):
+    return placement.put(sharding.concatenate([bags_of(rng, 6) for _ in range(4)]))
+
+
+def bits_of(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_jagged_bags_train_alike_in_both_modes(api):
+    seen = []
+    for mode in ("shard_map", "pmap"):
+        rng = np.random.default_rng(0)
+        placement = Placement(mesh_of(4), mode=mode)
+        state, step = bag_step(api, placement)
+        infos = []
+        for _ in range(3):
+            state, info = step(state, put_bags(placement, rng))
+            infos.append(info)
+        seen.append(bits_of((placement.shards(nnx.state(state) if api == "nnx" else state), infos)))
+    assert seen[0] == seen[1]
+
+
+def test_row_splits_that_do_not_fit_are_refused_under_pmap_too(rng):
+    placement = Placement(mesh_of(4), mode="pmap")
+    state, step = bag_step("linen", placement)
+    bags = put_bags(placement, rng)
+    bags.row_splits[2, 0] = 1
+    with pytest.raises(ValueError, match="row_splits of a Jagged must start at 0"):
+        step(state, bags)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_batch_that_was_not_put_is_named_under_pmap_too(api, rng):
+    placement = Placement(mesh_of(4), mode="pmap")
+    state, step = bag_step(api, placement)
+    whole = sharding.concatenate([bags_of(rng, 6) for _ in range(4)])
+    for bags in (whole, jax.tree.map(lambda leaf: leaf[:4], whole)):
+        with pytest.raises(ValueError, match=r"train_step: .* the 4 devices.*placement\.put"):
+            step(state, bags)
+    for call in (placement.step(lambda t, i: (t, i)), placement.run(lambda t, i: i)):
+        for ids in (np.arange(16), np.arange(4)):
+            with pytest.raises(ValueError, match=r"arguments\[0\] .* the 4 .*got ndarray int64"):
+                call(one_part(placement), ids)
+    step(state, placement.put(whole))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_an_nnx_step_over_devices_takes_a_state_that_flax_has_cached(mode):
+    """By ``nnx.cached_partial``: the state itself is trained, and nothing is traced again."""
+    traced, seen = [], []
+    placement = Placement(mesh_of(4), mode=mode)
+    for is_cached in (False, True):
+        rng = np.random.default_rng(0)
+        state, step = bag_step("nnx", placement, traced)
+        own = nnx.cached_partial(step, state) if is_cached else lambda bags: step(state, bags)  # noqa: B023
+        infos = [own(put_bags(placement, rng))[1] for _ in range(3)]
+        evaluate = hkv.nnx.run(lambda model, bags: model(bags), placement)
+        evaluate = nnx.cached_partial(evaluate, state.model) if is_cached else evaluate
+        given = (
+            (put_bags(placement, rng),) if is_cached else (state.model, put_bags(placement, rng))
+        )
+        seen.append(bits_of((nnx.state(state), infos, evaluate(*given))))
+    assert seen[0] == seen[1]
+    assert len(traced) == 2 * 2
+
+
+def values_of(state):
+    return nnx.state(state) if isinstance(state, nnx.Module) else state
+
+
+def on_host(state):
+    """A state's arrays as NumPy's, and a function that makes a state of them."""
+    if not isinstance(state, nnx.Module):
+        arrays = serialization.from_bytes(state, serialization.to_bytes(state))
+        return arrays, lambda: arrays
+    graph, values = nnx.split(state)
+    arrays = jax.device_get(values)
+    return arrays, lambda: nnx.merge(graph, jax.tree.map(lambda leaf: leaf, arrays))
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Explicit", "pmap"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_state_that_was_on_the_host_trains_on(api, mode, rng):
+    """And again, for NumPy's arrays are not used up."""
+    placement = Placement(mesh_of(4), mode="pmap") if mode == "pmap" else placement_of_four(mode)
+    traced = []
+    state, step = bag_step(api, placement, traced)
+    for _ in range(2):
+        state, _ = step(state, put_bags(placement, rng))
+    once, bags = len(traced), put_bags(placement, rng)
+    arrays, make = on_host(state)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(arrays))
+    before = bits_of(arrays)
+    expected = bits_of([*map(values_of, step(state, bags))])
+    for _ in range(2):
+        assert bits_of([*map(values_of, step(make(), bags))]) == expected
+        assert bits_of(arrays) == before
+    assert mode == "pmap" or len(traced) == once
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_table_that_was_on_the_host_is_read_and_written(kind, rng):
+    placement = placement_of_four(kind)
+    keys = placement.put(hkv.Keys.from_numpy(rng.integers(0, 2**63, 64)))
+    step = placement.step(lambda t, k: sharding.find_or_insert(t, k, axis_name="device"))
+    read = placement.run(lambda t, k: sharding.find(t, k, axis_name="device")[1].values)
+    table, _ = step(one_part(placement), keys)
+    host = jax.device_get(table)
+    assert bits_of(read(host, keys)) == bits_of(read(table, keys))
+    again = jax.jit(lambda t, k: (read(t, k), read(host, k)))(table, keys)
+    assert bits_of(again[0]) == bits_of(again[1])
+    assert bits_of(step(host, keys)) == bits_of(step(table, keys))
+    with pytest.raises(TypeError, match="spread over the 4 devices"):
+        read(jax.device_get(hkv.create(128, 4)), keys)
