@@ -183,10 +183,12 @@ def test_the_copies_of_a_table_that_is_not_donated_are_seen(compiled):
 
 
 def test_every_public_operation_is_compiled(compiled):
+    """But `grow`, which looks at the entries on the host and calls `resize`."""
     operations = [
         name
         for name in hkv.__all__
-        if inspect.isfunction(function := getattr(hkv, name))
+        if name != "grow"
+        and inspect.isfunction(function := getattr(hkv, name))
         and "table" in inspect.signature(function).parameters
     ]
     missing = [name for name in operations if not any(known.startswith(name) for known in compiled)]
