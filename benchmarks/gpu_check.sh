@@ -110,7 +110,7 @@ run_tests() { # NAME WORKERS TESTS...
 }
 
 suite() { # with the CPU as JAX's default, for meshes of eight; all that is called twice is a CUDA graph then
-  XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 JAX_PLATFORMS=cpu,cuda \
+  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_graph_min_graph_size=1" JAX_PLATFORMS=cpu,cuda \
     run_tests suite 8 --needs-gpu -k 'gpu and not gpu_program'
 }
 

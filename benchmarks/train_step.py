@@ -246,6 +246,8 @@ def main() -> None:
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     record = measure.begun(options.out, options.resume, {})
+    if record.get("settings") != settings:
+        record = {}
     record |= apart(measure.surroundings) | {"settings": settings}
 
     def measured(part: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:

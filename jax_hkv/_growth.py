@@ -9,16 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
-from jax_hkv._placement import Placement
+from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Counts, Table, check_one_device, check_table
 from jax_hkv.whole_table import resize, size
 
 # From which load factor on full buckets are met, by candidate buckets (docs/guide.md, Growth).
 _FULL = {1: 0.6, 2: 0.9}
+_HALF = 16  # bits
 
 
 def grow(
@@ -33,7 +35,8 @@ def grow(
 
     Args:
       table: which is only read, and lies in memory beside the new one until nobody holds it.
-      max_capacity: entries of all devices, up to 2**31 - 1 of each.
+      max_capacity: entries of all devices together (of replicas too, each of which counts), up to
+        2**31 - 1 of each.
       room: the new ids that may come until the next call; they count as entries.
       placement: of a table over devices, whose parts are doubled each.
 
@@ -86,7 +89,7 @@ def grow(
 def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
     """Parts of a table, and how many of them its leaves here hold; raises unless it lies so."""
     if placement is None:
-        if table.clock.shape != (2,):
+        if table.clock.ndim == 1 and table.clock.shape != (2,):
             raise TypeError(
                 "grow: table must be that of one device, whose clock is uint32[2], got "
                 f"uint32{list(table.clock.shape)}: of a table over devices say placement=, the "
@@ -106,17 +109,26 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
 
 
 def _entries(table: Table, placement: Placement | None) -> int:
+    check_not_used_up("grow", jax.tree.leaves(table))
+    occupancy = table.index.occupancy
     if placement is None:
         return int(size(table))
-    return int(_counting(placement)((), table.index.occupancy)[1])
+    if isinstance(occupancy, np.ndarray):
+        return int(occupancy.sum(dtype=np.int64))
+    high, low = _counting(placement)((), occupancy)[1]
+    return (int(high) << _HALF) + int(low)
 
 
 @functools.lru_cache(maxsize=16)
-def _counting(placement: Placement) -> Callable[..., tuple[Any, jax.Array]]:
-    """A compiled function from the occupancies of all parts to the entries of all."""
+def _counting(placement: Placement) -> Callable[..., tuple[Any, Any]]:
+    """A compiled function from the occupancies of all parts to the entries of all, in two halves.
 
-    def count(nothing: Any, occupancy: jax.Array) -> tuple[Any, jax.Array]:
-        return nothing, jax.lax.psum(jnp.sum(occupancy, dtype=jnp.int32), placement.axes)
+    Those of one device fit into 31 bits, and of several they need not.
+    """
+
+    def count(nothing: Any, occupancy: jax.Array) -> tuple[Any, Any]:
+        own = jnp.sum(occupancy, dtype=jnp.int32)
+        return nothing, jax.lax.psum((own >> _HALF, own & ((1 << _HALF) - 1)), placement.axes)
 
     return placement.step(count)
 

@@ -281,7 +281,7 @@ class Placement:
         """Raises for arrays of a batch that :meth:`put` has not made, where they must be its."""
         if self.mode == "pmap":
             count = len(self.local_devices)
-            expected = f"have the shape [{count}, n, ...] for"
+            expected = f"have the shape [{count}, ...] for"
         else:
             devices = set(self.mesh.devices.flat)
             count, expected = len(devices), "lie on"
@@ -289,7 +289,7 @@ class Placement:
             if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
                 continue
             if self.mode == "pmap":
-                is_put = leaf.ndim > 1 and leaf.shape[0] == count
+                is_put = leaf.shape[0] == count
             else:
                 is_put = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
             if not is_put:

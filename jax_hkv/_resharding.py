@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jax_hkv import whole_table
 from jax_hkv._checks import as_bool
@@ -124,7 +125,15 @@ def _is_replica(path: str, replicas: bool | Callable[[str], bool]) -> bool:
 def _parts(table: Table, placement: Placement | None) -> list[Table]:
     if placement is None:
         return [table]
-    return _cut(table, placement) if _is_on_host(table) else placement.shards(table)
+    if _is_on_host(table):
+        return _cut(table, placement)
+    if isinstance(placement.mesh, AbstractMesh):
+        raise TypeError(
+            f"{_CALL}: state must hold NumPy arrays alone where the mesh of source is abstract, "
+            f"got {sorted({type(leaf).__name__ for leaf in jax.tree.leaves(table)})} in a table: "
+            "jax.device_get(state), or give the placement whose devices it lies on"
+        )
+    return placement.shards(table)
 
 
 def _is_on_host(table: Table) -> bool:

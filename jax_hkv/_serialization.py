@@ -6,8 +6,10 @@ is static of each class. It is written as JSON, and read by whoever imports jax_
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax.export
@@ -75,20 +77,23 @@ def _refused(_: Any) -> Any:
     )
 
 
+def _register(call: Callable[..., Any], kind: type, **functions: Any) -> None:
+    with contextlib.suppress(ValueError):  # whoever imports it anew has registered it before
+        call(kind, serialized_name=f"jax_hkv.{kind.__name__}", **functions)
+
+
 for node in _NODES:
-    jax.export.register_pytree_node_serialization(
+    _register(
+        jax.export.register_pytree_node_serialization,
         node,
-        serialized_name=f"jax_hkv.{node.__name__}",
         serialize_auxdata=written,
         deserialize_auxdata=read,
     )
 for result in _RESULTS:
-    jax.export.register_namedtuple_serialization(
-        result, serialized_name=f"jax_hkv.{result.__name__}"
-    )
-jax.export.register_pytree_node_serialization(
+    _register(jax.export.register_namedtuple_serialization, result)
+_register(
+    jax.export.register_pytree_node_serialization,
     OptimizerRows,
-    serialized_name="jax_hkv.OptimizerRows",
     serialize_auxdata=_refused,
     deserialize_auxdata=_refused,
 )

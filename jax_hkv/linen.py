@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -638,13 +639,16 @@ def _asked(mutable: Any, before: Mapping[str, Any], after: Mapping[str, Any]) ->
 def _of_this_call(before: Any, after: Any) -> Any:
     """A collection after a call, without what `init` or an earlier call has sown into it."""
     earlier: Any = flatten_dict(before)
-
-    def own(path: Any, leaf: Any) -> Any:
+    found: dict[Any, Any] = {}
+    for path, leaf in flatten_dict(after).items():
         sown = earlier.get(path)
-        is_longer = isinstance(sown, tuple) and isinstance(leaf, tuple) and len(leaf) > len(sown)
-        return leaf[len(sown) :] if is_longer else leaf
-
-    return unflatten_dict({path: own(path, leaf) for path, leaf in flatten_dict(after).items()})
+        if isinstance(sown, tuple) and isinstance(leaf, tuple):
+            is_kept = len(leaf) >= len(sown) and all(map(operator.is_, sown, leaf))
+            leaf = leaf[len(sown) :] if is_kept else leaf
+            if not leaf:
+                continue
+        found[path] = leaf
+    return unflatten_dict(found)
 
 
 # --- flax.serialization: to_bytes, from_bytes, to_state_dict, from_state_dict --------------------

@@ -111,3 +111,10 @@ def test_a_checkpoint_of_another_number_of_devices_than_said_is_an_error(rng):
     )
     with pytest.raises(TypeError, match=message):
         sharding.reshard(saved, make(1), source=eight)
+
+
+def test_arrays_of_jax_with_devices_that_are_absent_are_an_error(rng):
+    _, state = trained("shard_map", rng)
+    absent = sharding.Placement(AbstractMesh((SAVED,), ("device",)))
+    with pytest.raises(TypeError, match=r"state must hold NumPy arrays .*jax\.device_get\(state\)"):
+        sharding.reshard(state, make(1), source=absent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from test_expire import warnings_of
 from test_resize import contents
 
 import jax_hkv as hkv
-from jax_hkv import sharding
+from jax_hkv import _growth, sharding
 
 DIM = 4
 ADAM = hkv.optim.adam(0.05)
@@ -86,6 +89,77 @@ def test_a_look_at_a_table_that_does_not_grow_compiles_nothing():
             assert hkv.grow(many, 2048, room=room, placement=placement) is many
             assert hkv.grow(one, 2048, room=room) is one
     assert [text for text in records if "Compiling" in text] == []
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_more_entries_than_32_bits_count_are_counted(mode):
+    """Of all devices; here by occupancies that no table has."""
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
+    placement = sharding.Placement(mesh, mode=mode)
+    table = placement.create(lambda: hkv.create(256, DIM))
+    many = 2**29 + 3
+    full = jax.device_put(jnp.full_like(table.index.occupancy, many), table.occupancy.sharding)
+    table = dataclasses.replace(table, index=dataclasses.replace(table.index, occupancy=full))
+    assert _growth._entries(table, placement) == 8 * many > 2**32
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_table_that_a_step_has_used_up_is_named(parts, rng):
+    """Twice: what is compiled already ended the process with jaxlib 0.10."""
+    ids = hkv.Keys.from_numpy(batches(rng, 1)[0])
+    if parts == 1:
+        placement, table = None, hkv.create(128, DIM)
+        used = table.values
+    else:
+        mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
+        placement = sharding.Placement(mesh)
+        table = placement.create(lambda: hkv.create(128, DIM))
+        used = table.values
+    table = hkv.grow(table, 4096, room=400, placement=placement)
+    table = hkv.grow(table, 4096, room=400, placement=placement)
+    assert table.values is not used
+    if placement is None:
+        jax.jit(hkv.find_or_insert, donate_argnums=0)(table, ids)
+    else:
+        placement.step(lambda table: (hkv.advance_epoch(table), None))(table)
+    with pytest.raises(RuntimeError, match="grow: state was used up by an earlier step"):
+        hkv.grow(table, 4096, room=400, placement=placement)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_table_over_devices_that_was_on_the_host_grows(rng, kind):
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(kind,), devices=jax.devices()[:4])
+    placement = sharding.Placement(mesh)
+    table = placement.create(lambda: hkv.create(128, DIM))
+    insert = placement.step(
+        lambda table, keys: sharding.find_or_insert(table, keys, axis_name="device")
+    )
+    table, _ = insert(table, placement.put(hkv.Keys.from_numpy(batches(rng, 1)[0])))
+    expected = contents(placement.shards(table))
+    grown = hkv.grow(jax.device_get(table), 4096, room=400, placement=placement)
+    assert grown.capacity == 1024 and contents(placement.shards(grown)) == expected
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_entries_without_room_are_warned_of(monkeypatch, rng, parts):
+    """Of tables of two candidates none is known: here resize loses three of each part."""
+    real = _growth.resize
+
+    def losing(table, capacity):
+        table, counts = real(table, capacity)
+        return table, counts._replace(evicted=counts.evicted + 1, refused=counts.refused + 2)
+
+    monkeypatch.setattr(_growth, "resize", losing)
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
+    placement = None if parts == 1 else sharding.Placement(mesh, axis_name=("device",))
+    if placement is None:
+        table = hkv.create(128, DIM, name="users")
+    else:
+        table = placement.create(lambda: hkv.create(384, DIM, name="users"))
+    wanted = 2 * table.capacity
+    message = rf"grow: {3 * parts} entries of table 'users' found no room in {wanted} slots"
+    with pytest.warns(UserWarning, match=message):
+        hkv.grow(table, wanted, room=table.capacity, placement=placement)
 
 
 class Linen(nn.Module):

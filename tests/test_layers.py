@@ -515,6 +515,48 @@ def test_what_a_model_sows_can_be_a_part_of_the_loss(devices, parts, rng):
     assert not np.array_equal(one[0].params["Dense_0"]["kernel"], one[0].params["Dense_0"]["bias"])
 
 
+class TwoTowers(nn.Module):
+    """Each tower sows its own loss, and in evaluation another one."""
+
+    def setup(self):
+        self.embed = hkv.linen.Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+
+    def __call__(self, ids, train=False):
+        if not train:
+            self.sow("losses", "evaluated", 1000.0)
+        return self.user(ids, train), self.item(ids, train)
+
+    def user(self, ids, train):
+        return self._tower("of user", 1.0, ids, train)
+
+    def item(self, ids, train):
+        return self._tower("of item", 10.0, ids, train)
+
+    def _tower(self, name, loss, ids, train):
+        self.sow("losses", name, loss)
+        return self.embed(ids, train=train).sum()
+
+
+def test_a_call_returns_what_it_has_sown_and_not_what_init_or_another_call_has():
+    ids, seen = np.arange(8, dtype=np.int32), []
+
+    def loss_fn(apply, ids):
+        loss = 0.0
+        for tower in (TwoTowers.user, TwoTowers.item, TwoTowers.user):
+            outputs, sown = apply(ids, True, method=tower, mutable="losses")
+            seen.append(sown["losses"])
+            loss += 1e-3 * outputs + sum(jax.tree.leaves(sown))
+        return loss
+
+    key = jax.random.key(0)
+    state = hkv.linen.TrainState.create(TwoTowers(), key, ids, tx=optax.sgd(0.1))
+    assert len(jax.tree.leaves(state.variables["losses"])) == 3, "as init has sown them"
+    state, info = hkv.linen.train_step(loss_fn)(state, ids)
+    assert [list(sown) for sown in seen[:3]] == [["of user"], ["of item"], ["of user"]]
+    assert all(len(losses) == 1 for sown in seen for losses in sown.values())
+    assert float(info.loss) == pytest.approx(12.0, abs=0.1)
+
+
 FORMS = {
     "no": (False, None),
     "nothing": ([], set()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 
 import jax
@@ -93,6 +94,11 @@ def test_a_program_that_was_written_takes_and_returns_what_it_did(call):
     expected = jax.jit(CALLS[call])(table, KEYS, BAGS)
     result = again.call(table, KEYS, BAGS)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_the_package_can_be_imported_anew():
+    """As IPython's autoreload does: what is registered already is no error."""
+    importlib.reload(_serialization)
 
 
 def test_a_program_for_two_platforms_has_the_bits_of_one():

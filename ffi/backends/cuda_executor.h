@@ -209,7 +209,7 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
     constexpr int64_t kIndices = kHasOwnIndex<Step> ? kBlockThreads : kBlockThreads / Step::kGroup;
     const int64_t blocks = (count + kIndices - 1) / kIndices;
     run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, step);
-    check(cudaGetLastError(), "a kernel launch (or of something before it)");
+    check(cudaGetLastError(), "a kernel launch, or something before it,");
   }
 
   void check(cudaError_t error, const char* what) {

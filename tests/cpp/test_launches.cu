@@ -110,7 +110,7 @@ int main() {
   testing::Checks checks;
   check_error(checks, cudaErrorNoKernelImageForDevice, "compiled for the GPUs " HKV_BUILT_FOR);
   check_error(checks, cudaErrorInsufficientDriver, "compiled by CUDA " + kToolkit);
-  check_error(checks, cudaErrorIllegalAddress, "or of something before it");
+  check_error(checks, cudaErrorIllegalAddress, "or something before it, failed");
   for (const int sm : {80, 90, 100}) {
     device_form.sm = sm;
     int asked = 0;
