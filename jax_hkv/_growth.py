@@ -45,6 +45,7 @@ def grow(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      RuntimeError: if a step has used the table up.
 
     Warns:
       UserWarning: if entries found no room in the larger table, and how many; of none that we made.
