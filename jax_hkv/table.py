@@ -349,30 +349,33 @@ def check_table(call: str, table: Any) -> None:
     raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}{remedy}")
 
 
+_STACKED = (
+    "of tables that are stacked, as nn.scan over layers and nnx.vmap do: look ids up outside of "
+    "the scan, in one table, with the layer's number in the id, and scan over the rows. (A "
+    "Placement of mode 'pmap' stacks the parts of one table: inside Placement.step and "
+    "Placement.run it is this device's part, and import_entries of "
+    "jax_hkv.sharding.export_entries(placement.shards(table)) makes one table of them)"
+)
+_OVER_DEVICES = (
+    "of a table over several devices (or of several tables that were stacked). Inside "
+    "jax.shard_map, jax.pmap, Placement.step or Placement.run it is this device's part: there keys "
+    "are looked up by the functions of jax_hkv.sharding, which know whose they are. To make one "
+    "table of the parts, use import_entries of "
+    "jax_hkv.sharding.export_entries(placement.shards(table))"
+)
+
+
 def check_one_device(call: str, table: Any) -> None:
     """Raises unless `table` is the Table of one device, which is all that native calls can work on.
 
     A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
     """
     check_table(call, table)
-    if len(table.clock.shape) == 2:
-        raise TypeError(
-            f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
-            f"uint32{list(table.clock.shape)} of tables that are stacked, as nn.scan over layers "
-            "and nnx.vmap do: look ids up outside of the scan, in one table, with the layer's "
-            "number in the id, and scan over the rows. (A Placement of mode 'pmap' stacks the "
-            "parts of one table: inside Placement.step and Placement.run it is this device's part, "
-            "and import_entries of jax_hkv.sharding.export_entries(placement.shards(table)) makes "
-            "one table of them)"
-        )
     if table.clock.shape != (2,):
         raise TypeError(
             f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
-            f"uint32{list(table.clock.shape)} of a table over several devices (or of several "
-            "tables that were stacked). Inside jax.shard_map, jax.pmap, Placement.step or "
-            "Placement.run it is this device's part: there keys are looked up by the functions of "
-            "jax_hkv.sharding, which know whose they are. To make one table of the parts, use "
-            "import_entries of jax_hkv.sharding.export_entries(placement.shards(table))"
+            f"uint32{list(table.clock.shape)} "
+            f"{_STACKED if len(table.clock.shape) == 2 else _OVER_DEVICES}"
         )
     own = () if table.optimizer is None else table.optimizer.rows.values()
     counts = [leaf.shape[0] for leaf in (table.values, *own)]

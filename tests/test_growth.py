@@ -28,6 +28,16 @@ def batches(rng, count):
     return rng.integers(0, 2**63, (count, BATCH))
 
 
+def over_four(mode="shard_map", kind=AxisType.Explicit):
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(kind,), devices=devices)
+    return sharding.Placement(mesh, mode=mode)
+
+
+def insert_on_each(table, keys):
+    return sharding.find_or_insert(table, keys, axis_name="device")
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 def test_a_table_evicts_nothing_until_it_has_grown_to_its_maximum(rng, choices):
     """After every look there is room for the next batch, and entries stay what they were."""
@@ -61,12 +71,9 @@ def test_a_table_grows_by_several_doublings_at_once_and_by_whole_ones_only(rng):
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_a_table_over_devices_grows_with_the_entries_of_all(rng, mode):
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh, mode=mode)
+    placement = over_four(mode)
     table = placement.create(lambda: ADAM.init(hkv.create(128, DIM)))
-    insert = placement.step(
-        lambda table, keys: sharding.find_or_insert(table, keys, axis_name="device")
-    )
+    insert = placement.step(insert_on_each)
     for number, ids in enumerate(batches(rng, 12)):
         before = contents(placement.shards(table)) if number else {}
         table = hkv.grow(table, 2048, room=BATCH, placement=placement)
@@ -79,8 +86,7 @@ def test_a_table_over_devices_grows_with_the_entries_of_all(rng, mode):
 
 
 def test_a_look_at_a_table_that_does_not_grow_compiles_nothing():
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh)
+    placement = over_four()
     many = placement.create(lambda: hkv.create(128, DIM))
     one = hkv.create(128, DIM)
     hkv.grow(many, 2048, room=1, placement=placement), hkv.grow(one, 2048, room=1)
@@ -94,8 +100,7 @@ def test_a_look_at_a_table_that_does_not_grow_compiles_nothing():
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_more_entries_than_32_bits_count_are_counted(mode):
     """Of all devices; here by occupancies that no table has."""
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh, mode=mode)
+    placement = over_four(mode)
     table = placement.create(lambda: hkv.create(256, DIM))
     many = 2**29 + 3
     full = jax.device_put(jnp.full_like(table.index.occupancy, many), table.occupancy.sharding)
@@ -110,8 +115,7 @@ def test_a_table_that_a_step_has_used_up_is_named(parts, rng):
     if parts == 1:
         placement, table = None, hkv.create(128, DIM)
     else:
-        mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-        placement = sharding.Placement(mesh)
+        placement = over_four()
         table = placement.create(lambda: hkv.create(128, DIM))
     table = hkv.grow(table, 4096, room=400, placement=placement)
     assert hkv.grow(table, 4096, room=400, placement=placement) is table
@@ -125,12 +129,9 @@ def test_a_table_that_a_step_has_used_up_is_named(parts, rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_table_over_devices_that_was_on_the_host_grows(rng, kind):
-    mesh = jax.make_mesh((4,), ("device",), axis_types=(kind,), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh)
+    placement = over_four(kind=kind)
     table = placement.create(lambda: hkv.create(128, DIM))
-    insert = placement.step(
-        lambda table, keys: sharding.find_or_insert(table, keys, axis_name="device")
-    )
+    insert = placement.step(insert_on_each)
     table, _ = insert(table, placement.put(hkv.Keys.from_numpy(batches(rng, 1)[0])))
     expected = contents(placement.shards(table))
     grown = hkv.grow(jax.device_get(table), 4096, room=400, placement=placement)
@@ -147,8 +148,7 @@ def test_entries_without_room_are_warned_of(monkeypatch, rng, parts):
         return table, counts._replace(evicted=counts.evicted + 1, refused=counts.refused + 2)
 
     monkeypatch.setattr(_growth, "resize", losing)
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = None if parts == 1 else sharding.Placement(mesh, axis_name=("device",))
+    placement = None if parts == 1 else over_four()
     if placement is None:
         table = hkv.create(128, DIM, name="users")
     else:
@@ -208,8 +208,7 @@ def test_the_tables_of_a_state_grow_while_it_trains(rng, flax):
 
 
 def test_the_tables_of_a_state_over_devices_grow_while_it_trains(rng):
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh)
+    placement = over_four()
     ids = rng.integers(0, 2**31, (8, BATCH // 2, 2)).astype(np.int32)
     labels = rng.normal(size=(8, BATCH // 2)).astype(np.float32)
     model = Linen(axis_name="device")
@@ -229,8 +228,7 @@ def test_the_tables_of_a_state_over_devices_grow_while_it_trains(rng):
 
 def test_bad_arguments_are_named():
     table = hkv.create(128, DIM)
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices()[:4])
-    placement = sharding.Placement(mesh)
+    placement = over_four()
     many = placement.create(lambda: hkv.create(128, DIM))
     with pytest.raises(TypeError, match="grow: table must be a jax_hkv Table, got dict"):
         hkv.grow({}, 256)
@@ -241,7 +239,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="grow: room must be from 0 to"):
         hkv.grow(table, 256, room=-1)
     with pytest.raises(TypeError, match="grow: placement must be a jax_hkv.sharding.Placement"):
-        hkv.grow(table, 256, placement=mesh)
+        hkv.grow(table, 256, placement=placement.mesh)
     with pytest.raises(TypeError, match=r"got uint32\[8\]: of a table over devices say placement="):
         hkv.grow(many, 4096)
     with pytest.raises(TypeError, match="grow: a table must be spread over the 4 devices"):
