@@ -66,6 +66,7 @@ class Signature:
 
     name: str
     per_position: bool
+    has_workspace: bool
     attributes: Mapping[str, np.dtype[Any]]
     operands: tuple[Argument, ...]
     results: tuple[Argument, ...]
@@ -76,6 +77,7 @@ class Signature:
         return cls(
             name=entries["name"],
             per_position=entries["per_position"],
+            has_workspace=entries["has_workspace"],
             attributes={name: np.dtype(dtype) for name, dtype in entries["attributes"]},
             operands=tuple(Argument(*operand) for operand in entries["operands"]),
             results=tuple(Argument(*result) for result in entries["results"]),
@@ -147,6 +149,8 @@ class _Axes:
 def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
     axes = _Axes(signature, operands, params)
     axes.check(signature, operands)
+    if signature.has_workspace:
+        _check_fixed(signature, operands, params["table"])
     operand_of = {result: operand for operand, result in signature.aliases.items()}
     return [
         operands[operand_of[i]]
@@ -154,6 +158,19 @@ def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
         else result_aval(operands[0], axes.shape(result), axes.dtype(result))
         for i, result in enumerate(signature.results)
     ]
+
+
+def _check_fixed(signature: Signature, operands: Sequence[Any], table: str) -> None:
+    """Raises where a size is a symbol of ``jax.export``, and the workspace depends on it."""
+    for argument, operand in zip(signature.operands, operands, strict=True):
+        if not all(isinstance(size, (int, np.integer)) for size in operand.shape):
+            raise TypeError(
+                f"jax_hkv {signature.name} on {table!r}: {argument.name} must have a fixed shape, "
+                f"got {list(operand.shape)}: its workspace is of a size known while tracing. "
+                "Lookups that insert nothing take batches of symbolic sizes (find, contains, "
+                "find_pooled, layers without train=True); export a program of the others for each "
+                "size, and fill batches up to one of them with ids that valid= masks"
+            )
 
 
 def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -173,9 +190,10 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
         for i, result in enumerate(signature.results)
     ]
     attributes = {name: np.int64(params[name]) for name in signature.attributes}
-    workspace = module.workspace_bytes(
-        signature.name, [list(operand.shape) for operand in operands], attributes
-    )
+    workspace = 0
+    if signature.has_workspace:
+        shapes = [list(operand.shape) for operand in operands]
+        workspace = module.workspace_bytes(signature.name, shapes, attributes)
     call = jax.ffi.ffi_call(
         _TARGET_PREFIX + signature.name,
         [*results, jax.ShapeDtypeStruct((workspace,), np.uint8)],

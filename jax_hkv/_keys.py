@@ -230,13 +230,6 @@ def check_keys(call: str, argument: str, ids: Any) -> Any:
     NumPy's 64-bit integers are taken where JAX, with x64 off, would not cut them: an id is the same
     key whether it comes as such, or through a ``jax.jit`` that has made 32 bits of it.
     """
-    shape = getattr(ids, "shape", ())
-    if not all(isinstance(length, (int, np.integer)) for length in shape):
-        raise TypeError(
-            f"{call}: {argument} must have a fixed shape, got {list(shape)}: native operations are "
-            "compiled for one. Export a program for each batch size, and fill batches up to one "
-            "of them with ids that valid= masks"
-        )
     if isinstance(ids, Keys):
         _check_words(call, argument, ids.words)
         words = replicated(ids.words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -426,16 +427,16 @@ class Collection:
         for group, parts in zip(self.groups, found.parts, strict=True):
             if not parts:
                 continue
-            own = jnp.stack([jnp.asarray(unseen[config.name]) for config in group.tables])
-            tables = {feature.name: group.number(feature.table) for feature in group.features}
-            number = np.concatenate(
-                [
-                    np.full(int(np.prod(part.shape, dtype=np.int64)), tables[part.feature])
-                    for part in parts
-                ]
-            )
+            table_of = {feature.name: feature.table for feature in group.features}
+            own = [
+                jnp.broadcast_to(
+                    jnp.asarray(unseen[table_of[part.feature]], jnp.float32),
+                    (math.prod(part.shape), rows[group.name].shape[-1]),
+                )
+                for part in parts
+            ]
             share = pooled.unseen_shares(found.batches[group.name], found.slots[group.name])
-            added[group.name] = rows[group.name] + share * own.astype(jnp.float32)[number]
+            added[group.name] = rows[group.name] + share * jnp.concatenate(own)
         return added
 
     def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
@@ -443,8 +444,8 @@ class Collection:
         outputs = {}
         for group, own_parts in zip(self.groups, parts, strict=True):
             for name, first, shape in own_parts:
-                count = int(np.prod(shape, dtype=np.int64))
-                own = jax.lax.slice_in_dim(rows[group.name], first, first + count)
+                last = first + math.prod(shape)
+                own = jax.lax.slice_in_dim(rows[group.name], first, last)
                 outputs[name] = own.reshape(*shape, own.shape[-1])
         return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
@@ -636,10 +637,13 @@ def _weighed(
         members = [number for number, own in enumerate(kinds) if own == kind]
         together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
         assert together.weights is not None
-        ends = np.cumsum([batches[n][0].sources.shape[0] for n in members])[:-1]
-        for number, own in zip(members, jnp.split(together.weights, ends), strict=True):
+        first = 0
+        for number in members:
             bags, valid = batches[number]
+            last = first + bags.sources.shape[0]
+            own = jax.lax.slice_in_dim(together.weights, first, last)
             weighed[number] = (bags._replace(weights=own), valid)
+            first = last
     return _joined(weighed)
 
 

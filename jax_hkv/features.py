@@ -353,7 +353,7 @@ def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array,
 
 def dense_bags(batch: tuple[int, ...], hotness: int, weights: jax.Array | None) -> Bags:
     """Bags of `hotness` positions each."""
-    count = int(np.prod(batch, dtype=np.int64))
+    count = math.prod(batch)
     numbers = jax.lax.iota(jnp.int32, count * hotness)
     splits = jax.lax.iota(jnp.int32, count + 1) * jnp.int32(hotness)
     return Bags(numbers // jnp.int32(max(hotness, 1)), splits, weights)

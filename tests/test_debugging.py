@@ -268,14 +268,6 @@ ERRORS = {
         TypeError,
         "ids must not be a masked array.*valid=",
     ),
-    "a batch of any size": (
-        lambda: jax.eval_shape(
-            lambda ids: hkv.find(TABLE, ids),
-            jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.int32),
-        ),
-        TypeError,
-        r"find: keys must have a fixed shape, got \[n\].*Export a program for each batch size",
-    ),
     "ids of a lookup with a mask": (
         lambda: hkv.find(TABLE, np.ma.array(IDS, mask=IDS > 9)),
         TypeError,

@@ -7,8 +7,11 @@ import importlib
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import jax_hkv as hkv
 from jax_hkv import _serialization
@@ -71,7 +74,7 @@ CALLS = {
     "find": lambda table, keys, bags: hkv.find(table, keys, fill="initial"),
     "find_or_insert": lambda table, keys, bags: hkv.find_or_insert(table, keys),
     "insert_and_evict": lambda table, keys, bags: hkv.insert_and_evict(
-        table, keys, jax.numpy.ones((4, 4))
+        table, keys, jnp.ones((4, 4))
     ),
     "erase": lambda table, keys, bags: hkv.erase(table, keys),
     "find_pooled": lambda table, keys, bags: hkv.find_pooled(table, bags),
@@ -123,3 +126,166 @@ def test_optimizer_rows_are_not_written_and_the_error_says_what_to_do():
         exported(CALLS["find"], table, KEYS, BAGS).serialize()
     bare = dataclasses.replace(table, optimizer=None)
     assert exported(lambda t, k, b: hkv.find(t, k)[1], bare, KEYS, BAGS).serialize()
+
+
+TABLE = hkv.create(256, 4, choices=2)
+TABLE, _ = hkv.find_or_insert(TABLE, np.arange(20, dtype=np.int32))
+TABLE, _ = hkv.find_or_insert(TABLE, hkv.Keys.from_numpy(np.arange(20) * 2**33))
+SIZES = jax.export.symbolic_shape("b, h, n")
+LOOKUPS = {
+    "find": lambda table, x: hkv.find(table, x.keys, fill="initial", valid=x.valid),
+    "find of ids": lambda table, x: hkv.find(table, x.flat),
+    "contains": lambda table, x: hkv.contains(table, x.ids),
+    "initial_rows": lambda table, x: (table, hkv.initial_rows(table, x.keys)),
+    "bags": lambda table, x: hkv.find_pooled(table, x.ids),
+    "means": lambda table, x: hkv.find_pooled(table, x.ids, combiner="mean", valid=x.valid),
+    "weighted": lambda table, x: hkv.find_pooled(table, x.ids, combiner="sqrtn", weights=x.weights),
+    "Jagged": lambda table, x: hkv.find_pooled(table, x.jagged, combiner="mean"),
+    "pool": lambda table, x: (table, hkv.pool(x.rows, valid=x.valid)),
+    "vmap": lambda table, x: jax.vmap(lambda ids: hkv.find(table, ids), out_axes=(None, 0))(x.ids),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A batch of a request in all forms."""
+
+    ids: jax.Array
+    keys: hkv.Keys
+    flat: jax.Array
+    valid: jax.Array
+    weights: jax.Array
+    rows: jax.Array
+    jagged: hkv.Jagged
+
+
+def request(batch, hotness, seed=0):
+    """Bags of some ids that have a row, and some that have none."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 40, (batch, hotness)).astype(np.int32)
+    splits = np.sort(rng.integers(0, 2 * batch, batch + 1)).astype(np.int32)
+    splits[0] = 0
+    return Inputs(
+        jnp.asarray(ids),
+        hkv.Keys.from_numpy(ids.astype(np.int64) * 2**33),
+        jnp.asarray(ids[:, 0]),
+        jnp.asarray(rng.random(ids.shape) < 0.8),
+        jnp.asarray(rng.random(ids.shape), jnp.float32),
+        jnp.asarray(rng.normal(size=(*ids.shape, 4)), jnp.float32),
+        hkv.Jagged(jnp.asarray(rng.integers(0, 40, batch * 2), jnp.int32), splits),
+    )
+
+
+def of_any_size():
+    """What `request` makes, of b bags of h ids, in n positions where they are jagged."""
+    b, h, n = SIZES
+    form = jax.ShapeDtypeStruct
+    ids, words = form((b, h), jnp.int32), form((b, h, 2), jnp.uint32)
+    return Inputs(
+        *(ids, hkv.Keys(words), form((b,), jnp.int32), form((b, h), jnp.bool_)),
+        *(form((b, h), jnp.float32), form((b, h, 4), jnp.float32)),
+        hkv.Jagged(form((n,), jnp.int32), form((b + 1,), jnp.int32)),
+    )
+
+
+@pytest.mark.parametrize("call", LOOKUPS)
+def test_one_program_looks_up_batches_of_any_size(call):
+    """The bits of a program that is compiled for the size, for two platforms at once."""
+    lookup = LOOKUPS[call]
+    program = exported(lookup, TABLE, of_any_size(), platforms=["cpu", "cuda"])
+    for batch, hotness in ((5, 3), (1, 1), (300, 7)):
+        given = request(batch, hotness)
+        result = jax.device_get(program.call(TABLE, given))
+        jax.tree.map(np.testing.assert_array_equal, result, jax.jit(lookup)(TABLE, given))
+
+
+OPT = hkv.optim.adagrad(0.1)
+CONFIGS = [hkv.TableConfig(name, 256, 4, optimizer=OPT) for name in ("users", "items")]
+COLLECTION = hkv.Collection(
+    CONFIGS,
+    [
+        hkv.Feature("user", "users"),
+        hkv.Feature("seen", "items", "mean"),
+        hkv.Feature("bought", "items", "sum"),
+        hkv.Feature("friends", "users", "mean"),
+    ],
+)
+
+
+def features(given):
+    padded = hkv.Padded(given.ids, given.valid, given.weights)
+    return {
+        "user": given.flat,
+        "seen": padded,
+        "bought": given.jagged,
+        "friends": given.ids,
+    }
+
+
+class Linen(nn.Module):
+    unseen: str = "initial"
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        form = {"optimizer": OPT, "unseen": self.unseen}
+        rows = hkv.linen.EmbedCollection(COLLECTION, unseen=self.unseen)(features(x), train=train)
+        one = hkv.linen.Embed(256, 4, **form)(x.keys, train=train)
+        bag = hkv.linen.EmbedBag(256, 4, combiner="mean", **form)(x.jagged, train=train)
+        return rows, one, bag
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.all = hkv.nnx.EmbedCollection(COLLECTION)
+        self.bag = hkv.nnx.EmbedBag(256, 4, optimizer=OPT)
+
+    def __call__(self, x, train=False):
+        return self.all(features(x), train=train), self.bag(x.ids, weights=x.weights, train=train)
+
+
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "learned"])
+def test_one_program_serves_a_trained_linen_model_whatever_the_batch(unseen):
+    """All kinds of features, ids with and without a row."""
+    model = Linen(unseen)
+    variables = model.init(jax.random.key(0), request(4, 3))
+    _, trained = model.apply(variables, request(50, 3, seed=1), train=True, mutable=True)
+    kept = {name: trained[name] for name in ("params", "tables") if name in trained}
+    program = exported(model.apply, kept, of_any_size())
+    for batch, hotness in ((5, 3), (1, 1)):
+        given = request(batch, hotness, seed=2)
+        result = program.call(kept, given)
+        jax.tree.map(np.testing.assert_array_equal, result, jax.jit(model.apply)(kept, given))
+
+
+@pytest.mark.filterwarnings("ignore:EmbedCollection. train=True outside")
+def test_one_program_serves_a_trained_nnx_model_whatever_the_batch():
+    """Its state as a dict of arrays: Flax has not told `jax.export` how to write its variables."""
+    model = Nnx()
+    model(request(50, 3, seed=1), train=True)
+    kinds = hkv.nnx.TableVariable, nnx.Param
+    graph, tables, params, rest = nnx.split(model, *kinds, ...)
+    assert not jax.tree.leaves(params)
+    arrays = nnx.to_pure_dict(tables)
+
+    def serve(arrays, given):
+        nnx.replace_by_pure_dict(tables, arrays)
+        return nnx.merge(graph, tables, params, rest)(given)
+
+    program = exported(serve, arrays, of_any_size())
+    for batch, hotness in ((5, 3), (1, 1)):
+        given = request(batch, hotness, seed=2)
+        result = program.call(arrays, given)
+        jax.tree.map(np.testing.assert_array_equal, result, jax.jit(serve)(arrays, given))
+
+
+def test_what_needs_a_workspace_says_that_its_size_must_be_known():
+    """Whatever merges equal keys: what inserts, writes, refreshes or removes."""
+    for call in (
+        lambda x: hkv.find_or_insert(TABLE, x.ids),
+        lambda x: hkv.find(TABLE, x.ids, touch=True),
+        lambda x: hkv.erase(TABLE, x.flat),
+        lambda x: hkv.unique(x.flat),
+    ):
+        with pytest.raises(TypeError, match=r"jax_hkv unique on .*fixed shape, got \[.*valid="):
+            jax.eval_shape(call, of_any_size())

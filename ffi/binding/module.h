@@ -27,6 +27,7 @@ inline nb::dict as_dict(const Signature& signature) {
   nb::dict entries;
   entries["name"] = signature.name;
   entries["per_position"] = signature.per_position;
+  entries["has_workspace"] = signature.has_workspace;
   entries["attributes"] = signature.attributes;
   entries["operands"] = operands;
   entries["results"] = results;
@@ -46,7 +47,9 @@ void define_module(nb::module_& extension) {
   });
   extension.def("signatures", [] {
     nb::list signatures;
-    AllOperations::visit([&]<class Operation>() { signatures.append(as_dict(signature_of<Operation>())); });
+    AllOperations::visit([&]<class Operation>() {
+      signatures.append(as_dict(signature_of<typename Backend::Executor, Operation>()));
+    });
     return signatures;
   });
   extension.def(

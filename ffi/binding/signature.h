@@ -36,6 +36,7 @@ struct Argument {
 struct Signature {
   std::string name;
   bool per_position = false;
+  bool has_workspace = false;
   std::vector<std::pair<std::string, std::string>> attributes;  // name and type
   std::vector<Argument> operands;
   std::vector<Argument> results;
@@ -142,11 +143,16 @@ class TraceBinder {
   size_t next_ = 0;
 };
 
-template <class Operation>
+template <class Operation, class Executor>
+inline constexpr bool kHasWorkspace =
+    requires(Operation operation, Arena arena) { operation.template reserve<Executor>(arena); };
+
+template <class Executor, class Operation>
 Signature signature_of() {
   Signature signature;
   signature.name = Operation::kName;
   signature.per_position = Operation::kPerPosition;
+  signature.has_workspace = kHasWorkspace<Operation, Executor>;
   Operation operation;
   SignatureBinder binder(signature);
   operation.describe(binder);
@@ -155,9 +161,7 @@ Signature signature_of() {
 
 template <class Executor, class Operation>
 void reserve(Operation& operation, Arena& arena) {
-  if constexpr (requires { operation.template reserve<Executor>(arena); }) {
-    operation.template reserve<Executor>(arena);
-  }
+  if constexpr (kHasWorkspace<Operation, Executor>) operation.template reserve<Executor>(arena);
 }
 
 // Bytes of workspace that a call needs, for operands of the given shapes.
