@@ -528,6 +528,22 @@ def onward(
     return sums
 
 
+def onward_last(
+    plan: Plan, legs: tuple[Leg, ...], rows: Num[Array, "n dim"]
+) -> Num[Array, "room dim"]:
+    """Sends the last row of each key of this device the way that its key took."""
+    for hop, leg in zip(plan.hops, legs, strict=True):
+        sources = leg.sent
+        if leg.groups is not None:
+            sources = jnp.where(sources >= 0, _index.take(leg.groups.last, sources), NO_SLOT)
+        rows = by_slot(rows, sources)
+        if plan.replicas:
+            rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
+        else:
+            rows = swap(plan, hop, rows, leg.outgoing, leg.incoming)
+    return rows
+
+
 def bags_homeward(plan: Plan, rows: Float32[Array, "b dim"]) -> Float32[Array, "own dim"]:
     """Brings sums for the bags of all peers back, where they are added up."""
     for hop in reversed(plan.hops):

@@ -17,8 +17,10 @@ from jax_hkv.table import (
     Bags,
     Counts,
     Entries,
+    EraseResult,
     InsertResult,
     Table,
+    WriteResult,
     entries_at,
     scatter_optimizer,
     scatter_values,
@@ -152,6 +154,67 @@ def write_entries(
     table = scatter_values(table, upserted.unique_slots, groups.last, values)
     table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)
     return table, counts_of(groups, upserted.unique_status)
+
+
+def write_result(
+    groups: Groups, upserted: _index.Upserted, entries: Entries | None = None
+) -> WriteResult:
+    """What became of the flat keys of a batch that wrote rows."""
+    counts = counts_of(groups, upserted.unique_status)
+    return WriteResult(upserted.slots, upserted.status, counts, entries)
+
+
+def insert_or_assign(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array | None,
+    scores: Keys | None,
+    values: jax.Array,
+    *,
+    evicted: bool,
+    is_ticked: bool = False,
+) -> tuple[Table, WriteResult]:
+    """Writes the last row of each key of a flat batch; absent ones are inserted."""
+    groups = _index.unique(keys, valid)
+    table, upserted, entries = upsert(
+        table, groups, scores, evicted, is_ticked=is_ticked, report_new=False
+    )
+    table = scatter_values(table, upserted.unique_slots, groups.last, values)
+    return table, write_result(groups, upserted, entries)
+
+
+def assign(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array | None,
+    scores: Keys | None,
+    values: jax.Array | None,
+    *,
+    is_ticked: bool = False,
+) -> tuple[Table, WriteResult]:
+    """Writes the last row, or the scores, of the keys of a flat batch that are present."""
+    groups = _index.unique(keys, valid)
+    has_scores = scores is not None
+    index, upserted = _index.upsert(
+        table.index, groups, scores, admit=False, write_scores=has_scores, is_ticked=is_ticked
+    )
+    table = dataclasses.replace(table, index=index)
+    if values is not None:
+        table = scatter_values(table, upserted.unique_slots, groups.last, values)
+    return table, write_result(groups, upserted)
+
+
+def erase(
+    table: Table, keys: Keys, valid: jax.Array | None, *, is_ticked: bool = False
+) -> tuple[Table, EraseResult]:
+    """Removes the keys of a flat batch."""
+    groups = _index.unique(keys, valid)
+    index, upserted = _index.upsert(
+        table.index, groups, None, admit=False, write_scores=False, is_ticked=is_ticked
+    )
+    index = _index.erase(index, upserted.unique_slots)
+    counts = counts_of(groups, upserted.unique_status)
+    return dataclasses.replace(table, index=index), EraseResult(upserted.status, counts)
 
 
 class Inserted(NamedTuple):

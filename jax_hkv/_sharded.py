@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -42,7 +43,7 @@ from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status
 from jax_hkv.operations import ROWS_NAME
-from jax_hkv.table import Bags, Counts, InsertResult, Table, gather_values
+from jax_hkv.table import Bags, Counts, Entries, InsertResult, Table, gather_values
 
 State = TypeVar("State")
 
@@ -69,6 +70,10 @@ class Route(NamedTuple):
     overflow: Int32[Array, ""] | None
     wide_slots: Int32[Array, " room"] | None = None
 
+    @property
+    def left_out(self) -> Int32[Array, ""]:
+        return jnp.int32(0) if self.overflow is None else self.overflow
+
 
 class ShardedResult(NamedTuple):
     """What `find_or_insert` over several devices returns, on each of them.
@@ -86,6 +91,7 @@ class ShardedResult(NamedTuple):
       bags: of a pooled lookup.
       exchange: static.
       route: for the gradients.
+      evicted: the entries that this device's part lost, if asked for.
     """
 
     values: Float[Array, "*batch dim"]
@@ -98,6 +104,7 @@ class ShardedResult(NamedTuple):
     bags: Bags | None
     exchange: Exchange
     route: Route
+    evicted: Entries | None = None
 
 
 class ShardedRows(NamedTuple):
@@ -121,6 +128,7 @@ class _Task(NamedTuple):
       owners_pool: whether owners return sums for the bags.
       train: whether absent keys are inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
+      evicted: whether the evicted entries are wanted.
       measure: what else to count of the distinct keys.
     """
 
@@ -130,6 +138,7 @@ class _Task(NamedTuple):
     owners_pool: bool
     train: bool
     initial: bool
+    evicted: bool
     measure: Measure | None
 
     @property
@@ -144,6 +153,7 @@ class _Seen(NamedTuple):
     status: jax.Array
     counts: Counts
     by_table: dict[str, Counts]
+    evicted: Entries | None
 
 
 def look_up(
@@ -156,6 +166,7 @@ def look_up(
     train: bool,
     initial: bool,
     scores: Keys | None = None,
+    evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, ShardedResult]:
     """Looks up the batches of all devices; inside shard_map or pmap.
@@ -169,10 +180,10 @@ def look_up(
       train: whether absent keys are inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
+      evicted: whether the evicted entries are wanted.
       measure: what else is counted of the distinct keys at their owners.
     """
-    # Given counts of equal keys are summed where they arrive: 64-bit sums are the table's.
-    merges = exchange.deduplicate and not (scores is not None and table.policy.counts)
+    merges = may_merge(exchange, table, scores)
     positions = batch.keys.shape[0]
     valid = _checks.flat_mask(batch.valid, (positions,))
     plan = plan_of(exchange, positions, merges=merges)
@@ -192,23 +203,32 @@ def look_up(
     # JAX does not differentiate loops backward: what weights are multiplied with leaves them first.
     pools_later = pools and not owners_pool and is_weighted and _may_repeat(plan, exchange)
     own_bags = None if pools_later else bags
-    task = _Task(exchange, items, own_bags, owners_pool, train, initial, measure)
-    table, seen, route = _rounds(task, plan, table)
+    task = _Task(exchange, items, own_bags, owners_pool, train, initial, evicted, measure)
+    table, seen, route = in_rounds(
+        exchange, plan, table, items, partial(_round, task), task.bag_count
+    )
     if pools_later and bags is not None:
         slots = jnp.where(valid, _rows.positions(positions), NO_SLOT)
         seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags))
-    counts, by_table = seen.counts, seen.by_table
-    if not plan.replicas:
-        counts, by_table = jax.lax.psum((counts, by_table), exchange.axes)
-    else:
-        counts, by_table = agreed((counts, by_table), exchange.axes)
+    counts, by_table = of_all(plan, exchange, (seen.counts, seen.by_table))
     groups = route.legs[0].groups if route.legs else None
-    overflow = jnp.int32(0) if route.overflow is None else route.overflow
     values = checkpoint_name(seen.values, ROWS_NAME)
     return table, ShardedResult(
-        *(values, batch.keys, seen.status, counts, overflow, by_table),
-        *(groups, bags, exchange, route),
+        *(values, batch.keys, seen.status, counts, route.left_out, by_table),
+        *(groups, bags, exchange, route, seen.evicted),
     )
+
+
+def may_merge(exchange: Exchange, table: Table, scores: Keys | None) -> bool:
+    """Whether equal keys are merged; given counts are summed where they arrive, in 64 bits."""
+    return exchange.deduplicate and not (scores is not None and table.policy.counts)
+
+
+def of_all(plan: Plan, exchange: Exchange, counts: Any) -> Any:
+    """The counts of all devices, of what each has counted as an owner."""
+    if plan.replicas:
+        return agreed(counts, exchange.axes)
+    return jax.lax.psum(counts, exchange.axes)
 
 
 def of_batch(
@@ -271,31 +291,61 @@ def _counts_occurrences(table: Table) -> bool:
 # --- Rounds --------------------------------------------------------------------------------------
 
 
-def _rounds(task: _Task, plan: Plan, table: Table) -> tuple[Table, _Seen, Route]:
-    legs, arrived, beyond = outward(plan, task.items, task.bag_count)
+def in_rounds(
+    exchange: Exchange,
+    plan: Plan,
+    table: Table,
+    items: Items,
+    act: Callable[..., tuple[Table, State, InsertResult | None]],
+    bag_count: int = 0,
+) -> tuple[Table, State, Route]:
+    """What owners do with the keys of all devices; again, with room for all, where keys overflow.
+
+    Args:
+      exchange: how keys travel.
+      plan: of the first round.
+      table: this device's part.
+      items: of this device.
+      act: of (plan, table, legs, arrived items, is_ticked): the table, what comes back of it, in
+        one form in both rounds, and the result of a training lookup.
+      bag_count: of this device, where owners pool.
+    """
+    legs, arrived, beyond = outward(plan, items, bag_count)
     overflow = None
     if not plan.is_complete:
         arrived = arrived._replace(valid=arrived.valid & (beyond == 0))
-        overflow = agreed(beyond, task.exchange.axes)
-    table, seen, owner = _round(task, plan, table, legs, arrived)
-    route = Route(plan, legs, owner, task.items, overflow)
-    if not _may_repeat(plan, task.exchange):
+        overflow = agreed(beyond, exchange.axes)
+    table, seen, owner = act(plan, table, legs, arrived, is_ticked=False)
+    route = Route(plan, legs, owner, items, overflow)
+    if not _may_repeat(plan, exchange):
         return table, seen, route
     assert overflow is not None
 
-    wide = _wide(plan, task.exchange, task.items)
+    wide = _wide(plan, exchange, items)
 
-    def second(state: tuple[Table, _Seen, Any], now: jax.Array) -> tuple[Table, _Seen, Any]:
-        items = task.items._replace(valid=task.items.valid & now)
-        legs, arrived, _ = outward(wide, items, task.bag_count)
-        table, seen, owner = _round(task, wide, state[0], legs, arrived, is_ticked=True)
+    def second(state: tuple[Table, State, Any], now: jax.Array) -> tuple[Table, State, Any]:
+        own = items._replace(valid=items.valid & now)
+        legs, arrived, _ = outward(wide, own, bag_count)
+        table, seen, owner = act(wide, state[0], legs, arrived, is_ticked=True)
         slots = None if owner is None else owner.unique_slots
-        return vary((table, seen, slots), task.exchange.axes)
+        return vary((table, seen, slots), exchange.axes)
 
-    slots = jnp.full((wide.hops[-1].room,), NO_SLOT) if task.train else None
-    state = vary((table, seen, slots), task.exchange.axes)
+    slots = None if owner is None else jnp.full((wide.hops[-1].room,), NO_SLOT)
+    state = vary((table, seen, slots), exchange.axes)
     table, seen, slots = _once_if(overflow > 0, second, state)
     return table, seen, route._replace(wide_slots=slots)
+
+
+def padded(entries: Entries | None, exchange: Exchange, plan: Plan, items: Items) -> Entries | None:
+    """Evicted entries in the form that they have in both rounds."""
+    if entries is None or not _may_repeat(plan, exchange):
+        return entries
+    missing = _wide(plan, exchange, items).hops[-1].room - entries.keys.shape[0]
+
+    def one(leaf: jax.Array) -> jax.Array:
+        return jnp.pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1)) if leaf.ndim else leaf
+
+    return jax.tree.map(one, entries)
 
 
 def _once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state: State) -> State:
@@ -330,7 +380,7 @@ def _round(
     legs: tuple[Leg, ...],
     arrived: Items,
     *,
-    is_ticked: bool = False,
+    is_ticked: bool,
 ) -> tuple[Table, _Seen, InsertResult | None]:
     """What the owner does with the keys that arrived, and what comes back of it."""
     keys, valid = arrived.keys, arrived.valid
@@ -340,9 +390,9 @@ def _round(
             table,
             keys,
             valid,
-            _scores_of(table, arrived),
+            scores_of(table, arrived),
             None,
-            False,
+            task.evicted,
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,
         )
@@ -357,15 +407,17 @@ def _round(
     if inserted is None:
         status = jnp.where(slots >= 0, jnp.int32(Status.FOUND), jnp.int32(Status.MISSING))
         zero = jnp.int32(0)
-        seen = _Seen(values, _home_status(plan, legs, status), Counts(*[zero] * 5), {})
+        seen = _Seen(values, home_status(plan, legs, status), Counts(*[zero] * 5), {}, None)
         return table, seen, None
     result = insert_result(rows, keys, inserted, bags)
     by_table = {} if task.measure is None else task.measure(result)
-    status = _home_status(plan, legs, result.status)
-    return table, _Seen(values, status, result.counts, by_table), result
+    status = home_status(plan, legs, result.status)
+    evicted = padded(result.evicted, task.exchange, plan, task.items)
+    seen = _Seen(values, status, result.counts, by_table, evicted)
+    return table, seen, result._replace(evicted=None)
 
 
-def _scores_of(table: Table, arrived: Items) -> Keys | None:
+def scores_of(table: Table, arrived: Items) -> Keys | None:
     """Scores as they were given, or the occurrences that a counting policy adds up."""
     if arrived.scores is not None:
         return Keys(arrived.scores)
@@ -428,7 +480,7 @@ def _own(tree: Any, plan: Plan) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, hop.places), tree)
 
 
-def _home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
+def home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
     """The status of each position; of equal keys that were merged the first says "inserted"."""
     if not legs:
         return status

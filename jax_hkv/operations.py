@@ -15,15 +15,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from jax_hkv import _checks
+from jax_hkv import _checks, _inserts
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
-from jax_hkv._inserts import counts_of, insert_result, insert_rows, upsert
+from jax_hkv._inserts import insert_result, insert_rows, upsert, write_result
 from jax_hkv._keys import Keys, check_keys, keys_of
-from jax_hkv.index import NO_SLOT, Groups, Status
+from jax_hkv.index import NO_SLOT, Status
 from jax_hkv.table import (
-    Entries,
     EraseResult,
     FindResult,
     InsertResult,
@@ -340,18 +339,10 @@ def _insert_or_assign(
     values: jax.Array,
     evicted: bool,
 ) -> Any:
-    groups = _index.unique(*_checks.flat_batch(given, valid))
-    table, upserted, entries = upsert(table, groups, scores, evicted, report_new=False)
+    batch = _checks.flat_batch(given, valid)
     rows = values.reshape(-1, table.dim)
-    table = scatter_values(table, upserted.unique_slots, groups.last, rows)
-    return table, _shaped(_write_result(groups, upserted, entries), given.shape)
-
-
-def _write_result(
-    groups: Groups, upserted: _index.Upserted, entries: Entries | None = None
-) -> WriteResult:
-    counts = counts_of(groups, upserted.unique_status)
-    return WriteResult(upserted.slots, upserted.status, counts, entries)
+    table, result = _inserts.insert_or_assign(table, *batch, scores, rows, evicted=evicted)
+    return table, _shaped(result, given.shape)
 
 
 def accum_or_assign(
@@ -420,7 +411,7 @@ def _accum_or_assign(
         name=table.name,
     )
     table = dataclasses.replace(with_clock(table, clock), values=summed)
-    result = _write_result(groups, upserted)
+    result = write_result(groups, upserted)
     read_status = jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
     result = result._replace(
         slots=jnp.where(effective, result.slots, slots),
@@ -467,15 +458,10 @@ def _assign(
     scores: Keys | None,
     values: jax.Array | None,
 ) -> Any:
-    groups = _index.unique(*_checks.flat_batch(given, valid))
-    index, upserted = _index.upsert(
-        table.index, groups, scores, admit=False, write_scores=scores is not None
-    )
-    table = dataclasses.replace(table, index=index)
-    if values is not None:
-        rows = values.reshape(-1, table.dim)
-        table = scatter_values(table, upserted.unique_slots, groups.last, rows)
-    return table, _shaped(_write_result(groups, upserted), given.shape)
+    batch = _checks.flat_batch(given, valid)
+    rows = None if values is None else values.reshape(-1, table.dim)
+    table, result = _inserts.assign(table, *batch, scores, rows)
+    return table, _shaped(result, given.shape)
 
 
 # --- Removal -------------------------------------------------------------------------------------
@@ -502,12 +488,8 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
 
 @jitted()
 def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
-    groups = _index.unique(*_checks.flat_batch(given, valid))
-    index, upserted = _index.upsert(table.index, groups, None, admit=False, write_scores=False)
-    index = _index.erase(index, upserted.unique_slots)
-    counts = counts_of(groups, upserted.unique_status)
-    status = upserted.status.reshape(given.shape)
-    return dataclasses.replace(table, index=index), EraseResult(status, counts)
+    table, result = _inserts.erase(table, *_checks.flat_batch(given, valid))
+    return table, result._replace(status=result.status.reshape(given.shape))
 
 
 def clear(table: Table) -> Table:

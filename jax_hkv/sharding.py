@@ -24,6 +24,7 @@ name. docs/sharding.md says what moves, and how many bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _checks, _sharded, pooled, whole_table
+from jax_hkv import _checks, _inserts, _sharded, _sharded_writes, pooled, whole_table
 from jax_hkv._entries import (
     Exported,
     export_entries,
@@ -46,6 +47,7 @@ from jax_hkv._placement import Mode, Placement, concatenate, digest
 from jax_hkv._processes import synchronized
 from jax_hkv._resharding import reshard
 from jax_hkv._sharded import ShardedResult, ShardedRows
+from jax_hkv._sharded_writes import ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
 from jax_hkv.table import Bags, Table, check_one_device
@@ -59,17 +61,21 @@ __all__ = [
     "Placement",
     "ShardedResult",
     "ShardedRows",
+    "ShardedWrite",
     "Traffic",
+    "assign",
     "check_overflow",
     "concatenate",
     "digest",
     "distinct_in",
+    "erase",
     "export_entries",
     "find",
     "find_or_insert",
     "find_or_insert_pooled",
     "find_pooled",
     "import_entries",
+    "insert_or_assign",
     "join_entries",
     "load_entries",
     "misplaced",
@@ -251,6 +257,7 @@ def find_or_insert(
     axis_name: str | tuple[str, ...] | Exchange,
     scores: Any = None,
     valid: Any = None,
+    return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert`, of a table over devices; inside shard_map or pmap.
 
@@ -263,6 +270,8 @@ def find_or_insert(
       axis_name: of the mesh axis, or an :class:`Exchange`.
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
+      return_evicted: whether the result carries the entries that this device's part has lost. With
+        an exchange that may take a second round they have room for all devices' keys.
 
     Returns:
       The table, and a :class:`ShardedResult`; its row gradients go to :func:`update`.
@@ -276,7 +285,12 @@ def find_or_insert(
     given, flat = _flat(call, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     table, result = _sharded.look_up(
-        exchange, table, flat, pools=False, train=True, initial=True, scores=pairs
+        *(exchange, table, flat),
+        pools=False,
+        train=True,
+        initial=True,
+        scores=pairs,
+        evicted=return_evicted,
     )
     return table, _shaped(result, given, (*given.shape, table.dim))
 
@@ -285,6 +299,135 @@ def _shaped(result: ShardedResult, keys: Keys, shape: tuple[int, ...]) -> Sharde
     return result._replace(
         values=result.values.reshape(shape), keys=keys, status=result.status.reshape(keys.shape)
     )
+
+
+def insert_or_assign(
+    table: Table,
+    keys: Any,
+    values: Float[Array, "*batch dim"],
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    scores: Any = None,
+    valid: Any = None,
+    return_evicted: bool = False,
+) -> tuple[Table, ShardedWrite]:
+    """As :func:`jax_hkv.insert_or_assign`, of a table over devices; inside shard_map or pmap.
+
+    Of equal keys the last row counts: the last one of the last device that gives the key.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      values: rows, ``[*keys.shape, dim]``, of the table's type.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      scores: see :func:`jax_hkv.find_or_insert`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+      return_evicted: whether the result carries the entries that this device's part has lost.
+
+    Returns:
+      The table, and a :class:`ShardedWrite`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    call = "sharding.insert_or_assign"
+    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    pairs = _checks.as_scores(call, table.policy, scores, given.shape)
+    rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+
+    act = partial(_inserts.insert_or_assign, evicted=return_evicted)
+    rows = rows.reshape(-1, table.dim)
+    table, result = _sharded_writes.write(
+        exchange, table, *batch, act, scores=pairs, values=rows, counts_occurrences=True
+    )
+    return table, _write_of(result, given)
+
+
+def assign(
+    table: Table,
+    keys: Any,
+    values: Float[Array, "*batch dim"] | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    scores: Any = None,
+    valid: Any = None,
+) -> tuple[Table, ShardedWrite]:
+    """As :func:`jax_hkv.assign`, of a table over devices; inside shard_map or pmap.
+
+    Of equal keys the last row counts: the last one of the last device that gives the key.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      values: rows, ``[*keys.shape, dim]``, of the table's type, or None to leave them alone.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      scores: see :func:`jax_hkv.assign`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+
+    Returns:
+      The table, and a :class:`ShardedWrite`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    call = "sharding.assign"
+    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    if values is None and scores is None:
+        raise ValueError(f"{call}: values or scores must be given, got neither")
+    pairs = rows = None
+    if scores is not None:
+        pairs = _checks.as_scores(call, table.policy, scores, given.shape)
+    if values is not None:
+        rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+        rows = rows.reshape(-1, table.dim)
+    table, result = _sharded_writes.write(
+        exchange, table, *batch, _inserts.assign, scores=pairs, values=rows
+    )
+    return table, _write_of(result, given)
+
+
+def erase(
+    table: Table,
+    keys: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    valid: Any = None,
+) -> tuple[Table, ShardedWrite]:
+    """As :func:`jax_hkv.erase`, of a table over devices; inside shard_map or pmap.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+
+    Returns:
+      The table, and a :class:`ShardedWrite`: FOUND for what was erased, ``counts.hits`` keys of all
+      devices.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    exchange, given, batch = _to_write("sharding.erase", table, keys, valid, axis_name)
+
+    def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
+        return _inserts.erase(table, keys, valid, is_ticked=is_ticked)
+
+    table, result = _sharded_writes.write(exchange, table, *batch, act)
+    return table, _write_of(result, given)
+
+
+def _to_write(
+    call: str, table: Table, keys: Any, valid: Any, axis_name: Any
+) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
+    """How keys travel, the keys as they were given, and flat with their mask."""
+    exchange = _exchange(call, table, axis_name)
+    given = as_keys(call, "keys", keys)
+    return exchange, given, (given.reshape(-1), _mask(call, given.shape, valid))
+
+
+def _write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:
+    return result._replace(status=result.status.reshape(keys.shape))
 
 
 def find_pooled(
@@ -334,6 +477,7 @@ def find_or_insert_pooled(
     weights: Any = None,
     valid: Any = None,
     scores: Any = None,
+    return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert_pooled`, of a table over devices; in shard_map or pmap.
 
@@ -345,6 +489,7 @@ def find_or_insert_pooled(
       weights: ``float32`` of the shape of `ids`. Differentiable.
       valid: ``bool`` of the shape of `ids`.
       scores: of the shape of `ids`; see :func:`jax_hkv.find_or_insert`.
+      return_evicted: see :func:`find_or_insert`.
     """
     call = "sharding.find_or_insert_pooled"
     exchange = _exchange(call, table, axis_name)
@@ -358,6 +503,7 @@ def find_or_insert_pooled(
         train=True,
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
+        evicted=return_evicted,
     )
     keys = batch.keys.reshape(*layout.ids)
     return table, _shaped(result, keys, (*layout.batch, table.dim))
