@@ -78,6 +78,7 @@ def host_checked(
     kind: type,
     info_of: Callable[[Any], StepInfo],
     placement: Placement | None,
+    micro_batches: int,
     check_overflow: bool,
     values_of: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
@@ -88,6 +89,7 @@ def host_checked(
       kind: of the state.
       info_of: the report in what `jitted` returns.
       placement: of the state.
+      micro_batches: parts of a batch.
       check_overflow: whether it looks at its report.
       values_of: a state's arrays.
     """
@@ -99,7 +101,7 @@ def host_checked(
         _check_state(state, kind, named)
         if placement is not None:
             placement.check_put("train_step", args)
-        _check_host(args, placement)
+        _check_host(args, placement, micro_batches)
         try:
             with without_rematerialization():
                 outputs = jitted(state, *args)
@@ -137,7 +139,7 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
         )
 
 
-def _check_host(args: Any, placement: Placement | None) -> None:
+def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if hasattr(leaf, "__dlpack__") and not isinstance(leaf, (jax.Array, np.ndarray)):
@@ -152,12 +154,14 @@ def _check_host(args: Any, placement: Placement | None) -> None:
                 "that JAX would cut to 32 bits: make keys of ids with "
                 "jax_hkv.Keys.from_numpy(ids)"
             )
-    is_pmapped = placement is not None and placement.mode == "pmap"  # splits of each device
     for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
         if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
-            count = np.shape(bags.ids)[is_pmapped]
-            for splits in bags.row_splits if is_pmapped else [bags.row_splits]:
-                as_splits("train_step", "row_splits of a Jagged", splits, count)
+            devices = np.shape(bags.row_splits)[:-1]  # under pmap
+            each = math.prod(devices) * parts
+            count = math.prod(np.shape(bags.ids)) // each
+            if bags.row_splits.size % each == 0:  # else it is refused where it is cut
+                for splits in bags.row_splits.reshape(each, -1):
+                    as_splits("train_step", "row_splits of a Jagged", splits, count)
 
 
 class Found(NamedTuple):

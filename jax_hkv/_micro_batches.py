@@ -117,35 +117,54 @@ def _check_kept(before: Any, after: Any) -> None:
 def _cut(args: Any, count: int) -> Any:
     """The arguments of a step as those of its micro-batches, stacked.
 
-    Arrays are cut along their first axis; random keys are split, and numbers are for all.
+    Arrays are cut along their first axis, a Jagged into those of the parts, which stand one after
+    the other; random keys are split, and numbers are for all.
     """
-    first: list[tuple[str, int]] = []  # the first array, and its size
+    leaves, tree = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_jagged)
+    sizes: dict[str, int] = {}  # of the arrays, by where they are
+    cut: dict[int, Any] = {}
+    # Bags come last: what they have to be of, the arrays beside them tell.
+    for number in sorted(range(len(leaves)), key=lambda number: _is_jagged(leaves[number][1])):
+        path, leaf = leaves[number]
+        where = f"arguments{jax.tree_util.keystr(path)}"
+        cut[number] = (_cut_bags if _is_jagged(leaf) else _cut_array)(where, leaf, count, sizes)
+    return jax.tree.unflatten(tree, [cut[number] for number in range(len(leaves))])
 
-    def one(path: Any, leaf: Any) -> Any:
-        where = f"train_step: arguments{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, Jagged):
-            raise TypeError(
-                f"{where} must be arrays that can be cut along their first axis into {count} "
-                "micro-batches, got a Jagged: give ids [batch, hotness] with valid=, or a Padded"
-            )
-        if np.ndim(leaf) == 0:
-            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-            return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))
-        size = np.shape(leaf)[0]
-        first.append((where, size))
-        if size != first[0][1]:
-            raise ValueError(
-                f"{where} must have the first axis of all others, since micro-batches are cut "
-                f"along it, got {size} where {first[0][0].removeprefix('train_step: ')} has "
-                f"{first[0][1]}: repeat for each example what is for the whole batch, have loss_fn "
-                f"hold it, and {_KEYS}"
-            )
-        if size % count:
-            is_raw_key = leaf.dtype == np.uint32 and leaf.shape == (2,)  # as of random.PRNGKey
-            raise ValueError(
-                f"{where} must have a first axis that can be cut into micro-batches of one size, "
-                f"got one of {size} for {count} micro-batches: {_KEYS if is_raw_key else _PAD}"
-            )
-        return leaf.reshape(count, size // count, *leaf.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(one, args, is_leaf=lambda n: isinstance(n, Jagged))
+def _is_jagged(node: Any) -> bool:
+    return isinstance(node, Jagged)
+
+
+def _cut_array(where: str, leaf: Any, count: int, sizes: dict[str, int]) -> Any:
+    if np.ndim(leaf) == 0:
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+        return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))
+    size = np.shape(leaf)[0]
+    other, expected = next(iter(sizes.items()), (where, size))
+    sizes[where] = size
+    if size != expected:
+        raise ValueError(
+            f"train_step: {where} must have the first axis of all others, since micro-batches are "
+            f"cut along it, got {size} where {other} has {expected}: repeat for each example what "
+            f"is for the whole batch, have loss_fn hold it, and {_KEYS}"
+        )
+    if size % count:
+        is_raw_key = leaf.dtype == np.uint32 and leaf.shape == (2,)  # as of random.PRNGKey
+        raise ValueError(
+            f"train_step: {where} must have a first axis that can be cut into micro-batches of one "
+            f"size, got one of {size} for {count} micro-batches: {_KEYS if is_raw_key else _PAD}"
+        )
+    return leaf.reshape(count, size // count, *leaf.shape[1:])
+
+
+def _cut_bags(where: str, bags: Jagged, count: int, sizes: dict[str, int]) -> Jagged:
+    splits, positions = np.shape(bags.row_splits)[0], bags.ids.shape[0]
+    size = splits - count  # bags, of as many Jagged: each has one more split than bags
+    if splits % count or positions % count or next(iter(sizes.values()), size) != size:
+        raise ValueError(
+            f"train_step: {where} must be a Jagged of each of the {count} micro-batches, one after "
+            f"the other, got {splits} row_splits of {positions} positions beside arrays of "
+            f"{[*sizes.values()][:1]} examples: make one of the bags of each part, with the same "
+            "capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
+        )
+    return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)

@@ -265,16 +265,14 @@ class Placement:
         """Raises unless it is one of each device, one after the other, with splits of its own."""
         count, splits = len(self.local_parts), np.asarray(bags.row_splits)
         positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
-        if len(splits) % count == 0 and positions % count == 0:
-            each = splits.reshape(count, -1)
-            is_rising = (np.diff(each, axis=1) >= 0).all()
-            if is_rising and not each[:, 0].any() and (each[:, -1] <= positions // count).all():
-                return
+        most = len(splits) // count  # micro-batches of a device
+        if any(_is_of_each(splits, positions, count * parts) for parts in range(1, most + 1)):
+            return
         raise ValueError(
-            f"Placement.put: a Jagged must be one for each of {count} devices, one after the "
-            "other, each with row_splits that begin at 0, do not decrease and end within its "
-            f"{positions} / {count} positions: make them with the same capacity and number of "
-            "bags, and give jax_hkv.sharding.concatenate([...]) of them"
+            f"Placement.put: a Jagged must be one for each of {count} devices (or of their "
+            "micro-batches), one after the other, each with row_splits that begin at 0, do not "
+            f"decrease and end within its {positions} / {count} positions: make them with the same "
+            "capacity and number of bags, and give jax_hkv.sharding.concatenate([...]) of them"
         )
 
     def check_put(self, call: str, batch: Any) -> None:
@@ -552,6 +550,15 @@ def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
 def _is_from_host(leaves: Sequence[Any]) -> bool:
     """Whether a state that is not traced has NumPy arrays."""
     return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
+
+
+def _is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
+    """Whether splits may be those of as many Jagged, one after the other."""
+    if len(splits) % parts or positions % parts:
+        return False
+    each = splits.reshape(parts, -1)
+    is_rising = (np.diff(each, axis=1) >= 0).all()
+    return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
 
 
 def _is_jagged(node: Any) -> bool:

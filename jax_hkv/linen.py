@@ -514,7 +514,9 @@ def train_step(
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       micro_batches: parts of the batch, one after the other, so that activations take the memory of
         one part. Every array among the arguments is cut along its first axis, which all of them
-        share; a ``jax.random.key`` is split. Parameters, tables and optimizers make one step, by
+        share; a ``jax.random.key`` is split; a :class:`jax_hkv.Jagged` is one of each part, put
+        together by :func:`jax_hkv.sharding.concatenate` (over devices those of one device after
+        those of the other). Parameters, tables and optimizers make one step, by
         the mean of the parts' losses: a loss over valid examples divides by a number that is the
         same for all parts, not by a part's own. `aux` has a leading axis for the parts (over
         devices behind theirs).
@@ -620,7 +622,7 @@ def train_step(
         jitted = placement.step(step, donate=donate)
 
     return _layers.host_checked(
-        jitted, TrainState, lambda outputs: outputs[1], placement, check_overflow
+        jitted, TrainState, lambda outputs: outputs[1], placement, micro_batches, check_overflow
     )
 
 

@@ -634,7 +634,7 @@ def train_step(
         jitted = Placed(placement, step_of_one, donate)
 
     return _layers.host_checked(
-        jitted, TrainState, lambda info: info, placement, check_overflow, nnx.state
+        jitted, TrainState, lambda info: info, placement, micro_batches, check_overflow, nnx.state
     )
 
 

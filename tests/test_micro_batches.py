@@ -331,7 +331,31 @@ REFUSED = {
         ValueError,
         r"arguments\[0\].*2 for 4.*jax\.random\.key",
     ),
-    "jagged": ({"micro_batches": 2}, BAGS, TypeError, r"arguments\[0\] .*Jagged.*valid"),
+    "jagged": (
+        {"micro_batches": 5},
+        BAGS,
+        ValueError,
+        r"arguments\[1\] must have a first axis .* 48 for 5",
+    ),
+    "one Jagged": (
+        {"micro_batches": 3},
+        BAGS,
+        ValueError,
+        r"arguments\[0\] must be a Jagged of each of the 3 .* got 49 row_splits of 72 positions "
+        r"beside arrays of \[48\] examples.*sharding\.concatenate",
+    ),
+    "as many Jagged as others": (
+        {"micro_batches": 4},
+        hkv.sharding.concatenate([hkv.Jagged.from_lists([[1]] * 24)] * 2),
+        ValueError,
+        r"arguments\[0\] must be a Jagged of each of the 4 .* got 50 row_splits",
+    ),
+    "splits of a part": (
+        {"micro_batches": 2},
+        hkv.Jagged(np.zeros(96, np.int32), np.arange(50, dtype=np.int32)),
+        ValueError,
+        r"row_splits of a Jagged must start at 0.*end at 48 \(the number",
+    ),
 }
 
 
@@ -412,3 +436,66 @@ def test_micro_batches_of_keys_and_padded_features_are_cut_alike(rng):
     other.run(made, micro_batches=2)
     assert_same(one, other)
     assert isinstance(one.state.model, Model)
+
+
+def jagged_and_padded(rng, parts, count):
+    """Bags of `count` examples of each part, some empty: one after the other, and padded."""
+    lengths = rng.integers(0, 4, (parts, count))
+    valid = np.arange(3) < lengths[..., None]
+    ids = rng.integers(0, 60, valid.shape).astype(np.int64) * 2**40
+    bags = [
+        hkv.Jagged.from_lists([own[kept] for own, kept in zip(*part, strict=True)], capacity=64)
+        for part in zip(ids, valid, strict=True)
+    ]
+    padded = hkv.Padded(hkv.Keys.from_numpy(ids.reshape(-1, 3)), valid.reshape(-1, 3))
+    return hkv.sharding.concatenate(bags), padded
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_micro_batches_take_a_jagged_of_each_part(api, rng):
+    """The same training as of bags that are padded."""
+    made = batches(rng)
+    pairs = [jagged_and_padded(rng, PARTS, len(made[0][1]) // PARTS) for _ in made]
+    runs = []
+    for kind in (0, 1):
+        given = [
+            ({**inputs, "seen": pair[kind]}, labels)
+            for (inputs, labels), pair in zip(made, pairs, strict=True)
+        ]
+        runs.append(api(made))
+        infos = runs[-1].run(given, micro_batches=PARTS)
+        assert sum(int(each.inserted) for each in infos[0].tables.values()) > 60
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_each_device_takes_a_jagged_of_each_of_its_micro_batches(mode, rng):
+    mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
+    placement = Placement(mesh, mode=mode)
+
+    def make():
+        model = hkv.linen.EmbedBag(
+            1024, 4, combiner="mean", optimizer=hkv.optim.sgd(0.1), axis_name="device"
+        )
+        ids = hkv.Keys.from_numpy(np.zeros((8, 3), np.int64))
+        return hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=optax.sgd(0.1))
+
+    def loss(call, bags, slopes):
+        ids, more = bags, {}
+        if isinstance(bags, hkv.Padded):
+            ids, more = bags.ids, {"valid": bags.valid}
+        return (call(ids, train=True, **more)[:, 0] * slopes).mean()
+
+    step = hkv.linen.train_step(loss, micro_batches=PARTS, placement=placement)
+    entries = []
+    pairs = [jagged_and_padded(rng, 2 * PARTS, 8) for _ in range(3)]
+    slopes = rng.normal(size=(3, 2 * PARTS * 8)).astype(np.float32)
+    for kind in (0, 1):
+        state = placement.create(make)
+        for pair, own in zip(pairs, slopes, strict=True):
+            state, _ = step(state, *placement.put((pair[kind], own)))
+        exported = hkv.sharding.export_entries(placement.shards(table_of(state)))
+        order = np.argsort(exported.keys)
+        entries.append((exported.keys[order], exported.values[order]))
+    np.testing.assert_array_equal(entries[0][0], entries[1][0])
+    np.testing.assert_allclose(entries[0][1], entries[1][1], **NEAR)
