@@ -25,6 +25,7 @@ from jax_hkv.table import (
     Table,
     check_one_device,
     check_table,
+    forms_of,
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
@@ -180,7 +181,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     if len(parts) == 1:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
-        f"{_forms(part.values, part.optimizer, part.shared)}, sightings "
+        f"{forms_of(part.values, part.optimizer, part.shared)}, sightings "
         f"{getattr(part.counters, 'shape', None)} and scores of Policy.{Policy(part.policy).name}"
         for part in parts
     ]
@@ -464,8 +465,8 @@ def check_fits(table: Table, exported: Exported) -> None:
             "or make it by Placement.create and give its placement"
         )
     state = table.optimizer
-    wanted = _forms(table.values, state.rows if state else {}, state.shared if state else {})
-    given = _forms(exported.values, exported.optimizer, exported.shared)
+    wanted = forms_of(table.values, state.rows if state else {}, state.shared if state else {})
+    given = forms_of(exported.values, exported.optimizer, exported.shared)
     if wanted != given:
         raise ValueError(
             "sharding.import_entries: exported must have rows, optimizer rows and shared state "
@@ -504,17 +505,6 @@ def _remedy(table: Table, exported: Exported) -> str:
         "same by other names (optim.adam by mu, a chain of optax by 0.mu) are renamed, its count "
         "cast to the table's type, and a schedule's count left out"
     )
-
-
-def _forms(values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
-    """What the rows of a table look like, and what they share."""
-
-    def form(leaf: Any, shape: Sequence[Any]) -> str:
-        return f"{leaf.dtype.name}[{', '.join(map(str, shape))}]"
-
-    rows = {name: form(leaf, ("n", *leaf.shape[1:])) for name, leaf in sorted(optimizer.items())}
-    common = {name: form(leaf, leaf.shape) for name, leaf in sorted(shared.items())}
-    return f"values {form(values, ('n', *values.shape[1:]))}, optimizer {rows} and shared {common}"
 
 
 def _owned(exported: Exported, number: int, devices: int) -> Exported:

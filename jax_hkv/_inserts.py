@@ -78,11 +78,7 @@ def upsert(
         is_ticked=is_ticked,
     )
     table = dataclasses.replace(table, index=index)
-    evicted = None
-    if report_evicted:
-        table, evicted = entries_at(
-            table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
-        )
+    table, evicted = _evicted(table, upserted) if report_evicted else (table, None)
     return _start_optimizer_rows(table, upserted.new_slots), upserted, evicted
 
 
@@ -145,15 +141,39 @@ def write_entries(
     valid: jax.Array,
 ) -> tuple[Table, Counts]:
     """Puts in entries of distinct keys, which the caller has ranked. The clock does not tick."""
+    rows = values, optimizer
+    table, result = import_rows(table, keys, scores, *rows, valid, evicted=False, is_ticked=True)
+    return table, result.counts
+
+
+def import_rows(
+    table: Table,
+    keys: Keys,
+    scores: Keys,
+    values: jax.Array,
+    optimizer: Mapping[str, jax.Array],
+    valid: jax.Array,
+    *,
+    evicted: bool,
+    is_ticked: bool = False,
+) -> tuple[Table, WriteResult]:
+    """Puts in entries as they are; of equal keys the last."""
     groups = _index.unique(keys, valid)
     # Whatever the policy, the scores are those given.
     as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
-    index, upserted = _index.upsert(as_given, groups, scores, admit=True, is_ticked=True)
-    index = dataclasses.replace(index, policy=table.policy)
-    table = dataclasses.replace(table, index=index)
+    index, upserted = _index.upsert(
+        as_given, groups, scores, admit=True, report_evicted=evicted, is_ticked=is_ticked
+    )
+    table = dataclasses.replace(table, index=dataclasses.replace(index, policy=table.policy))
+    table, entries = _evicted(table, upserted) if evicted else (table, None)
     table = scatter_values(table, upserted.unique_slots, groups.last, values)
     table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)
-    return table, counts_of(groups, upserted.unique_status)
+    return table, write_result(groups, upserted, entries)
+
+
+def _evicted(table: Table, upserted: _index.Upserted) -> tuple[Table, Entries]:
+    """The entries that an upsert has evicted, before anything overwrites their rows."""
+    return entries_at(table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots)
 
 
 def write_result(

@@ -23,12 +23,15 @@ from jax_hkv._inserts import insert_result, insert_rows, upsert, write_result
 from jax_hkv._keys import Keys, check_keys, keys_of
 from jax_hkv.index import NO_SLOT, Status
 from jax_hkv.table import (
+    Entries,
     EraseResult,
     FindResult,
     InsertResult,
     Table,
     WriteResult,
     check_one_device,
+    entries_at,
+    forms_of,
     gather_values,
     jitted,
     scatter_values,
@@ -179,6 +182,46 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
 def _contains(table: Table, given: _Given, valid: jax.Array | None) -> Any:
     index, slots = _index.find(table.index, *_checks.flat_batch(given, valid))
     return index.clock, (slots >= 0).reshape(given.shape)
+
+
+def export_keys(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Entries]:
+    """The entries of keys that are present: rows, scores and optimizer rows.
+
+    Args:
+      table: to read.
+      keys: of any shape: Keys, or an integer array.
+      valid: see :func:`find`.
+
+    Returns:
+      The table, and the entries of the distinct keys, in the order of first occurrence: as many
+      places as there are keys, of which ``.count`` are meant; zero behind them.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> table, entries = export_keys(table, np.array([6, 7, 6], np.int32))
+      >>> int(entries.count), entries.keys.to_numpy().tolist()
+      (1, [6, 0, 0])
+    """
+    given, mask = _batch("export_keys", table, keys, valid)
+    clock, entries = _export_keys(table, given, mask)
+    return after_read(table, clock), entries
+
+
+@jitted()
+def _export_keys(table: Table, given: _Given, valid: jax.Array | None) -> Any:
+    keys, valid = _checks.flat_batch(given, valid)
+    index, slots = _index.find(table.index, keys, valid)
+    groups = _index.unique(keys, slots >= 0)  # which puts those that are present side by side
+    slots = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
+    scores = index.scores.reshape(-1, 2)
+    clock, scores = _rows.gather(index.clock, scores, slots, name=table.name)
+    table = with_clock(dataclasses.replace(table, index=index), clock)
+    table, entries = entries_at(table, groups.keys, scores, slots)
+    return table.index.clock, entries
 
 
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
@@ -462,6 +505,73 @@ def _assign(
     rows = None if values is None else values.reshape(-1, table.dim)
     table, result = _inserts.assign(table, *batch, scores, rows)
     return table, _shaped(result, given.shape)
+
+
+def import_batch(
+    table: Table, entries: Entries, *, valid: Any = None, return_evicted: bool = False
+) -> tuple[Table, WriteResult]:
+    """Puts entries in as they are: those that a table has evicted, or that were exported.
+
+    Keys, scores, rows and optimizer rows become the given ones, of keys that are present too. A
+    full bucket gives up its entry of lowest score, or refuses one of a lower score than that, under
+    every policy; the clock ticks, and nothing else of the table changes.
+
+    Args:
+      table: to change.
+      entries: with rows and optimizer rows like the table's; of equal keys the last counts.
+      valid: ``bool``, one for each entry; False leaves it out, as do places behind
+        ``entries.count``. None: all are valid.
+      return_evicted: whether the result carries the entries that had to go.
+
+    Returns:
+      The table, and a :class:`WriteResult`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> small, _ = find_or_insert(hkv.create(128, 2), np.arange(100, dtype=np.int32))
+      >>> small, found = find_or_insert(small, np.arange(100, 150, dtype=np.int32),
+      ...                               return_evicted=True)
+      >>> large, result = import_batch(hkv.create(1024, 2), found.evicted)
+      >>> int(result.counts.inserted), int(hkv.size(large))
+      (22, 22)
+    """
+    call = "import_batch"
+    check_one_device(call, table)
+    if not isinstance(entries, Entries):
+        raise TypeError(
+            f"{call}: entries must be jax_hkv.Entries, as export_batch, export_keys and "
+            f"`evicted` of results are, got {type(entries).__name__}: what export_entries gives "
+            "goes into a table by jax_hkv.sharding.import_entries"
+        )
+    rows = table.optimizer.rows if table.optimizer else {}
+    wanted, given = forms_of(table.values, rows), forms_of(entries.values, entries.optimizer)
+    if wanted != given:
+        raise ValueError(
+            f"{call}: entries must have rows and optimizer rows like the table's, {wanted}, got "
+            f"{given}: create the table with the same dim, dtype and optimizer; one without an "
+            "optimizer takes entries._replace(optimizer={})"
+        )
+    shape = entries.keys.shape
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(entries) if np.ndim(leaf)}
+    if len(shape) != 1 or sizes != set(shape):
+        raise ValueError(
+            f"{call}: entries must have as many keys, scores and rows, got leading axes of "
+            f"{sorted(sizes)}: cut or stack all of them alike, and flatten keys and scores"
+        )
+    return _import_batch(
+        table, entries, _checks.as_mask(call, "valid", valid, shape), evicted=return_evicted
+    )
+
+
+@jitted("evicted")
+def _import_batch(table: Table, entries: Entries, valid: jax.Array | None, evicted: bool) -> Any:
+    keys, scores, values, optimizer, count = entries
+    is_meant = _rows.positions(keys.shape[0]) < count
+    valid = is_meant if valid is None else is_meant & valid
+    return _inserts.import_rows(table, keys, scores, values, optimizer, valid, evicted=evicted)
 
 
 # --- Removal -------------------------------------------------------------------------------------

@@ -438,6 +438,22 @@ def scatter_optimizer(
     return dataclasses.replace(with_clock(table, clock), optimizer=optimizer)
 
 
+def forms_of(
+    values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any] | None = None
+) -> str:
+    """What the rows of entries look like, and what those of a table share."""
+
+    def form(leaf: Any, shape: Iterable[Any]) -> str:
+        return f"{leaf.dtype.name}[{', '.join(map(str, shape))}]"
+
+    rows = {name: form(leaf, ("n", *leaf.shape[1:])) for name, leaf in sorted(optimizer.items())}
+    own = f"values {form(values, ('n', *values.shape[1:]))}, optimizer {rows}"
+    if shared is None:
+        return own
+    common = {name: form(leaf, leaf.shape) for name, leaf in sorted(shared.items())}
+    return f"{own} and shared {common}"
+
+
 def entries_at(
     table: Table, keys: jax.Array, scores: jax.Array, slots: jax.Array
 ) -> tuple[Table, Entries]:

@@ -163,6 +163,7 @@ class Twin:
     OPERATIONS = (
         "find",
         "contains",
+        "export_keys",
         "find_or_insert",
         "insert_or_assign",
         "insert_and_evict",
@@ -228,6 +229,17 @@ class Twin:
     def export_batch(self, offset, count):
         expected = self.oracle.export_batch(offset, count)
         self.compare("export_batch", hkv.export_batch(self.table, offset, count), expected)
+        return expected
+
+    def import_batch(self, keys, scores, values, count, valid, return_evicted=False):
+        """Import entries, of which `count` are meant, and of those the valid ones."""
+        numbers = map(hkv.Keys.from_numpy, (keys, scores))
+        entries = hkv.Entries(*numbers, values, {}, np.int32(count))
+        operation = compiled("import_batch", (("return_evicted", return_evicted),))
+        self.table, actual = operation(self.table, entries, valid=valid)
+        meant = (np.arange(len(keys)) < count) & valid
+        expected = self.oracle.import_batch(keys, scores, values, meant, return_evicted)
+        self.compare("import_batch", actual, expected)
         return expected
 
 

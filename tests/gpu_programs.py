@@ -150,6 +150,14 @@ def programs():
         lambda table, at: hkv.export_batch_if(table, is_old, at, 500),
         (make(), offset),
     )
+    trained = with_optimizer()
+    entries = shapes(jax.eval_shape(lambda table: hkv.export_batch(table, 0, BATCH), trained))
+    yield "export_keys", hkv.export_keys, (trained, batch())
+    yield (
+        "import_batch",
+        lambda table, entries: hkv.import_batch(table, entries, return_evicted=True),
+        (trained, entries),
+    )
     for choices in (1, 2):
         table = make(choices=choices)
         for name, function, rest in (
@@ -253,6 +261,7 @@ def sharded_programs(mesh):
 
 
 EXCHANGE_BATCH, EXCHANGE_DISTINCT = 4096, 0.5
+WRITES = 0  # in place of a hotness: rows are written, and keys removed
 
 
 def exchange_programs(described):
@@ -272,6 +281,7 @@ def exchange_programs(described):
     yield "flat_exchange_step", nodes, Exchange(levels, False, levels=False, **options), None
     yield "replicas_exchange_step", flat, Exchange("device", True, **options), None
     yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
+    yield "writing_exchange_step", flat, Exchange("device", **options), WRITES
 
 
 def exchange_report(mesh, exchange, hotness) -> dict:
@@ -286,8 +296,17 @@ def exchange_report(mesh, exchange, hotness) -> dict:
     placement = hkv.sharding.Placement(mesh)
     optimizer = hkv.optim.adam(1e-3)
     lookup = hkv.sharding.find_or_insert
-    if hotness is not None:
+    if hotness:
         lookup = hkv.sharding.find_or_insert_pooled
+
+    def writing_step(table, words, rows):
+        keys = hkv.Keys(words)
+        table, result = hkv.sharding.insert_or_assign(
+            table, keys, rows, axis_name=exchange, return_evicted=True
+        )
+        table, erased = hkv.sharding.erase(table, keys[:8], axis_name=exchange)
+        checksum = jax.lax.psum(jnp.sum(result.evicted.values), exchange.axes)
+        return table, (checksum, result.counts, erased.counts)
 
     def step(table, words, gradients):
         table, result = lookup(table, hkv.Keys(words), axis_name=exchange)
@@ -301,11 +320,12 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
-    positions = (EXCHANGE_BATCH,) if hotness is None else (EXCHANGE_BATCH // hotness, hotness)
+    positions = (EXCHANGE_BATCH // hotness, hotness) if hotness else (EXCHANGE_BATCH,)
     words = jax.ShapeDtypeStruct((*positions, 2), jnp.uint32)
     rows = jax.ShapeDtypeStruct((positions[0], DIM), jnp.float32)
     arguments = jax.tree.map(on_all, (own, words, rows))
-    compiled = placement.step(step).lower(*arguments).compile()
+    compiled = placement.step(writing_step if hotness == WRITES else step)
+    compiled = compiled.lower(*arguments).compile()
     hlo = compiled.as_text() or ""
     return {
         "copies": testing.copies_in(hlo, own),

@@ -401,7 +401,21 @@ class Oracle:
             slots = slots[holds]
         return self._entries(slots, count)
 
+    def export_keys(self, keys: Array, valid: Array | None = None) -> Entries:
+        """The entries of the keys that are present, in the order of first occurrence."""
+        slots = self.lookup(unique(keys, valid).keys)
+        return self._entries(slots[slots >= 0], len(keys))
+
     # Writing
+
+    def import_batch(
+        self, keys: Array, scores: Array, values: Array, valid: Array, return_evicted: bool
+    ) -> Outcome:
+        """Entries as they are, whatever the policy."""
+        policy, self.policy = self.policy, "CUSTOM"
+        outcome = self.insert_and_evict(keys, values, scores, valid)
+        self.policy = policy
+        return outcome if return_evicted else outcome._replace(evicted=None)
 
     def find_or_insert(
         self,

@@ -103,6 +103,7 @@ def test_the_code_in_the_guide_runs():
     assert int(after["info"].tables["embed/table"].inserted) == 2
     assert int(after["state"].tables["embed"]["table"].epoch[0]) == 1  # a day later
     assert [group.name for group in after["collection"].groups] == ["users+items"]
+    assert int(jax_hkv.size(after["small"])) == 2 and not int(after["lost"])
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)
 

@@ -40,7 +40,7 @@ BATCHES = [
     )
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
-WHOLE += ["halve_sightings"]
+WHOLE += ["halve_sightings", "export_keys", "import_batch"]
 STRAIGHT = [
     "train_step",
     "collection_step",
@@ -57,11 +57,12 @@ EXCHANGES = [
     "flat_exchange_step",
     "replicas_exchange_step",
     "two_rounds_exchange_step",
+    "writing_exchange_step",
 ]
 # Of XLA's own, copies included: the flags that say what was found, or the counts; in steps dense
 # layers too.
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 3}
-KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1}
+KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 62}
 LOOPS = [
     "scan_of_steps",
@@ -251,6 +252,13 @@ def test_bags_of_100_ids_come_back_as_one_row_for_each_gpu(compiled):
 
 def test_replicas_on_gpus_exchange_no_rows(compiled):
     assert moved(compiled, "replicas_exchange_step") == []
+
+
+def test_rows_that_are_written_on_gpus_go_to_their_owners_alone(compiled):
+    """And of keys that are removed nothing but the keys; the step uses no statuses."""
+    keys, rows, *_ = exchanged(("device",), room(KEYS / 8), 8)
+    removed, *_ = exchanged(("device",), room(8 * gpu_programs.EXCHANGE_DISTINCT / 8), 8)
+    assert moved(compiled, "writing_exchange_step") == sorted([keys, rows, removed])
 
 
 def test_a_second_round_on_gpus_stands_apart(compiled):

@@ -25,6 +25,8 @@ WEIGHTS = {
     "erase": 6,
     "erase_if": 0.3,
     "export_batch": 0.3,
+    "export_keys": 0.5,
+    "import_batch": 1,
     "advance_epoch": 0.5,
     "clear": 0.05,
 }
@@ -135,6 +137,21 @@ class RandomOperations:
     def export_batch(self):
         offset = int(self.rng.integers(0, self.both.table.capacity))
         self.both.export_batch(offset, 100)
+
+    def export_keys(self):
+        keys, valid = self.batch()
+        self.both.export_keys(keys, valid=valid)
+
+    def import_batch(self):
+        """Scores from before, or any: of a table whose scores are times, of a later time too."""
+        keys, valid = self.batch()
+        scores = self.rng.choice(self.both.oracle.score_words, self.length)
+        strange = self.rng.random(self.length) < 0.1
+        bits = int(self.rng.choice([4, 40, 63]))
+        scores[strange] = self.rng.integers(0, 2**bits, int(strange.sum()))
+        count = int(self.rng.integers(0, self.length + 1))
+        evicted = self.rng.random() < 0.5
+        self.count(self.both.import_batch(keys, scores, self.rows(), count, valid, evicted))
 
     def advance_epoch(self):
         self.both.advance_epoch()
