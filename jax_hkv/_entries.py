@@ -416,6 +416,8 @@ def import_entries(
 def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
     """Raises unless it is an export, whose arrays have names and are of the same entries."""
     if not isinstance(exported, Exported):
+        if isinstance(exported, Entries):
+            remedy = "jax_hkv.import_batch takes Entries"
         raise TypeError(
             f"{call}: {argument} must be what export_entries returned, got "
             f"{type(exported).__name__}: {remedy}"
@@ -533,15 +535,20 @@ def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
 
 
 def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
-    parts = [keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK)]
+    size = min(_CHUNK, _room(len(keys)))
+    parts = [_padded(keys[start : start + size], size) for start in range(0, len(keys), size)]
     found = [np.asarray(owners(Keys.from_numpy(part), devices)) for part in parts]
-    return np.concatenate([*found, np.zeros(0, np.int32)])
+    return np.concatenate([*found, np.zeros(0, np.int32)])[: len(keys)]
+
+
+def _room(entries: int) -> int:
+    """A power of two: parts of about the same number of entries take one compiled program."""
+    return 1 << max(0, entries - 1).bit_length()
 
 
 def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     (device,) = table.values.devices()
-    # Parts of about the same number of entries are written by one compiled program.
-    size = min(most_at_once(table, _CHUNK), 1 << max(0, len(exported.keys) - 1).bit_length())
+    size = min(most_at_once(table, _CHUNK), _room(len(exported.keys)))
     total = Counts(*(jnp.int32(0) for _ in Counts._fields))
     for start in range(0, len(exported.keys), size):
         keys, scores, values, optimizer = jax.tree.map(

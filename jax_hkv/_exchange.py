@@ -20,7 +20,7 @@ from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import vary
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv.index import MAX_SLOTS, NO_SLOT, Groups
 
 # Room beyond the expected number of keys for a peer, in standard deviations: keys are spread by a
@@ -109,7 +109,8 @@ class Exchange:
             raise NameError(
                 f"jax_hkv: no mesh axis {self.axes} is bound here: a table over several devices is "
                 "used inside jax.shard_map or jax.pmap over that axis; "
-                "jax_hkv.sharding.Placement(mesh).step(fn) runs a function so"
+                "jax_hkv.sharding.Placement(mesh).step(fn) and .run(fn) run a function so, and "
+                "train_step(..., placement=placement) a step of a model"
             ) from error
 
     def local_capacity(self, capacity: int) -> int:
@@ -152,6 +153,7 @@ def owners(keys: Any, devices: int) -> Int32[Array, "*batch"]:
       (4,)
     """
     given = as_keys("sharding.owners", "keys", keys)
+    check_fixed("sharding.owners", "keys", given.shape)
     devices = _checks.as_integer("sharding.owners", "devices", devices, 1, 2**20)
     flat = given.reshape(-1)
     count = max(1, flat.shape[0])
@@ -214,6 +216,7 @@ class Plan:
 
 def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = False) -> Plan:
     """The plan for a batch of so many positions; a complete one has room for all, in one hop."""
+    check_fixed("jax_hkv.sharding", "keys", (items,))
     sizes = exchange.sizes
     devices = math.prod(sizes)
     expected = items * (exchange.distinct if merges else 1.0)
@@ -532,15 +535,19 @@ def onward_last(
     plan: Plan, legs: tuple[Leg, ...], rows: Num[Array, "n dim"]
 ) -> Num[Array, "room dim"]:
     """Sends the last row of each key of this device the way that its key took."""
+    kind = rows.dtype
     for hop, leg in zip(plan.hops, legs, strict=True):
         sources = leg.sent
-        if leg.groups is not None:
+        if leg.groups is not None and rows.shape[0]:
             sources = jnp.where(sources >= 0, _index.take(leg.groups.last, sources), NO_SLOT)
         rows = by_slot(rows, sources)
+        if kind.itemsize == 2:  # XLA for CPUs would make float32 of them, and other NaNs
+            rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
         if plan.replicas:
             rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
         else:
             rows = swap(plan, hop, rows, leg.outgoing, leg.incoming)
+        rows = jax.lax.bitcast_convert_type(rows, kind)
     return rows
 
 

@@ -166,10 +166,7 @@ def _check_fixed(signature: Signature, operands: Sequence[Any], table: str) -> N
         if not all(isinstance(size, (int, np.integer)) for size in operand.shape):
             raise TypeError(
                 f"jax_hkv {signature.name} on {table!r}: {argument.name} must have a fixed shape, "
-                f"got {list(operand.shape)}: its workspace is of a size known while tracing. "
-                "Lookups that insert nothing take batches of symbolic sizes (find, contains, "
-                "find_pooled, layers without train=True); export a program of the others for each "
-                "size, and fill batches up to one of them with ids that valid= masks"
+                f"got {list(operand.shape)}: its workspace is of a size known while tracing"
             )
 
 
@@ -300,7 +297,8 @@ def _batch_bags(
     if dims[1] is not None:
         values = _stacked(values, dims[1], size)
         rows, values = values.shape[1], _flat(values)
-    if size * max(count, rows) >= 2**31:
+    fixed = [number for number in (size, count, rows) if isinstance(number, int)]
+    if len(fixed) == 3 and size * max(count, rows) >= 2**31:
         raise ValueError(
             f"jax.vmap of {signature.name}: a batch must have fewer than 2**31 positions and rows, "
             f"got {size} of {count} positions and {rows} rows: loop with jax.lax.map over parts"

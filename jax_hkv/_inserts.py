@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
+from jax_hkv._checks import as_mask
 from jax_hkv._keys import Keys
 from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status
 from jax_hkv.table import (
@@ -22,6 +25,7 @@ from jax_hkv.table import (
     Table,
     WriteResult,
     entries_at,
+    forms_of,
     scatter_optimizer,
     scatter_values,
     with_clock,
@@ -144,6 +148,35 @@ def write_entries(
     rows = values, optimizer
     table, result = import_rows(table, keys, scores, *rows, valid, evicted=False, is_ticked=True)
     return table, result.counts
+
+
+def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Array, " n"]:
+    """Which of some entries are meant, of those that fit a table."""
+    if not isinstance(entries, Entries):
+        raise TypeError(
+            f"{call}: entries must be jax_hkv.Entries, as export_batch, export_keys and "
+            f"`evicted` of results are, got {type(entries).__name__}: what export_entries gives "
+            "goes into a table by jax_hkv.sharding.import_entries"
+        )
+    rows = table.optimizer.rows if table.optimizer else {}
+    wanted, given = forms_of(table.values, rows), forms_of(entries.values, entries.optimizer)
+    if wanted != given:
+        raise ValueError(
+            f"{call}: entries must have rows and optimizer rows like the table's, {wanted}, got "
+            f"{given}: create the table with the same dim, dtype and optimizer; one without an "
+            "optimizer takes entries._replace(optimizer={})"
+        )
+    shape = entries.keys.shape
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(entries[:-1]) if np.ndim(leaf)}
+    if len(shape) != 1 or sizes != set(shape) or np.size(entries.count) != 1:
+        raise ValueError(
+            f"{call}: entries must have as many keys, scores and rows, and one count, got leading "
+            f"axes of {sorted(sizes)} and {np.size(entries.count)} counts: cut or stack all of "
+            "them alike, flatten keys and scores, and give the entries of one device"
+        )
+    mask = as_mask(call, "valid", valid, shape)
+    is_meant = _rows.positions(shape[0]) < jnp.asarray(entries.count).reshape(())
+    return is_meant if mask is None else is_meant & mask
 
 
 def import_rows(

@@ -219,6 +219,18 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
     return keys_of(check_keys(call, argument, ids))
 
 
+def check_fixed(call: str, argument: str, shape: tuple[Any, ...]) -> None:
+    """Raises where a size is a symbol of ``jax.export``, for a call that merges equal keys."""
+    if not all(isinstance(length, (int, np.integer)) for length in shape):
+        raise TypeError(
+            f"{call}: {argument} must have a fixed shape, got {list(shape)}: it works in memory "
+            "of a size that is known while tracing. On one device lookups that insert nothing take "
+            "symbolic sizes (find without touch=, contains, find_pooled, layers without "
+            "train=True); export a program of others for each size of a batch, and fill batches up "
+            "to one of them with ids that valid= masks"
+        )
+
+
 def keys_of(ids: Any) -> Keys:
     """What :func:`check_keys` has let pass, as Keys."""
     return ids if isinstance(ids, Keys) else Keys(_words(ids))

@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt32
 from jax_hkv._compat import check_elements, is_traced, without_rematerialization
 from jax_hkv._keys import would_cut
 from jax_hkv.features import Jagged
-from jax_hkv.table import Table
+from jax_hkv.table import Entries, Table
 
 Mode = Literal["shard_map", "pmap"]
 
@@ -192,7 +192,9 @@ class Placement:
         Args:
           fn: of (state, *batch), for one device, to the next state and a report. The state's tables
             are this device's parts; the rest of it, and the report, must come out equal on all
-            devices (psum or pmean what is not).
+            devices (psum or pmean what is not). But :class:`jax_hkv.Entries` in the report (what
+            parts have lost) come from all: those of one device after those of the other, with a
+            `count` for each, as batches of a step are (with "pmap" along a leading axis).
           donate: whether the state that is given is used up, so that nothing is copied.
 
         Returns:
@@ -213,7 +215,12 @@ class Placement:
             self.check_tables("Placement.step", state, ())
             specs = self.specs(state)
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
-            return self._mapped(fn, (specs, *split), (specs, P()))(state, *batch)
+            forms: list[Any] = []  # of the report: tracing finds it out
+            outputs = self._mapped(
+                _with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes))
+            )
+            state, report, entries = outputs(state, *batch)
+            return state, _together(report, entries, forms[-1])
 
         jitted = jax.jit(on_all, donate_argnums=(0,) if donate else ())
         return _Checked(self, "Placement.step", jitted)
@@ -607,7 +614,32 @@ def _with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 def _with_one_report(outputs: tuple[Any, Any]) -> tuple[Any, Any]:
     state, report = outputs
-    return state, jax.tree.map(_first, report)
+    return state, jax.tree.map(
+        lambda leaf: leaf if _is_entries(leaf) else _first(leaf), report, is_leaf=_is_entries
+    )
+
+
+def _is_entries(node: Any) -> bool:
+    return isinstance(node, Entries)
+
+
+def _with_entries_apart(fn: Callable[..., Any], forms: list[Any]) -> Callable[..., Any]:
+    """The function, with Entries of its report as a third output; notes the form of the report."""
+
+    @functools.wraps(fn)
+    def apart(*args: Any) -> Any:
+        state, report = fn(*args)
+        leaves, form = jax.tree.flatten(report, is_leaf=_is_entries)
+        forms.append(form)
+        entries = [leaf._replace(count=leaf.count[None]) for leaf in leaves if _is_entries(leaf)]
+        return state, [None if _is_entries(leaf) else leaf for leaf in leaves], entries
+
+    return apart
+
+
+def _together(report: list[Any], entries: list[Any], form: Any) -> Any:
+    left = iter(entries)
+    return form.unflatten([next(left) if leaf is None else leaf for leaf in report])
 
 
 def _first(leaf: jax.Array) -> jax.Array:

@@ -159,7 +159,11 @@ def _check_leaf(
         try:
             check_fits(_parts(new, target)[0], without_entries(_parts(old, source)[0]))
         except ValueError as error:
-            error.add_note(f"{_CALL}: of the table {path}")
+            error.add_note(
+                f"{_CALL}: of the table {path}, which must fit that of fresh; a state without "
+                "optimizer rows is made of one with them by dataclasses.replace(table, "
+                "optimizer=None) of its tables"
+            )
             raise
         return
     was, becomes = _form(old, source), _form(new, target)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jax_hkv import _checks, _sharded
 from jax_hkv._compat import vary
@@ -42,7 +43,7 @@ def write(
     act: Act,
     *,
     scores: Keys | None = None,
-    values: Float[Array, "n dim"] | None = None,
+    values: Any = None,
     counts_occurrences: bool = False,
 ) -> tuple[Table, ShardedWrite]:
     """Has the owners of keys do something to them; inside shard_map or pmap.
@@ -54,7 +55,7 @@ def write(
       valid: of them, or None.
       act: what is done.
       scores: one for each key, or None.
-      values: a row for each key, or None; of equal keys the last counts.
+      values: arrays with a row for each key, or None; of equal keys the last counts.
       counts_occurrences: whether the table's policy may ask how often each key occurs.
     """
     positions = keys.shape[0]
@@ -69,7 +70,7 @@ def write(
     def at_owner(
         plan: Plan, table: Table, legs: tuple[Leg, ...], arrived: Items, *, is_ticked: bool
     ) -> tuple[Table, tuple[Any, ...], None]:
-        rows = None if values is None else onward_last(plan, legs, values)
+        rows = jax.tree.map(lambda leaf: onward_last(plan, legs, leaf), values)
         given = _sharded.scores_of(table, arrived)
         table, result = act(table, arrived.keys, arrived.valid, given, rows, is_ticked=is_ticked)
         entries = _sharded.padded(getattr(result, "evicted", None), exchange, plan, items)

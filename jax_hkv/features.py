@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
-from jax_hkv._keys import Keys, check_keys, check_unmasked, keys_of
+from jax_hkv._keys import Keys, check_fixed, check_keys, check_unmasked, keys_of
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags, jitted
 
@@ -340,10 +340,13 @@ def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array,
     if not is_traced(splits):
         known = np.asarray(splits)
         if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > count:
+            texts = [*map(str, known.tolist())]
+            texts = texts if len(texts) < 20 else [*texts[:8], "...", *texts[-8:]]
             raise ValueError(
                 f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
-                f"of positions) or before, got {known.tolist() if len(known) < 20 else known}: "
-                "they are the cumulative lengths of the bags, with 0 in front"
+                f"of positions) or before, got [{', '.join(texts)}]: they are the cumulative "
+                "lengths of the bags, with 0 in front (of a Jagged for each device one after the "
+                "other those of each: inside of Placement.step and Placement.run)"
             )
         splits = splits.astype(np.int32)
     elif dtype == np.int64:  # as native calls do with those of 32 bits
@@ -470,6 +473,7 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
       ([True, True, False], [1.0, 2.0, 1.0])
     """
     given = check_keys("unique", "keys", keys)
+    check_fixed("unique", "keys", given.shape)
     mask = _checks.as_mask("unique", "valid", valid, given.shape)
     if size is not None:
         size = _checks.as_integer("unique", "size", size, 0, MAX_SLOTS)

@@ -19,8 +19,8 @@ from jax_hkv import _checks, _inserts
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
-from jax_hkv._inserts import insert_result, insert_rows, upsert, write_result
-from jax_hkv._keys import Keys, check_keys, keys_of
+from jax_hkv._inserts import insert_result, insert_rows, meant_entries, upsert, write_result
+from jax_hkv._keys import Keys, check_fixed, check_keys, keys_of
 from jax_hkv.index import NO_SLOT, Status
 from jax_hkv.table import (
     Entries,
@@ -31,7 +31,6 @@ from jax_hkv.table import (
     WriteResult,
     check_one_device,
     entries_at,
-    forms_of,
     gather_values,
     jitted,
     scatter_values,
@@ -45,10 +44,14 @@ ROWS_NAME = "hkv_rows"
 _Given = Any
 
 
-def _batch(call: str, table: Table, keys: Any, valid: Any) -> tuple[_Given, jax.Array | None]:
+def _batch(
+    call: str, table: Table, keys: Any, valid: Any, *, merges: bool = True
+) -> tuple[_Given, jax.Array | None]:
     """Keys and mask as they were given, checked."""
     check_one_device(call, table)
     given = check_keys(call, "keys", keys)
+    if merges:
+        check_fixed(call, "keys", given.shape)
     return given, _checks.as_mask(call, "valid", valid, given.shape)
 
 
@@ -100,7 +103,7 @@ def find(
       >>> result.values.tolist()
       [[1.0, 1.0], [-1.0, -1.0]]
     """
-    given, mask = _batch("find", table, keys, valid)
+    given, mask = _batch("find", table, keys, valid, merges=bool(touch))
     if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
         raise ValueError(
             f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
@@ -173,7 +176,7 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       >>> contains(table, np.array([5, 6], np.int32))[1].tolist()
       [True, False]
     """
-    given, mask = _batch("contains", table, keys, valid)
+    given, mask = _batch("contains", table, keys, valid, merges=False)
     clock, found = _contains(table, given, mask)
     return after_read(table, clock), found
 
@@ -233,7 +236,7 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
       >>> initial_rows(table, np.array([5], np.int32)).tolist()
       [[0.5, 0.5]]
     """
-    given, _ = _batch("initial_rows", table, keys, None)
+    given, _ = _batch("initial_rows", table, keys, None, merges=False)
     return _initial_rows(table, given)
 
 
@@ -296,7 +299,8 @@ def find_or_insert(
     offered = None
     if values is not None:
         offered = _as_rows("find_or_insert", values, table, given)
-    return _find_or_insert(table, given, mask, pairs, offered, evicted=return_evicted)
+    evicted = _checks.as_bool("find_or_insert", "return_evicted", return_evicted)
+    return _find_or_insert(table, given, mask, pairs, offered, evicted=evicted)
 
 
 @jitted("evicted")
@@ -540,38 +544,14 @@ def import_batch(
     """
     call = "import_batch"
     check_one_device(call, table)
-    if not isinstance(entries, Entries):
-        raise TypeError(
-            f"{call}: entries must be jax_hkv.Entries, as export_batch, export_keys and "
-            f"`evicted` of results are, got {type(entries).__name__}: what export_entries gives "
-            "goes into a table by jax_hkv.sharding.import_entries"
-        )
-    rows = table.optimizer.rows if table.optimizer else {}
-    wanted, given = forms_of(table.values, rows), forms_of(entries.values, entries.optimizer)
-    if wanted != given:
-        raise ValueError(
-            f"{call}: entries must have rows and optimizer rows like the table's, {wanted}, got "
-            f"{given}: create the table with the same dim, dtype and optimizer; one without an "
-            "optimizer takes entries._replace(optimizer={})"
-        )
-    shape = entries.keys.shape
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(entries) if np.ndim(leaf)}
-    if len(shape) != 1 or sizes != set(shape):
-        raise ValueError(
-            f"{call}: entries must have as many keys, scores and rows, got leading axes of "
-            f"{sorted(sizes)}: cut or stack all of them alike, and flatten keys and scores"
-        )
-    return _import_batch(
-        table, entries, _checks.as_mask(call, "valid", valid, shape), evicted=return_evicted
-    )
+    is_meant = meant_entries(call, table, entries, valid)
+    evicted = _checks.as_bool(call, "return_evicted", return_evicted)
+    return _import_batch(table, entries, is_meant, evicted=evicted)
 
 
 @jitted("evicted")
-def _import_batch(table: Table, entries: Entries, valid: jax.Array | None, evicted: bool) -> Any:
-    keys, scores, values, optimizer, count = entries
-    is_meant = _rows.positions(keys.shape[0]) < count
-    valid = is_meant if valid is None else is_meant & valid
-    return _inserts.import_rows(table, keys, scores, values, optimizer, valid, evicted=evicted)
+def _import_batch(table: Table, entries: Entries, valid: jax.Array, evicted: bool) -> Any:
+    return _inserts.import_rows(table, *entries[:-1], valid, evicted=evicted)
 
 
 # --- Removal -------------------------------------------------------------------------------------

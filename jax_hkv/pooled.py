@@ -22,7 +22,7 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying, replicated
 from jax_hkv._inserts import insert_result, insert_rows
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, check_fixed
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
@@ -140,8 +140,10 @@ def find_or_insert_pooled(
     call = "find_or_insert_pooled"
     check_one_device(call, table)
     batch, layout = as_batch(call, combiner, ids, weights, valid)
+    check_fixed(call, "ids", layout.ids)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
-    return _find_or_insert_bags(table, batch, pairs, evicted=return_evicted, layout=layout)
+    evicted = _checks.as_bool(call, "return_evicted", return_evicted)
+    return _find_or_insert_bags(table, batch, pairs, evicted=evicted, layout=layout)
 
 
 @jitted("evicted", "layout")
@@ -209,6 +211,7 @@ def of_batch(
     if not train:
         clock, values, slots = _find(table, batch, initial=initial)
         return after_read(table, clock), BagRows(values, slots, None)
+    check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
     table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=False)
     return table, BagRows(result.values, result.slots, result)

@@ -42,7 +42,7 @@ from jax_hkv._entries import (
     save_entries,
 )
 from jax_hkv._exchange import Exchange, as_exchange, owners
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._placement import Mode, Placement, concatenate, digest
 from jax_hkv._processes import synchronized
 from jax_hkv._resharding import reshard
@@ -50,7 +50,7 @@ from jax_hkv._sharded import ShardedResult, ShardedRows
 from jax_hkv._sharded_writes import ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
-from jax_hkv.table import Bags, Table, check_one_device
+from jax_hkv.table import Bags, Entries, Table, check_one_device
 
 __all__ = [
     "Collective",
@@ -74,6 +74,7 @@ __all__ = [
     "find_or_insert",
     "find_or_insert_pooled",
     "find_pooled",
+    "import_batch",
     "import_entries",
     "insert_or_assign",
     "join_entries",
@@ -172,7 +173,7 @@ def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None)
     """Raises if keys of a strict exchange found no room; outside ``jit``.
 
     Args:
-      overflow: of a :class:`ShardedResult`: how many keys did.
+      overflow: of a :class:`ShardedResult` or :class:`ShardedWrite`: how many keys did.
       where: the table, for the error.
       outputs: of the step, for the error: the state that was given may have been used up.
 
@@ -186,8 +187,8 @@ def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None)
     count = int(np.sum(np.asarray(overflow)))
     if count:
         error = ExchangeOverflow(
-            f"sharding: {count} keys of a batch looked up in {where} found no room in its strict "
-            "exchange, so that nothing was looked up or changed: raise distinct= or slack= of its "
+            f"sharding: {count} keys of a batch for {where} found no room in its strict exchange, "
+            "so that nothing was looked up, written or erased: raise distinct= or slack= of its "
             "jax_hkv.sharding.Exchange, or leave strict out, for a second round with room for all"
         )
         error.outputs = outputs
@@ -209,6 +210,7 @@ def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
 def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
     mask = _mask(call, given.shape, valid)
     none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
     return given, Bagged(given.reshape(-1), mask, none)
@@ -290,7 +292,7 @@ def find_or_insert(
         train=True,
         initial=True,
         scores=pairs,
-        evicted=return_evicted,
+        evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     return table, _shaped(result, given, (*given.shape, table.dim))
 
@@ -322,7 +324,7 @@ def insert_or_assign(
       axis_name: of the mesh axis, or an :class:`Exchange`.
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position.
-      return_evicted: whether the result carries the entries that this device's part has lost.
+      return_evicted: see :func:`find_or_insert`.
 
     Returns:
       The table, and a :class:`ShardedWrite`.
@@ -335,7 +337,8 @@ def insert_or_assign(
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
 
-    act = partial(_inserts.insert_or_assign, evicted=return_evicted)
+    evicted = _checks.as_bool(call, "return_evicted", return_evicted)
+    act = partial(_inserts.insert_or_assign, evicted=evicted)
     rows = rows.reshape(-1, table.dim)
     table, result = _sharded_writes.write(
         exchange, table, *batch, act, scores=pairs, values=rows, counts_occurrences=True
@@ -386,6 +389,49 @@ def assign(
     return table, _write_of(result, given)
 
 
+def import_batch(
+    table: Table,
+    entries: Entries,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    valid: Any = None,
+    return_evicted: bool = False,
+) -> tuple[Table, ShardedWrite]:
+    """As :func:`jax_hkv.import_batch`, of a table over devices; inside shard_map or pmap.
+
+    Of equal keys the last entry of the last device counts. (What a device's own part has lost goes
+    back into that part by :func:`jax_hkv.import_batch`, without an exchange.)
+
+    Args:
+      table: this device's part.
+      entries: of this device's batch, whoever owns them; all devices give equally many places.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      valid: ``bool``, one for each entry; see :func:`jax_hkv.import_batch`.
+      return_evicted: see :func:`find_or_insert`.
+
+    Returns:
+      The table, and a :class:`ShardedWrite`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    call = "sharding.import_batch"
+    exchange = _exchange(call, table, axis_name)
+    is_meant = _inserts.meant_entries(call, table, entries, valid)
+    evicted = _checks.as_bool(call, "return_evicted", return_evicted)
+
+    def act(table: Table, keys: Keys, valid: Any, scores: Any, rows: Any, is_ticked: bool) -> Any:
+        values, optimizer = rows
+        return _inserts.import_rows(
+            table, keys, scores, values, optimizer, valid, evicted=evicted, is_ticked=is_ticked
+        )
+
+    keys, scores, values, optimizer, _ = entries
+    return _sharded_writes.write(
+        *(exchange, table, keys, is_meant, act), scores=scores, values=(values, optimizer)
+    )
+
+
 def erase(
     table: Table,
     keys: Any,
@@ -423,6 +469,7 @@ def _to_write(
     """How keys travel, the keys as they were given, and flat with their mask."""
     exchange = _exchange(call, table, axis_name)
     given = as_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
     return exchange, given, (given.reshape(-1), _mask(call, given.shape, valid))
 
 
@@ -455,6 +502,7 @@ def find_pooled(
     call = "sharding.find_pooled"
     exchange = _exchange(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    check_fixed(call, "ids", layout.ids)
     table, result = _sharded.look_up(
         exchange,
         table,
@@ -494,6 +542,7 @@ def find_or_insert_pooled(
     call = "sharding.find_or_insert_pooled"
     exchange = _exchange(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    check_fixed(call, "ids", layout.ids)
     table, result = _sharded.look_up(
         exchange,
         table,
@@ -503,7 +552,7 @@ def find_or_insert_pooled(
         train=True,
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
-        evicted=return_evicted,
+        evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     keys = batch.keys.reshape(*layout.ids)
     return table, _shaped(result, keys, (*layout.batch, table.dim))

@@ -350,16 +350,16 @@ def check_table(call: str, table: Any) -> None:
 
 
 _STACKED = (
-    "of tables that are stacked, as nn.scan over layers and nnx.vmap do: look ids up outside of "
-    "the scan, in one table, with the layer's number in the id, and scan over the rows. (A "
-    "Placement of mode 'pmap' stacks the parts of one table: inside Placement.step and "
-    "Placement.run it is this device's part, and import_entries of "
-    "jax_hkv.sharding.export_entries(placement.shards(table)) makes one table of them)"
+    "of tables that are stacked. A Placement of mode 'pmap' stacks the parts of one table: inside "
+    "Placement.step and Placement.run it is this device's part, and import_entries of "
+    "jax_hkv.sharding.export_entries(placement.shards(table)) makes one table of them. (nn.scan "
+    "over layers and nnx.vmap stack tables too: look ids up outside of the scan, in one table, "
+    "with the layer's number in the id, and scan over the rows)"
 )
 _OVER_DEVICES = (
-    "of a table over several devices (or of several tables that were stacked). Inside "
-    "jax.shard_map, jax.pmap, Placement.step or Placement.run it is this device's part: there keys "
-    "are looked up by the functions of jax_hkv.sharding, which know whose they are. To make one "
+    "of a table over several devices (or of several tables that were stacked): call the function "
+    "of jax_hkv.sharding of that name inside Placement.step or Placement.run (or jax.shard_map), "
+    "where it is this device's part; those know whose a key is. To make one "
     "table of the parts, use import_entries of "
     "jax_hkv.sharding.export_entries(placement.shards(table))"
 )

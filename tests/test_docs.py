@@ -106,6 +106,7 @@ def test_the_code_in_the_guide_runs():
     assert int(jax_hkv.size(after["small"])) == 2 and not int(after["lost"])
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)
+    assert after["logits"].shape == (2,)
 
 
 def test_the_code_about_many_devices_runs(capsys, tmp_path):
@@ -118,6 +119,7 @@ def test_the_code_about_many_devices_runs(capsys, tmp_path):
     after = run("docs/sharding.md", blocks, given)
     assert after["logits"].shape == (64,)
     assert int(after["erased"]) == 4 * 8
+    assert after["lost"].count.shape == (4,) and not int(after["given_back"].inserted)
     assert int(after["counts"].inserted) == len(after["exported"].keys) == 512 - 32
     assert int(after["moved"]["users"].inserted) == int(jax_hkv.size(after["state"]["users"])) > 0
     assert int(jax_hkv.size(after["one"])) == 512 - 32

@@ -180,7 +180,7 @@ WRONG = {
     "fewer rows": (
         lambda: hkv.import_batch(TABLE, ENTRIES._replace(values=ENTRIES.values[:3])),
         ValueError,
-        r"as many keys, scores and rows, got leading axes of \[3, 16\]",
+        r"as many keys, scores and rows, and one count, got leading axes of \[3, 16\]",
     ),
     "a mask of another size": (
         lambda: hkv.import_batch(TABLE, ENTRIES, valid=np.ones(3, bool)),

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jax_hkv as hkv
-from jax_hkv import _serialization
+from jax_hkv import _serialization, sharding
 
 IDS = np.array([5, -1, 5, 9], np.int64)
 KEYS = hkv.Keys.from_numpy(IDS)
@@ -143,6 +143,10 @@ LOOKUPS = {
     "Jagged": lambda table, x: hkv.find_pooled(table, x.jagged, combiner="mean"),
     "pool": lambda table, x: (table, hkv.pool(x.rows, valid=x.valid)),
     "vmap": lambda table, x: jax.vmap(lambda ids: hkv.find(table, ids), out_axes=(None, 0))(x.ids),
+    "vmap of bags": lambda table, x: jax.vmap(
+        lambda ids: hkv.find_pooled(table, ids), out_axes=(None, 0)
+    )(x.ids.reshape(1, *x.ids.shape)),
+    "vmap of pool": lambda table, x: (table, jax.vmap(hkv.pool)(x.rows[:, None])),
 }
 
 
@@ -258,7 +262,7 @@ def test_one_program_serves_a_trained_linen_model_whatever_the_batch(unseen):
         jax.tree.map(np.testing.assert_array_equal, result, jax.jit(model.apply)(kept, given))
 
 
-@pytest.mark.filterwarnings("ignore:EmbedCollection. train=True outside")
+@pytest.mark.filterwarnings("ignore:Embed.* train=True outside")
 def test_one_program_serves_a_trained_nnx_model_whatever_the_batch():
     """Its state as a dict of arrays: Flax has not told `jax.export` how to write its variables."""
     model = Nnx()
@@ -281,11 +285,47 @@ def test_one_program_serves_a_trained_nnx_model_whatever_the_batch():
 
 def test_what_needs_a_workspace_says_that_its_size_must_be_known():
     """Whatever merges equal keys: what inserts, writes, refreshes or removes."""
-    for call in (
-        lambda x: hkv.find_or_insert(TABLE, x.ids),
-        lambda x: hkv.find(TABLE, x.ids, touch=True),
-        lambda x: hkv.erase(TABLE, x.flat),
-        lambda x: hkv.unique(x.flat),
-    ):
-        with pytest.raises(TypeError, match=r"jax_hkv unique on .*fixed shape, got \[.*valid="):
+    merging = {
+        "find_or_insert: keys": lambda x: hkv.find_or_insert(TABLE, x.ids),
+        "find_or_insert_pooled: ids": lambda x: hkv.find_or_insert_pooled(TABLE, x.jagged),
+        "find: keys": lambda x: hkv.find(TABLE, x.ids, touch=True),
+        "erase: keys": lambda x: hkv.erase(TABLE, x.flat),
+        "export_keys: keys": lambda x: hkv.export_keys(TABLE, x.flat),
+        "unique: keys": lambda x: hkv.unique(x.flat),
+        "Collection.lookup of 'users.items': ids": lambda x: COLLECTION.lookup(
+            COLLECTION.create(), features(x), train=True
+        ),
+    }
+    for name, call in merging.items():
+        with pytest.raises(TypeError, match=f"{name}.* must have a fixed shape, got .*valid="):
             jax.eval_shape(call, of_any_size())
+
+
+OVER_DEVICES = {
+    "sharding.find": lambda x, exchange: sharding.find(TABLE, x.flat, axis_name=exchange),
+    "sharding.erase": lambda x, exchange: sharding.erase(TABLE, x.flat, axis_name=exchange),
+    "sharding.find_pooled": lambda x, exchange: sharding.find_pooled(
+        TABLE, x.ids, axis_name=exchange
+    ),
+    "sharding.owners": lambda x, exchange: sharding.owners(x.flat, 4),
+    "jax_hkv.sharding": lambda x, exchange: hkv.linen.EmbedBag(256, 4, axis_name=exchange).init(
+        jax.random.key(0), x.ids
+    ),
+}
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("call", OVER_DEVICES)
+def test_batches_over_devices_have_a_size_that_is_known(call, replicas):
+    mesh = jax.make_mesh((1,), ("device",), devices=jax.devices("cpu")[:1])
+    exchange = sharding.Exchange("device", replicas=replicas)
+    nowhere = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        lambda x: OVER_DEVICES[call](x, exchange),
+        mesh=mesh,
+        in_specs=nowhere,
+        out_specs=nowhere,
+        check_vma=False,
+    )
+    with pytest.raises(TypeError, match=f"{call}: (keys|ids) must have a fixed shape, got .*valid"):
+        jax.eval_shape(mapped, of_any_size())
