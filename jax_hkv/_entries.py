@@ -15,7 +15,7 @@ import numpy as np
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._inserts import most_at_once, write_entries
+from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._placement import Placement
 from jax_hkv.index import Policy
@@ -571,7 +571,10 @@ def _padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
-_write = jax.jit(write_entries, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
+    table, result = import_rows(table, *entries, evicted=False, is_ticked=True)
+    return table, result.counts
 
 
 def _with_common(table: Table, exported: Exported, device: Any) -> Table:

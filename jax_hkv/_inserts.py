@@ -125,7 +125,7 @@ def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
 
 
 def most_at_once(table: Table, limit: int) -> int:
-    """How many entries to give :func:`write_entries`: those of one call do not evict each other.
+    """How many entries to give :func:`import_rows`: those of one call do not evict each other.
 
     With two candidates all of a call choose by the same numbers, before any of them is there. Of as
     many entries as slots 0.3 % find no room in calls of a 256th of them, 11 % in one, if they come
@@ -134,20 +134,6 @@ def most_at_once(table: Table, limit: int) -> int:
     if table.choices == 1:
         return limit
     return min(limit, 1 << max(LANES, table.capacity // 256).bit_length() - 1)
-
-
-def write_entries(
-    table: Table,
-    keys: Keys,
-    scores: Keys,
-    values: jax.Array,
-    optimizer: Mapping[str, jax.Array],
-    valid: jax.Array,
-) -> tuple[Table, Counts]:
-    """Puts in entries of distinct keys, which the caller has ranked. The clock does not tick."""
-    rows = values, optimizer
-    table, result = import_rows(table, keys, scores, *rows, valid, evicted=False, is_ticked=True)
-    return table, result.counts
 
 
 def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Array, " n"]:

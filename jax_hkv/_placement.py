@@ -466,9 +466,10 @@ class _Checked:
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
-        if self._placement.mode == "pmap":
+        is_stacked = self._placement.mode == "pmap"
+        if is_stacked or jax.sharding.AxisType.Explicit in self._placement.mesh.axis_types:
             self._placement.check_put(self._call, batch)
-        elif _is_from_host(leaves):
+        if not is_stacked and _is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
         with without_rematerialization():
             return self._compiled(state, *batch)

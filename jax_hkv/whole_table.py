@@ -14,7 +14,7 @@ from jax_hkv import _checks
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
-from jax_hkv._inserts import most_at_once, write_entries
+from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys
 from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT, Policy
 from jax_hkv.table import (
@@ -185,8 +185,8 @@ def _resize(table: Table, buckets: int) -> Any:
     def body(old: Table, offset: jax.Array, so_far: Any) -> Any:
         new, total = so_far
         old, entries = _ranked(old, _across(old, offset + _rows.positions(chunk)))
-        new, counts = write_entries(new, *entries)
-        return old, (new, jax.tree.map(jnp.add, total, counts))
+        new, result = import_rows(new, *entries, evicted=False, is_ticked=True)
+        return old, (new, jax.tree.map(jnp.add, total, result.counts))
 
     zero = _zeros(table)
     none = Counts(zero, zero, zero, zero, zero)
@@ -223,7 +223,7 @@ def _across(table: Table, places: jax.Array) -> jax.Array:
 
 
 def _ranked(table: Table, slots: jax.Array) -> tuple[Table, tuple[Any, ...]]:
-    """The entries of slots by score, the highest first: what :func:`write_entries` takes."""
+    """The entries of slots by score, the highest first: what :func:`import_rows` takes."""
     keys, scores = (
         Keys(_index.take(words.reshape(-1, 2), slots)) for words in (table.keys, table.scores)
     )
