@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_mask
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, check_fixed
 from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status
 from jax_hkv.table import (
     Bags,
@@ -144,6 +143,19 @@ def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Arr
             f"`evicted` of results are, got {type(entries).__name__}: what export_entries gives "
             "goes into a table by jax_hkv.sharding.import_entries"
         )
+    for name in ("keys", "scores"):
+        numbers = getattr(entries, name)
+        if not isinstance(numbers, Keys):
+            raise TypeError(
+                f"{call}: entries.{name} must be jax_hkv.Keys, got {type(numbers).__name__}: make "
+                "them on the host with jax_hkv.Keys.from_numpy"
+            )
+    if not isinstance(entries.optimizer, Mapping) or not hasattr(entries.values, "dtype"):
+        kinds = [type(leaf).__name__ for leaf in (entries.values, entries.optimizer)]
+        raise TypeError(
+            f"{call}: entries must have rows as an array and optimizer rows as a dict of arrays, "
+            f"{{}} for none, got {' and '.join(kinds)}"
+        )
     rows = table.optimizer.rows if table.optimizer else {}
     wanted, given = forms_of(table.values, rows), forms_of(entries.values, entries.optimizer)
     if wanted != given:
@@ -153,15 +165,23 @@ def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Arr
             "optimizer takes entries._replace(optimizer={})"
         )
     shape = entries.keys.shape
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(entries[:-1]) if np.ndim(leaf)}
-    if len(shape) != 1 or sizes != set(shape) or np.size(entries.count) != 1:
+    check_fixed(call, "entries", shape)
+    leaves = [*jax.tree.leaves((entries.values, dict(entries.optimizer))), entries.scores]
+    sizes = {size for leaf in (entries.keys, *leaves) for size in leaf.shape[:1]}
+    if len(shape) != 1 or entries.scores.shape != shape or sizes != set(shape):
         raise ValueError(
-            f"{call}: entries must have as many keys, scores and rows, and one count, got leading "
-            f"axes of {sorted(sizes)} and {np.size(entries.count)} counts: cut or stack all of "
-            "them alike, flatten keys and scores, and give the entries of one device"
+            f"{call}: entries must have as many keys, scores and rows, got leading axes of "
+            f"{sorted(sizes)}: cut or stack all of them alike, flatten keys and scores, and give "
+            "the entries of one device"
+        )
+    count = jnp.asarray(entries.count)
+    if count.size != 1 or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            f"{call}: entries.count must be one integer, got {count.dtype}{list(count.shape)}: "
+            "how many of the entries are meant, those in front"
         )
     mask = as_mask(call, "valid", valid, shape)
-    is_meant = _rows.positions(shape[0]) < jnp.asarray(entries.count).reshape(())
+    is_meant = _rows.positions(shape[0]) < count.reshape(()).astype(jnp.int32)
     return is_meant if mask is None else is_meant & mask
 
 

@@ -160,8 +160,10 @@ def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
             each = math.prod(devices) * parts
             count = math.prod(np.shape(bags.ids)) // each
             if bags.row_splits.size % each == 0:  # else it is refused where it is cut
+                what = "row_splits of a Jagged"
+                what += f" of each of {parts} micro-batches" if parts > 1 else ""
                 for splits in bags.row_splits.reshape(each, -1):
-                    as_splits("train_step", "row_splits of a Jagged", splits, count)
+                    as_splits("train_step", what, splits, count)
 
 
 class Found(NamedTuple):

@@ -17,6 +17,14 @@ from jaxtyping import Array, UInt32
 
 from jax_hkv._compat import check_elements, is_traced, without_rematerialization
 from jax_hkv._keys import would_cut
+from jax_hkv._reports import (
+    first,
+    together,
+    with_entries_apart,
+    with_leading_axes,
+    with_one_report,
+    with_pair,
+)
 from jax_hkv.features import Jagged
 from jax_hkv.table import Entries, Table
 
@@ -206,9 +214,9 @@ class Placement:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
             these devices, or if JAX would cut 64-bit integers of a batch.
         """
-        fn = _with_pair(fn)
+        fn = with_pair(fn)
         if self.mode == "pmap":
-            pmapped = _Pmapped(self, fn, _with_one_report, donate=donate)
+            pmapped = _Pmapped(self, fn, with_one_report, donate=donate)
             return _Checked(self, "Placement.step", pmapped)
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -217,10 +225,10 @@ class Placement:
             split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
             forms: list[Any] = []  # of the report: tracing finds it out
             outputs = self._mapped(
-                _with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes))
+                with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes))
             )
             state, report, entries = outputs(state, *batch)
-            return state, _together(report, entries, forms[-1])
+            return state, together(report, entries, forms[-1])
 
         jitted = jax.jit(on_all, donate_argnums=(0,) if donate else ())
         return _Checked(self, "Placement.step", jitted)
@@ -238,7 +246,7 @@ class Placement:
           A function of (state, *batch) to the arrays of all devices, one after the other (with
           "pmap", along a leading axis).
         """
-        fn = _with_leading_axes(fn)
+        fn = with_leading_axes(fn)
         if self.mode == "pmap":
             return _Checked(self, "Placement.run", _Pmapped(self, fn))
 
@@ -249,13 +257,15 @@ class Placement:
 
         return _Checked(self, "Placement.run", jax.jit(on_all))
 
-    def put(self, batch: Any) -> Any:
+    def put(self, batch: Any, *, micro_batches: int = 1) -> Any:
         """The batch of this process's devices, as steps take it.
 
         Args:
           batch: pytree of arrays on the host; leading axes are those of the devices' batches, one
             after the other (of one process: of its own devices). Single numbers and random keys are
-            for all devices.
+            for all devices; the `count` of :class:`jax_hkv.Entries` is that of all together.
+          micro_batches: those of the step that takes the batch; a :class:`jax_hkv.Jagged` is one of
+            each of them.
 
         Raises:
           TypeError: if JAX would cut 64-bit integers to 32 bits and change them.
@@ -265,21 +275,35 @@ class Placement:
         """
         for node in jax.tree.leaves(batch, is_leaf=_is_jagged):
             if _is_jagged(node):
-                self._check_jagged(node)
-        return jax.tree.map(self._put, batch)
+                self._check_jagged(node, micro_batches)
+        counted = jax.tree.map(
+            lambda node: self._counted(node) if _is_entries(node) else node,
+            batch,
+            is_leaf=_is_entries,
+        )
+        return jax.tree.map(self._put, counted)
 
-    def _check_jagged(self, bags: Jagged) -> None:
+    def _counted(self, entries: Entries) -> Entries:
+        """Entries with a count for each of this process's devices."""
+        if np.ndim(entries.count):
+            return entries
+        parts, each = len(self.local_parts), entries.keys.shape[0] // len(self.local_parts)
+        counts = np.clip(np.asarray(entries.count) - each * np.arange(parts), 0, each)
+        return entries._replace(count=counts.astype(np.int32))
+
+    def _check_jagged(self, bags: Jagged, micro_batches: int) -> None:
         """Raises unless it is one of each device, one after the other, with splits of its own."""
         count, splits = len(self.local_parts), np.asarray(bags.row_splits)
         positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
-        most = len(splits) // count  # micro-batches of a device
-        if any(_is_of_each(splits, positions, count * parts) for parts in range(1, most + 1)):
+        each = "" if micro_batches == 1 else f" times {micro_batches} micro-batches"
+        if _is_of_each(splits, positions, count * micro_batches):
             return
         raise ValueError(
-            f"Placement.put: a Jagged must be one for each of {count} devices (or of their "
-            "micro-batches), one after the other, each with row_splits that begin at 0, do not "
-            f"decrease and end within its {positions} / {count} positions: make them with the same "
-            "capacity and number of bags, and give jax_hkv.sharding.concatenate([...]) of them"
+            f"Placement.put: a Jagged must be one for each of {count} devices{each}, one after the "
+            "other, each with row_splits that begin at 0, do not decrease and end within its "
+            f"{positions} / {count * micro_batches} positions: make them with the same capacity "
+            "and number of bags, and give jax_hkv.sharding.concatenate([...]) of them (of a step "
+            "in micro-batches say put(batch, micro_batches=))"
         )
 
     def check_put(self, call: str, batch: Any) -> None:
@@ -288,21 +312,42 @@ class Placement:
             count = len(self.local_devices)
             expected = f"have the shape [{count}, ...] for"
         else:
-            devices = set(self.mesh.devices.flat)
-            count, expected = len(devices), "lie on"
+            count, expected = self.devices, "lie, cut along the first axis, on"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
                 continue
             if self.mode == "pmap":
                 is_put = leaf.shape[0] == count
             else:
-                is_put = isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices
+                is_put = isinstance(leaf, jax.Array) and self._has_put(leaf)
             if not is_put:
                 raise ValueError(
                     f"{call}: arguments{jax.tree_util.keystr(path)} must {expected} the "
                     f"{count} devices of the step's placement, got {type(leaf).__name__} "
                     f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
                 )
+
+    def check_counts(self, call: str, batch: Any) -> None:
+        """Raises for Entries with one count: each device would take all of it for its own."""
+        for node in jax.tree.leaves(batch, is_leaf=_is_entries):
+            if _is_entries(node) and not np.ndim(node.count) and self.devices > 1:
+                raise ValueError(
+                    f"{call}: Entries of a batch must have a count for each device, got one for "
+                    "all: give placement.put(entries), or those of a report as they are"
+                )
+
+    def _has_put(self, leaf: jax.Array) -> bool:
+        if leaf.sharding.device_set != set(self.mesh.devices.flat):
+            return False
+        if not self._is_explicit:
+            return True
+        names = jax.typeof(leaf).sharding.spec[0]
+        return (names if isinstance(names, tuple) else (names,)) == self.axes
+
+    @property
+    def _is_explicit(self) -> bool:
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return any(kinds[axis] is jax.sharding.AxisType.Explicit for axis in self.axes)
 
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
@@ -447,7 +492,7 @@ def _digesting(placement: Placement) -> Callable[[Any], Any]:
         return own.reshape(-1, 2)
 
     if placement.mode == "pmap":
-        return _Pmapped(placement, one, _first)
+        return _Pmapped(placement, one, first)
     return jax.jit(lambda state: placement._mapped(one, (placement.specs(state),), P())(state))
 
 
@@ -467,8 +512,9 @@ class _Checked:
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
         is_stacked = self._placement.mode == "pmap"
-        if is_stacked or jax.sharding.AxisType.Explicit in self._placement.mesh.axis_types:
+        if is_stacked or self._placement._is_explicit:
             self._placement.check_put(self._call, batch)
+        self._placement.check_counts(self._call, batch)
         if not is_stacked and _is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
         with without_rematerialization():
@@ -573,6 +619,10 @@ def _is_jagged(node: Any) -> bool:
     return isinstance(node, Jagged)
 
 
+def _is_entries(node: Any) -> bool:
+    return isinstance(node, Entries)
+
+
 def _is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
@@ -583,68 +633,6 @@ def _check_not_cut(call: str, leaf: Any) -> None:
             f"{call}: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
             "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
         )
-
-
-def _with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def checked(*args: Any) -> Any:
-        outputs = fn(*args)
-        if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(outputs)):
-            raise ValueError(
-                "Placement.run: the function must return arrays with a leading axis, which those "
-                "of the devices are put along, got a single number: return it as x[None]"
-            )
-        return outputs
-
-    return checked
-
-
-def _with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    @functools.wraps(fn)
-    def checked(*args: Any) -> Any:
-        outputs = fn(*args)
-        if not isinstance(outputs, tuple) or len(outputs) != 2 or hasattr(outputs, "_fields"):
-            raise TypeError(
-                "Placement.step: the function must return a plain tuple (state, report), got "
-                f"{type(outputs).__name__}: return state, None where there is nothing to report"
-            )
-        return outputs
-
-    return checked
-
-
-def _with_one_report(outputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    state, report = outputs
-    return state, jax.tree.map(
-        lambda leaf: leaf if _is_entries(leaf) else _first(leaf), report, is_leaf=_is_entries
-    )
-
-
-def _is_entries(node: Any) -> bool:
-    return isinstance(node, Entries)
-
-
-def _with_entries_apart(fn: Callable[..., Any], forms: list[Any]) -> Callable[..., Any]:
-    """The function, with Entries of its report as a third output; notes the form of the report."""
-
-    @functools.wraps(fn)
-    def apart(*args: Any) -> Any:
-        state, report = fn(*args)
-        leaves, form = jax.tree.flatten(report, is_leaf=_is_entries)
-        forms.append(form)
-        entries = [leaf._replace(count=leaf.count[None]) for leaf in leaves if _is_entries(leaf)]
-        return state, [None if _is_entries(leaf) else leaf for leaf in leaves], entries
-
-    return apart
-
-
-def _together(report: list[Any], entries: list[Any], form: Any) -> Any:
-    left = iter(entries)
-    return form.unflatten([next(left) if leaf is None else leaf for leaf in report])
-
-
-def _first(leaf: jax.Array) -> jax.Array:
-    return leaf.addressable_shards[0].data[0]  # other devices have the same: none is asked
 
 
 def _is_shared(leaf: Any) -> bool:

@@ -45,6 +45,7 @@ def write(
     scores: Keys | None = None,
     values: Any = None,
     counts_occurrences: bool = False,
+    as_given: bool = False,
 ) -> tuple[Table, ShardedWrite]:
     """Has the owners of keys do something to them; inside shard_map or pmap.
 
@@ -57,9 +58,11 @@ def write(
       scores: one for each key, or None.
       values: arrays with a row for each key, or None; of equal keys the last counts.
       counts_occurrences: whether the table's policy may ask how often each key occurs.
+      as_given: whether scores are written as they are, of equal keys the last, under any policy.
     """
     positions = keys.shape[0]
-    plan = plan_of(exchange, positions, merges=_sharded.may_merge(exchange, table, scores))
+    merges = _sharded.may_merge(exchange, table, None if as_given else scores)
+    plan = plan_of(exchange, positions, merges=merges)
     items = Items(
         keys, _checks.flat_mask(valid, (positions,)), None if scores is None else scores.words
     )

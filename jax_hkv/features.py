@@ -345,8 +345,8 @@ def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array,
             raise ValueError(
                 f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
                 f"of positions) or before, got [{', '.join(texts)}]: they are the cumulative "
-                "lengths of the bags, with 0 in front (of a Jagged for each device one after the "
-                "other those of each: inside of Placement.step and Placement.run)"
+                "lengths of the bags, with 0 in front (of a Jagged of each device or micro-batch "
+                "those of each: for Placement.step, Placement.run and train_step(micro_batches=))"
             )
         splits = splits.astype(np.int32)
     elif dtype == np.int64:  # as native calls do with those of 32 bits

@@ -428,7 +428,10 @@ def import_batch(
 
     keys, scores, values, optimizer, _ = entries
     return _sharded_writes.write(
-        *(exchange, table, keys, is_meant, act), scores=scores, values=(values, optimizer)
+        *(exchange, table, keys, is_meant, act),
+        scores=scores,
+        values=(values, optimizer),
+        as_given=True,
     )
 
 

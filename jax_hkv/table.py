@@ -357,9 +357,10 @@ _STACKED = (
     "with the layer's number in the id, and scan over the rows)"
 )
 _OVER_DEVICES = (
-    "of a table over several devices (or of several tables that were stacked): call the function "
-    "of jax_hkv.sharding of that name inside Placement.step or Placement.run (or jax.shard_map), "
-    "where it is this device's part; those know whose a key is. To make one "
+    "of a table over several devices (or of several tables that were stacked). Inside "
+    "jax.shard_map, jax.pmap, Placement.step or Placement.run it is this device's part: what takes "
+    "keys is there in jax_hkv.sharding (find, find_or_insert, insert_or_assign, assign, erase, "
+    "...), which knows whose they are; the rest works on the part as it is. To make one "
     "table of the parts, use import_entries of "
     "jax_hkv.sharding.export_entries(placement.shards(table))"
 )

@@ -112,7 +112,7 @@ def second_tier(cache, store, ids):
     return cache, store, (found.counts, kept.counts)
 
 
-@pytest.mark.parametrize("policy", [hkv.Policy.LRU, hkv.Policy.LFU])
+@pytest.mark.parametrize("policy", [hkv.Policy.LRU, hkv.Policy.LFU, hkv.Policy.EPOCH_LRU])
 @pytest.mark.parametrize("choices", [1, 2])
 def test_a_small_table_before_a_large_one_trains_as_one_large_table(policy, choices, rng):
     """Rows and optimizer rows in every bit, with most entries not in the small table."""
@@ -179,7 +179,32 @@ WRONG = {
     "fewer rows": (
         lambda: hkv.import_batch(TABLE, ENTRIES._replace(values=ENTRIES.values[:3])),
         ValueError,
-        r"as many keys, scores and rows, and one count, got leading axes of \[3, 16\]",
+        r"as many keys, scores and rows, got leading axes of \[3, 16\]",
+    ),
+    "no scores": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(scores=None)),
+        TypeError,
+        r"entries\.scores must be jax_hkv\.Keys, got NoneType: .*from_numpy",
+    ),
+    "keys of NumPy": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(keys=ENTRIES.keys.to_numpy())),
+        TypeError,
+        r"entries\.keys must be jax_hkv\.Keys, got ndarray",
+    ),
+    "optimizer rows that are none": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(optimizer=None)),
+        TypeError,
+        r"optimizer rows as a dict of arrays, \{\} for none, got .* and NoneType",
+    ),
+    "part of an entry": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(count=2.5)),
+        TypeError,
+        r"entries\.count must be one integer, got float",
+    ),
+    "fewer scores": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(scores=ENTRIES.scores[:3])),
+        ValueError,
+        r"leading axes of \[3, 16\]",
     ),
     "a mask of another size": (
         lambda: hkv.import_batch(TABLE, ENTRIES, valid=np.ones(3, bool)),

@@ -354,7 +354,7 @@ REFUSED = {
         {"micro_batches": 2},
         hkv.Jagged(np.zeros(96, np.int32), np.arange(50, dtype=np.int32)),
         ValueError,
-        r"row_splits of a Jagged must start at 0.*end at 48 \(the number",
+        r"row_splits of a Jagged of each of 2 micro-batches must start at 0.*end at 48 ",
     ),
 }
 
@@ -493,9 +493,14 @@ def test_each_device_takes_a_jagged_of_each_of_its_micro_batches(mode, rng):
     for kind in (0, 1):
         state = placement.create(make)
         for pair, own in zip(pairs, slopes, strict=True):
-            state, _ = step(state, *placement.put((pair[kind], own)))
+            batch = placement.put((pair[kind], own), micro_batches=PARTS)
+            state, _ = step(state, *batch)
         exported = hkv.sharding.export_entries(placement.shards(table_of(state)))
         order = np.argsort(exported.keys)
         entries.append((exported.keys[order], exported.values[order]))
     np.testing.assert_array_equal(entries[0][0], entries[1][0])
     np.testing.assert_allclose(entries[0][1], entries[1][1], **NEAR)
+    with pytest.raises(
+        ValueError, match=r"one for each of 2 devices, .*put\(batch, micro_batches=\)"
+    ):
+        placement.put(pairs[0][0])

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from many_devices import ADAM
 from test_sharding_traffic import mesh_of
 
@@ -264,3 +266,30 @@ def test_a_state_that_a_step_has_used_up_is_named():
     step(table, keys)
     with pytest.raises(RuntimeError, match="state was used up by an earlier step"):
         step(table, keys)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_a_batch_that_was_not_put_is_named_where_jax_takes_none(mode):
+    """On a mesh of Explicit axes, the default of JAX's; on one of Auto axes it may be any array."""
+    kind = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("device",), kind, devices=jax.devices("cpu")[:4])
+    placement = Placement(mesh, mode=mode)
+    step = placement.step(lambda table, ids: (table, None))
+    everywhere = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(mesh, P()))
+    for ids in (np.arange(8, dtype=np.int32), jnp.arange(8), everywhere):
+        with pytest.raises(
+            ValueError, match=r"Placement\.step: arguments\[0\] must .*\.put\(batch\)"
+        ):
+            step(placement.create(lambda: hkv.create(128, 4)), ids)
+    step(placement.create(lambda: hkv.create(128, 4)), placement.put(np.arange(8, dtype=np.int32)))
+
+
+def test_a_step_on_an_abstract_mesh_is_traced():
+    """For its shapes: there are no devices to be asked for."""
+    kind = (jax.sharding.AxisType.Explicit,)
+    placement = Placement(jax.sharding.AbstractMesh((4,), ("device",), axis_types=kind))
+    step = placement.step(lambda table, ids: sharding.find(table, ids, axis_name="device"))
+    table = placement.abstract(lambda: hkv.create(128, 4))
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(placement.mesh, P("device")))
+    after, rows = jax.eval_shape(step, table, ids)
+    assert after.values.shape == (512, 4) and rows.values.shape == (2, 4)

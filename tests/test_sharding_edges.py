@@ -473,21 +473,6 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-def test_a_batch_that_was_not_put_is_named_where_jax_takes_none(mode):
-    """On a mesh of Explicit axes, the default of JAX's; on one of Auto axes it may be any array."""
-    kind = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((4,), ("device",), kind, devices=jax.devices("cpu")[:4])
-    placement = Placement(mesh, mode=mode)
-    step = placement.step(lambda table, ids: (table, None))
-    for ids in (np.arange(8, dtype=np.int32), jnp.arange(8)):
-        with pytest.raises(
-            ValueError, match=r"Placement\.step: arguments\[0\] must .*\.put\(batch\)"
-        ):
-            step(one_part(placement), ids)
-    step(one_part(placement), placement.put(np.arange(8, dtype=np.int32)))
-
-
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_what_is_wrong_with_a_placement_is_named(name, mode):

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
@@ -17,6 +18,7 @@ from many_devices import (
     Many,
     assert_entries,
     assert_same_bits,
+    entries_of,
     everywhere,
     on_device,
     seldom,
@@ -395,6 +397,67 @@ def keys_of(case, table):
     """The keys of each part."""
     parts = case.placement.shards(table)
     return [set(sharding.export_entries(part).keys.tolist()) for part in parts]
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_entries_from_the_host_go_to_their_owners(mode):
+    """`put` gives each device its share of the count; padding is no key 0."""
+    case = of(FOUR, mode=mode, capacity=512)
+    one, _ = hkv.find_or_insert(case.table(512), np.arange(5, 50, dtype=np.int32))
+    entries = jax.device_get(hkv.export_batch(one, 0, 512))
+
+    def give(table, entries):
+        table, result = sharding.import_batch(table, entries, axis_name="device")
+        return table, result.counts
+
+    step, table = case.placement.step(give), case.placement.create(case.table)
+    table, counts = step(table, case.placement.put(entries))
+    assert int(counts.inserted) == int(counts.unique) == 45
+    parts, alone = map(entries_of, (case.placement.shards(table), one))
+    for field in ("keys", "scores", "values", "optimizer"):
+        assert_same_bits(getattr(parts, field), getattr(alone, field))
+    unput = case.placement.put(entries)._replace(count=entries.count)
+    with pytest.raises(ValueError, match=r"a count for each device, got one .*placement\.put"):
+        step(table, unput)
+
+
+def test_a_report_has_one_count_for_each_device():
+    """Whatever the form of the counts in the step; entries that were gathered stay as they are."""
+    case = of(FOUR)
+
+    def step(table, ids):
+        table, entries = hkv.export_keys(table, ids)
+        gathered = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "device"), entries)
+        own = [entries, entries._replace(count=entries.count[None]), entries._replace(count=3)]
+        return table, (own, {"all": gathered, "none": None, "number": jnp.int32(7)})
+
+    table, (own, rest) = case.placement.step(step)(
+        case.placement.create(case.table), case.placement.put(np.arange(8, dtype=np.int32))
+    )
+    assert [each.count.shape for each in own] == [(4,)] * 3
+    assert own[2].count.tolist() == [3] * 4 and own[0].keys.shape == (8,)
+    assert rest["all"].keys.shape == (4, 2) and rest["all"].count.shape == (4,)
+    assert rest["none"] is None and int(rest["number"]) == 7
+
+
+def test_entries_among_the_auxiliary_outputs_of_a_layer_step_are_stacked_once():
+    """As all auxiliary outputs are, by device."""
+    case = of(FOUR, capacity=512)
+
+    def make():
+        model = hkv.linen.Embed(2048, DIM, optimizer=ADAM, axis_name="device")
+        ids = np.zeros(2, np.int32)
+        return hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=optax.sgd(0.1))
+
+    def loss(apply, ids):
+        rows = apply(ids, train=True)
+        zeros = hkv.Keys(jnp.zeros((2, 2), jnp.uint32))
+        return rows.mean(), hkv.Entries(zeros, zeros, rows, {}, jnp.int32(2))
+
+    step = hkv.linen.train_step(loss, has_aux=True, placement=case.placement)
+    batch = case.placement.put(np.arange(8, dtype=np.int32))
+    _, info = step(case.placement.create(make), batch)
+    assert info.aux.values.shape == (4, 2, DIM) and info.aux.count.tolist() == [2] * 4
 
 
 ROWS = jnp.ones((3, DIM))
