@@ -312,7 +312,7 @@ class Placement:
             count = len(self.local_devices)
             expected = f"have the shape [{count}, ...] for"
         else:
-            count, expected = self.devices, "lie, cut along the first axis, on"
+            count, expected = self.devices, "lie on"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
                 continue
