@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ __all__ = [
     "agreed",
     "batching",
     "check_elements",
+    "is_fixed",
     "is_traced",
     "match_varying",
     "mlir",
@@ -52,6 +54,11 @@ def without_rematerialization() -> contextlib.AbstractContextManager[Any]:
     """
     option: Any = getattr(_config, "enable_remat_opt_pass", None)
     return contextlib.nullcontext() if option is None else option(False)
+
+
+def is_fixed(shape: Iterable[Any]) -> bool:
+    """Whether no size is a symbol, as ``jax.export`` has them."""
+    return all(isinstance(size, (int, np.integer)) for size in shape)
 
 
 def is_traced(array: Any) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_hkv import _build
-from jax_hkv._compat import ad, batching, match_varying, mlir, result_aval
+from jax_hkv._compat import ad, batching, is_fixed, match_varying, mlir, result_aval
 
 _TARGET_PREFIX = "jax_hkv."
 FLOATS = (np.dtype(np.float32), np.dtype(jax.numpy.bfloat16), np.dtype(np.float16))
@@ -163,7 +163,7 @@ def _abstract(signature: Signature, *operands: Any, **params: Any) -> list[Any]:
 def _check_fixed(signature: Signature, operands: Sequence[Any], table: str) -> None:
     """Raises where a size is a symbol of ``jax.export``, and the workspace depends on it."""
     for argument, operand in zip(signature.operands, operands, strict=True):
-        if not all(isinstance(size, (int, np.integer)) for size in operand.shape):
+        if not is_fixed(operand.shape):
             raise TypeError(
                 f"jax_hkv {signature.name} on {table!r}: {argument.name} must have a fixed shape, "
                 f"got {list(operand.shape)}: its workspace is of a size known while tracing"
@@ -297,8 +297,7 @@ def _batch_bags(
     if dims[1] is not None:
         values = _stacked(values, dims[1], size)
         rows, values = values.shape[1], _flat(values)
-    fixed = [number for number in (size, count, rows) if isinstance(number, int)]
-    if len(fixed) == 3 and size * max(count, rows) >= 2**31:
+    if is_fixed((size, count, rows)) and size * max(count, rows) >= 2**31:
         raise ValueError(
             f"jax.vmap of {signature.name}: a batch must have fewer than 2**31 positions and rows, "
             f"got {size} of {count} positions and {rows} rows: loop with jax.lax.map over parts"

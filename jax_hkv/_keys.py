@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jax_hkv._compat import replicated
+from jax_hkv._compat import is_fixed, replicated
 
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
@@ -221,7 +221,7 @@ def as_keys(call: str, argument: str, ids: Any) -> Keys:
 
 def check_fixed(call: str, argument: str, shape: tuple[Any, ...]) -> None:
     """Raises where a size is a symbol of ``jax.export``, for a call that merges equal keys."""
-    if not all(isinstance(length, (int, np.integer)) for length in shape):
+    if not is_fixed(shape):
         raise TypeError(
             f"{call}: {argument} must have a fixed shape, got {list(shape)}: it works in memory "
             "of a size that is known while tracing. On one device lookups that insert nothing take "

@@ -23,7 +23,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._placement import Placement, check_not_used_up
-from jax_hkv.features import Bagged, Jagged, Layout, as_splits
+from jax_hkv.features import Bagged, Layout, as_splits, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Table
@@ -154,8 +154,8 @@ def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
                 "that JAX would cut to 32 bits: make keys of ids with "
                 "jax_hkv.Keys.from_numpy(ids)"
             )
-    for bags in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Jagged)):
-        if isinstance(bags, Jagged) and isinstance(bags.row_splits, np.ndarray):
+    for bags in jax.tree.leaves(args, is_leaf=is_jagged):
+        if is_jagged(bags) and isinstance(bags.row_splits, np.ndarray):
             devices = np.shape(bags.row_splits)[:-1]  # under pmap
             each = math.prod(devices) * parts
             count = math.prod(np.shape(bags.ids)) // each

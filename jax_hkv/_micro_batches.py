@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
-from jax_hkv.features import Jagged
+from jax_hkv.features import Jagged, is_jagged
 
 _KEYS = "give random keys as jax.random.key makes them"
 _PAD = (
@@ -120,28 +120,30 @@ def _cut(args: Any, count: int) -> Any:
     Arrays are cut along their first axis, a Jagged into those of the parts, which stand one after
     the other; random keys are split, and numbers are for all.
     """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_jagged)
-    sizes: dict[str, int] = {}  # of the arrays, by where they are
-    cut: dict[int, Any] = {}
+    first: list[tuple[str, int]] = []  # an array, and its size
+
+    def array(path: Any, leaf: Any) -> Any:
+        return leaf if is_jagged(leaf) else _cut_array(_where(path), leaf, count, first)
+
+    def bags(path: Any, leaf: Any) -> Any:
+        return _cut_bags(_where(path), leaf, count, first) if is_jagged(leaf) else leaf
+
     # Bags come last: what they have to be of, the arrays beside them tell.
-    for number in sorted(range(len(leaves)), key=lambda number: _is_jagged(leaves[number][1])):
-        path, leaf = leaves[number]
-        where = f"arguments{jax.tree_util.keystr(path)}"
-        cut[number] = (_cut_bags if _is_jagged(leaf) else _cut_array)(where, leaf, count, sizes)
-    return jax.tree.unflatten(tree, [cut[number] for number in range(len(leaves))])
+    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=is_jagged)
+    return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=is_jagged)
 
 
-def _is_jagged(node: Any) -> bool:
-    return isinstance(node, Jagged)
+def _where(path: Any) -> str:
+    return f"arguments{jax.tree_util.keystr(path)}"
 
 
-def _cut_array(where: str, leaf: Any, count: int, sizes: dict[str, int]) -> Any:
+def _cut_array(where: str, leaf: Any, count: int, first: list[tuple[str, int]]) -> Any:
     if np.ndim(leaf) == 0:
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))
     size = np.shape(leaf)[0]
-    other, expected = next(iter(sizes.items()), (where, size))
-    sizes[where] = size
+    first.append((where, size))
+    other, expected = first[0]
     if size != expected:
         raise ValueError(
             f"train_step: {where} must have the first axis of all others, since micro-batches are "
@@ -157,14 +159,15 @@ def _cut_array(where: str, leaf: Any, count: int, sizes: dict[str, int]) -> Any:
     return leaf.reshape(count, size // count, *leaf.shape[1:])
 
 
-def _cut_bags(where: str, bags: Jagged, count: int, sizes: dict[str, int]) -> Jagged:
+def _cut_bags(where: str, bags: Jagged, count: int, first: list[tuple[str, int]]) -> Jagged:
     splits, positions = np.shape(bags.row_splits)[0], bags.ids.shape[0]
     size = splits - count  # bags, of as many Jagged: each has one more split than bags
-    if splits % count or positions % count or next(iter(sizes.values()), size) != size:
+    examples = [each for _, each in first[:1]]
+    if splits % count or positions % count or (examples and size != examples[0]):
         raise ValueError(
             f"train_step: {where} must be a Jagged of each of the {count} micro-batches, one after "
             f"the other, got {splits} row_splits of {positions} positions beside arrays of "
-            f"{[*sizes.values()][:1]} examples: make one of the bags of each part, with the same "
+            f"{examples} examples: make one of the bags of each part, with the same "
             "capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
         )
     return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)

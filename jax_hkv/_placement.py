@@ -25,7 +25,7 @@ from jax_hkv._reports import (
     with_one_report,
     with_pair,
 )
-from jax_hkv.features import Jagged
+from jax_hkv.features import Jagged, is_jagged
 from jax_hkv.table import Entries, Table
 
 Mode = Literal["shard_map", "pmap"]
@@ -222,7 +222,7 @@ class Placement:
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
             self.check_tables("Placement.step", state, ())
             specs = self.specs(state)
-            split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
+            split = self._split("Placement.step", batch)
             forms: list[Any] = []  # of the report: tracing finds it out
             outputs = self._mapped(
                 with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes))
@@ -252,7 +252,7 @@ class Placement:
 
         def on_all(state: Any, *batch: Any) -> Any:
             self.check_tables("Placement.run", state, ())
-            split = tuple(jax.tree.map(self._batch_spec, part) for part in batch)
+            split = self._split("Placement.run", batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
         return _Checked(self, "Placement.run", jax.jit(on_all))
@@ -273,8 +273,8 @@ class Placement:
             one for each device (see :func:`jax_hkv.sharding.concatenate`), as far as its row_splits
             show that: of one whose bags at the seams are empty they do not.
         """
-        for node in jax.tree.leaves(batch, is_leaf=_is_jagged):
-            if _is_jagged(node):
+        for node in jax.tree.leaves(batch, is_leaf=is_jagged):
+            if is_jagged(node):
                 self._check_jagged(node, micro_batches)
         counted = jax.tree.map(
             lambda node: self._counted(node) if _is_entries(node) else node,
@@ -327,7 +327,7 @@ class Placement:
                     f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
                 )
 
-    def check_counts(self, call: str, batch: Any) -> None:
+    def _check_counts(self, call: str, batch: Any) -> None:
         """Raises for Entries with one count: each device would take all of it for its own."""
         for node in jax.tree.leaves(batch, is_leaf=_is_entries):
             if _is_entries(node) and not np.ndim(node.count) and self.devices > 1:
@@ -337,14 +337,18 @@ class Placement:
                 )
 
     def _has_put(self, leaf: jax.Array) -> bool:
-        if leaf.sharding.device_set != set(self.mesh.devices.flat):
+        if leaf.sharding.device_set != self._device_set:
             return False
         if not self._is_explicit:
             return True
         names = jax.typeof(leaf).sharding.spec[0]
         return (names if isinstance(names, tuple) else (names,)) == self.axes
 
-    @property
+    @functools.cached_property
+    def _device_set(self) -> set[Any]:
+        return set(self.mesh.devices.flat)
+
+    @functools.cached_property
     def _is_explicit(self) -> bool:
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return any(kinds[axis] is jax.sharding.AxisType.Explicit for axis in self.axes)
@@ -459,8 +463,10 @@ class Placement:
         ]
         return structure.unflatten(placed)
 
-    def _batch_spec(self, leaf: Any) -> Any:
-        return P() if _is_shared(leaf) else P(self.axes)
+    def _split(self, call: str, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """How a batch is split, checked."""
+        self._check_counts(call, batch)
+        return jax.tree.map(lambda leaf: P() if _is_shared(leaf) else P(self.axes), batch)
 
     def check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""
@@ -511,14 +517,17 @@ class _Checked:
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
-        is_stacked = self._placement.mode == "pmap"
-        if is_stacked or self._placement._is_explicit:
+        if self._placement.mode == "pmap":
             self._placement.check_put(self._call, batch)
-        self._placement.check_counts(self._call, batch)
-        if not is_stacked and _is_from_host(leaves):
+        elif _is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
-        with without_rematerialization():
-            return self._compiled(state, *batch)
+        try:
+            with without_rematerialization():
+                return self._compiled(state, *batch)
+        except ValueError:
+            if self._placement._is_explicit:  # of such axes JAX's own error speaks of in_specs
+                self._placement.check_put(self._call, batch)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         """What else the compiled function has: `lower`, `trace`."""
@@ -551,6 +560,7 @@ class _Pmapped:
         leaves, tree = jax.tree.flatten(batch)
         axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
         if (tree, axes) not in self._compiled:
+            self._placement._check_counts("Placement.step or run", batch)
             self._compiled[tree, axes] = jax.pmap(
                 self._fn,
                 axis_name=self._placement.axes[0],
@@ -613,10 +623,6 @@ def _is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     each = splits.reshape(parts, -1)
     is_rising = (np.diff(each, axis=1) >= 0).all()
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
-
-
-def _is_jagged(node: Any) -> bool:
-    return isinstance(node, Jagged)
 
 
 def _is_entries(node: Any) -> bool:

@@ -13,6 +13,8 @@ from jax_hkv.table import Entries
 
 
 def with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which raises where it returns a single number."""
+
     @functools.wraps(fn)
     def checked(*args: Any) -> Any:
         outputs = fn(*args)
@@ -27,6 +29,8 @@ def with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The function, which raises where it returns no plain pair."""
+
     @functools.wraps(fn)
     def checked(*args: Any) -> Any:
         outputs = fn(*args)

@@ -133,6 +133,11 @@ class Jagged:
         return _packed(call, ids, counts, capacity, factors)
 
 
+def is_jagged(node: Any) -> bool:
+    """Whether a node of a pytree is a :class:`Jagged`."""
+    return isinstance(node, Jagged)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Padded:

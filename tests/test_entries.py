@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from many_devices import assert_same_bits, sorted_by_key
+from many_devices import assert_same_bits, entries_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding
@@ -33,10 +33,6 @@ def trained(table, keys, optimizer="adam"):
     if OPTIMIZERS[optimizer] is None:
         return table
     return OPTIMIZERS[optimizer].update(table, found, 0.5 * found.values)
-
-
-def entries_of(table):
-    return sorted_by_key(sharding.export_entries(table))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -157,7 +157,7 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
             if entries is None:
                 continue
             own = parts_of(evicted, case.devices)[number]
-            assert_same_bits(*(compact(each) for each in (own, entries)))
+            assert_same_bits(compact(own), compact(entries))
             assert not any(leaf.any() for leaf in jax.tree.leaves(beyond(own)))
             gone += int(entries.count)
         overflow += int(left_out)
@@ -179,17 +179,11 @@ def beyond(entries):
 def parts_of(entries, devices):
     """Of Entries in a report those of each device."""
     assert entries.count.shape == (devices,)
-
-    def part_of(leaf, number):
-        return np.asarray(leaf).reshape(devices, -1, *leaf.shape[1:])[number]
-
-    if entries.keys.ndim == 2:  # of pmap
-        return [
-            jax.tree.map(lambda leaf, n=n: np.asarray(leaf)[n], entries) for n in range(devices)
-        ]
-    own = entries._replace(count=entries.count[:, None])
-    parts = [jax.tree.map(lambda leaf, n=n: part_of(leaf, n), own) for n in range(devices)]
-    return [part._replace(count=part.count.reshape(())) for part in parts]
+    stacked = jax.tree.map(np.asarray, entries)
+    if entries.keys.ndim == 1:  # one after the other: not of pmap
+        stacked = jax.tree.map(lambda leaf: leaf.reshape(devices, -1, *leaf.shape[1:]), stacked)
+        stacked = stacked._replace(count=stacked.count[:, 0])
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in range(devices)]
 
 
 def step_of(case, act):
