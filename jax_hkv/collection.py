@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,22 +19,21 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, initializers, pooled, whole_table
-from jax_hkv._checks import as_integer, flat_mask
+from jax_hkv._checks import as_integer
 from jax_hkv._exchange import as_exchange
+from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._sharded import ShardedResult
-from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
+from jax_hkv.features import Bagged
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import (
-    Bags,
     Counts,
     InsertResult,
     Settings,
     Table,
     check_one_device,
     create,
-    jitted,
 )
 
 _WORD_BITS = 32
@@ -351,6 +350,66 @@ class Collection:
             found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
 
+    def on_tables(
+        self,
+        operation: Callable[..., tuple[Table, Any]],
+        tables: Mapping[str, Table],
+        ids: Mapping[str, Any],
+        *arguments: Mapping[str, Any],
+        **options: Any,
+    ) -> tuple[dict[str, Table], dict[str, Any]]:
+        """Calls an operation with ids of some tables, one table after the other as declared.
+
+        Args:
+          operation: of a table, keys and what else it takes, which returns a table and a result:
+            ``jax_hkv.find``, ``contains``, ``insert_or_assign``, ``assign``, ``erase``,
+            ``export_keys`` and others, or those of :mod:`jax_hkv.sharding`.
+          tables: of :meth:`create`.
+          ids: of each table, by its own name: Keys or integers, of any shape.
+          *arguments: what else it takes of each table, by name: rows.
+          **options: for all tables; a dict has one for each, by name (``valid``, ``scores``).
+
+        Returns:
+          The tables, and the result of each by its own name. Keys and Entries in it are of the
+          physical table: :meth:`Group.ids` makes ids of them.
+
+        Raises:
+          TypeError, ValueError: naming the argument; what the operation raises, with the table.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> collection = Collection([TableConfig("users", 128, 2), TableConfig("items", 128, 2)],
+          ...                         [Feature("user", "users"), Feature("item", "items")])
+          >>> ids, rows = {"items": np.array([5, 6], np.int32)}, {"items": jnp.ones((2, 2))}
+          >>> tables, _ = collection.on_tables(
+          ...     hkv.insert_or_assign, collection.create(), ids, rows)
+          >>> tables, found = collection.on_tables(hkv.find, tables, ids)
+          >>> found["items"].values.tolist()
+          [[1.0, 1.0], [1.0, 1.0]]
+        """
+        call = "Collection.on_tables"
+        self.check_tables(call, tables)
+        by_table = {"ids": ids, **{f"arguments[{n}]": each for n, each in enumerate(arguments)}}
+        by_table |= {name: each for name, each in options.items() if isinstance(each, Mapping)}
+        for argument, given in by_table.items():
+            self._check_by_table(call, argument, given, ids)
+        tables, results = dict(tables), {}
+        for name in [config.name for config in self.tables if config.name in ids]:
+            group = self.group_of(name)
+            own = [each[name] for each in arguments]
+            own_options = {
+                option: value[name] if isinstance(value, Mapping) else value
+                for option, value in options.items()
+            }
+            try:
+                tables[group.name], results[name] = operation(
+                    tables[group.name], group.keys(name, ids[name]), *own, **own_options
+                )
+            except (TypeError, ValueError) as error:
+                error.add_note(f"{call}: of the table {name!r}")
+                raise
+        return tables, results
+
     def lookup(
         self,
         tables: Mapping[str, Table],
@@ -382,7 +441,7 @@ class Collection:
           TypeError: naming the feature, for inputs of another form.
         """
         self._check_names(inputs, partial)
-        self._check_tables(tables)
+        self.check_tables("Collection.lookup", tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
@@ -449,12 +508,34 @@ class Collection:
                 outputs[name] = own.reshape(*shape, own.shape[-1])
         return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
-    def _check_tables(self, tables: Mapping[str, Any]) -> None:
+    def check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
+        """Raises unless they are named as those of :meth:`create`."""
         names = [group.name for group in self.groups]
         if set(tables) != set(names):
             raise ValueError(
-                f"Collection.lookup: tables must be those of create(), {names}, got "
+                f"{call}: tables must be those of create(), {names}, got "
                 f"{list(tables)}: were they made by a collection with other tables?"
+            )
+
+    def _check_by_table(self, call: str, argument: str, given: Any, ids: Mapping[str, Any]) -> None:
+        """Raises unless an argument is a dict of tables, the same as ids are given of."""
+        known = [config.name for config in self.tables]
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{call}: {argument} must be a dict by names of the tables {known}, got "
+                f"{type(given).__name__}"
+            )
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            of_features = {f.name: f.table for f in self.features if f.name in unknown}
+            hint = f": the tables of the features are {of_features}" if of_features else ""
+            raise ValueError(
+                f"{call}: {argument} must be by names of the tables {known}, got {unknown}{hint}"
+            )
+        if set(given) != set(ids):
+            raise ValueError(
+                f"{call}: {argument} must be of the tables that ids are of, {sorted(ids)}, got "
+                f"{sorted(given)}"
             )
 
     def _check_names(self, inputs: Mapping[str, Any], partial: bool) -> None:
@@ -582,12 +663,12 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     rows = 0
     features = [feature for feature in group.features if feature.name in inputs]
     for feature in features:
-        own, layout = _bags_of(feature, inputs[feature.name])
+        own, layout = bags_of(f"feature {feature.name!r}", inputs[feature.name], feature.combiner)
         batches.append(own)
         layouts.append(layout)
         parts.append(Part(feature.name, rows, layout.batch))
         rows += own.bags.splits.shape[0] - 1
-    bags, valid = _weighed(
+    bags, valid = as_one(
         [(own.bags, own.valid) for own in batches],
         combiners=tuple(feature.combiner or "sum" for feature in features),
     )
@@ -597,84 +678,3 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
     ]
     is_weighted = any(layout.is_weighted for layout in layouts)
     return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted
-
-
-def _joined(
-    batches: Sequence[tuple[Bags, jax.Array | None]],
-) -> tuple[Bags, Bool[Array, " n"] | None]:
-    """Bags one after the other, and which of their positions are valid."""
-    sources, splits = [], []
-    positions = rows = 0
-    for bags, _ in batches:
-        sources.append(bags.sources + jnp.int32(rows))
-        splits.append(bags.splits[:-1] + jnp.int32(positions))
-        positions += bags.sources.shape[0]
-        rows += bags.splits.shape[0] - 1
-    splits.append(jnp.array([positions], jnp.int32))
-    weights = None
-    if any(bags.weights is not None for bags, _ in batches):
-        weights = jnp.concatenate([bags.factors for bags, _ in batches])
-    joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
-    if all(valid is None for _, valid in batches):
-        return joined, None
-    masks = [flat_mask(valid, bags.sources.shape) for bags, valid in batches]
-    return joined, jnp.concatenate(masks)
-
-
-@jitted("combiners")
-def _weighed(
-    batches: list[tuple[Bags, jax.Array | None]], combiners: tuple[str, ...]
-) -> tuple[Bags, Bool[Array, " n"] | None]:
-    """Joined, with the weights of their combiners: batches of a kind are weighed together."""
-    kinds = [
-        (combiner, bags.weights is not None)
-        for combiner, (bags, _) in zip(combiners, batches, strict=True)
-    ]
-    weighed = list(batches)
-    for kind in dict.fromkeys(kinds):
-        if kind == ("sum", False):
-            continue
-        members = [number for number, own in enumerate(kinds) if own == kind]
-        together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
-        assert together.weights is not None
-        first = 0
-        for number in members:
-            bags, valid = batches[number]
-            last = first + bags.sources.shape[0]
-            own = jax.lax.slice_in_dim(together.weights, first, last)
-            weighed[number] = (bags._replace(weights=own), valid)
-            first = last
-    return _joined(weighed)
-
-
-def _bags_of(feature: Feature, ids: Any) -> tuple[Bagged, Layout]:
-    """The bags of one feature, with the weights as they were given."""
-    call = f"feature {feature.name!r}"
-    weights, valid = None, None
-    if isinstance(ids, Padded):
-        valid = None if ids.valid is None else jnp.asarray(ids.valid)
-        weights = ids.weights
-        if weights is not None:
-            weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
-        ids = ids.ids
-    if feature.combiner is None:
-        return _single(call, ids, weights, valid)
-    if not isinstance(ids, Jagged):
-        ids = as_keys(call, "ids", ids)
-        if len(ids.shape) == 1:
-            ids = ids.reshape(*ids.shape, 1)
-            weights = None if weights is None else weights[..., None]
-            valid = None if valid is None else valid[..., None]
-    return as_bagged(call, ids, weights, valid)
-
-
-def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
-    """Without a combiner every id is a bag of its own."""
-    if isinstance(ids, Jagged):
-        raise TypeError(
-            f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or give "
-            "padded ids (jax_hkv.Padded)"
-        )
-    keys = as_keys(call, "ids", ids)
-    own = [None if array is None else array[..., None] for array in (weights, valid)]
-    return as_bagged(call, keys.reshape(*keys.shape, 1), *own)

@@ -338,6 +338,12 @@ class EmbedCollection(_Layer):
             for owner, group in zip(self._owners(), self.collection.groups, strict=True)
         }
 
+    def set_tables(self, tables: Mapping[str, Table]) -> None:
+        """Changes the physical tables to what became of them outside of the layer."""
+        self.collection.check_tables(f"{type(self).__name__}.set_tables", tables)
+        for owner, group in zip(self._owners(), self.collection.groups, strict=True):
+            getattr(self, owner.attribute).set_value(tables[group.name])
+
     def _owners(self) -> Iterator[Owner]:
         for number, group in enumerate(self.collection.groups):
             yield Owner(f"table_{number}", group.name, group.optimizer)

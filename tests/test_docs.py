@@ -83,6 +83,7 @@ def test_the_code_in_the_guide_runs():
     given = {
         "hkv": jax_hkv,
         "jax": jax,
+        "np": np,
         "optax": optax,
         "model": Model(),
         "ids": np.array([1, 2], np.int32),

@@ -1,0 +1,96 @@
+"""The bags of one feature of a collection, and those of many features as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jax_hkv import pooled
+from jax_hkv._checks import flat_mask
+from jax_hkv._keys import as_keys
+from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
+from jax_hkv.table import Bags, jitted
+
+
+def _joined(
+    batches: Sequence[tuple[Bags, jax.Array | None]],
+) -> tuple[Bags, Bool[Array, " n"] | None]:
+    """Bags one after the other, and which of their positions are valid."""
+    sources, splits = [], []
+    positions = rows = 0
+    for bags, _ in batches:
+        sources.append(bags.sources + jnp.int32(rows))
+        splits.append(bags.splits[:-1] + jnp.int32(positions))
+        positions += bags.sources.shape[0]
+        rows += bags.splits.shape[0] - 1
+    splits.append(jnp.array([positions], jnp.int32))
+    weights = None
+    if any(bags.weights is not None for bags, _ in batches):
+        weights = jnp.concatenate([bags.factors for bags, _ in batches])
+    joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
+    if all(valid is None for _, valid in batches):
+        return joined, None
+    masks = [flat_mask(valid, bags.sources.shape) for bags, valid in batches]
+    return joined, jnp.concatenate(masks)
+
+
+@jitted("combiners")
+def as_one(
+    batches: list[tuple[Bags, jax.Array | None]], combiners: tuple[str, ...]
+) -> tuple[Bags, Bool[Array, " n"] | None]:
+    """Joined, with the weights of their combiners: batches of a kind are weighed together."""
+    kinds = [
+        (combiner, bags.weights is not None)
+        for combiner, (bags, _) in zip(combiners, batches, strict=True)
+    ]
+    weighed = list(batches)
+    for kind in dict.fromkeys(kinds):
+        if kind == ("sum", False):
+            continue
+        members = [number for number, own in enumerate(kinds) if own == kind]
+        together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
+        assert together.weights is not None
+        first = 0
+        for number in members:
+            bags, valid = batches[number]
+            last = first + bags.sources.shape[0]
+            own = jax.lax.slice_in_dim(together.weights, first, last)
+            weighed[number] = (bags._replace(weights=own), valid)
+            first = last
+    return _joined(weighed)
+
+
+def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
+    """The bags of one feature, with the weights as they were given."""
+    weights, valid = None, None
+    if isinstance(ids, Padded):
+        valid = None if ids.valid is None else jnp.asarray(ids.valid)
+        weights = ids.weights
+        if weights is not None:
+            weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
+        ids = ids.ids
+    if combiner is None:
+        return _single(call, ids, weights, valid)
+    if not isinstance(ids, Jagged):
+        ids = as_keys(call, "ids", ids)
+        if len(ids.shape) == 1:
+            ids = ids.reshape(*ids.shape, 1)
+            weights = None if weights is None else weights[..., None]
+            valid = None if valid is None else valid[..., None]
+    return as_bagged(call, ids, weights, valid)
+
+
+def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+    """Without a combiner every id is a bag of its own."""
+    if isinstance(ids, Jagged):
+        raise TypeError(
+            f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or give "
+            "padded ids (jax_hkv.Padded)"
+        )
+    keys = as_keys(call, "ids", ids)
+    own = [None if array is None else array[..., None] for array in (weights, valid)]
+    return as_bagged(call, keys.reshape(*keys.shape, 1), *own)

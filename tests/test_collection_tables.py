@@ -1,0 +1,239 @@
+"""Operations on the tables of a collection by their own names and ids."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from many_devices import assert_same_bits
+
+import jax_hkv as hkv
+from jax_hkv import sharding, testing
+
+DIM = 4
+ADAM = hkv.optim.adam(1e-2)
+TABLES = [
+    hkv.TableConfig("users", 512, DIM, optimizer=ADAM),
+    hkv.TableConfig("words", 512, 2 * DIM, optimizer=ADAM),
+    hkv.TableConfig("items", 1024, DIM, optimizer=ADAM),
+]
+FEATURES = [
+    hkv.Feature("user", "users"),
+    hkv.Feature("title", "words", "mean"),
+    hkv.Feature("item", "items", None),
+]
+IDS = {"items": np.array([[5, 6], [7, 5]], np.int32), "users": np.array([5, -1, 8], np.int32)}
+FUSED = [True, False]
+
+
+def filled(fuse, rng):
+    """A collection whose tables hold the ids 0 to 63, and some that are folded."""
+    collection = hkv.Collection(TABLES, FEATURES, fuse=fuse)
+    tables = collection.create()
+    ids = hkv.Keys.from_numpy(np.concatenate([np.arange(64), [-1, 2**62]]))
+    for config in TABLES:
+        group = collection.group_of(config.name)
+        rows = rng.normal(size=(66, config.dim)).astype(np.float32)
+        tables[group.name], _ = hkv.insert_or_assign(
+            tables[group.name], group.keys(config.name, ids), rows
+        )
+    return collection, tables
+
+
+def rows_of(rng, ids=IDS):
+    return {
+        name: rng.normal(size=(*own.shape, DIM)).astype(np.float32) for name, own in ids.items()
+    }
+
+
+def masks_of(rng):
+    return {name: rng.random(own.shape) < 0.6 for name, own in IDS.items()}
+
+
+OPERATIONS = {
+    "find": (hkv.find, False, {"fill": "initial", "touch": True}),
+    "contains": (hkv.contains, False, {}),
+    "find_or_insert": (hkv.find_or_insert, False, {"return_evicted": True}),
+    "insert_or_assign": (hkv.insert_or_assign, True, {}),
+    "assign": (hkv.assign, True, {}),
+    "erase": (hkv.erase, False, {}),
+    "export_keys": (hkv.export_keys, False, {}),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fuse", FUSED)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_by_names_is_that_by_keys_one_table_after_the_other(name, fuse, masked, rng):
+    operation, has_rows, options = OPERATIONS[name]
+    collection, tables = filled(fuse, rng)
+    rows = [rows_of(rng)] if has_rows else []
+    masks = {"valid": masks_of(rng)} if masked else {}
+    expected, results = dict(tables), {}
+    for table in ("users", "items"):
+        group = collection.group_of(table)
+        own = {option: by_table[table] for option, by_table in masks.items()}
+        keys = group.keys(table, IDS[table])
+        expected[group.name], results[table] = operation(
+            expected[group.name], keys, *[each[table] for each in rows], **own, **options
+        )
+    actual = collection.on_tables(operation, tables, IDS, *rows, **masks, **options)
+    assert_same_bits(actual, (expected, results))
+    jitted = jax.jit(partial(collection.on_tables, operation, **options))
+    assert_same_bits(jitted(tables, IDS, *rows, **masks), (expected, results))
+
+
+@pytest.mark.parametrize("fuse", FUSED)
+def test_erased_ids_go_from_their_own_table_alone(fuse, rng):
+    collection, tables = filled(fuse, rng)
+    tables, erased = collection.on_tables(hkv.erase, tables, {"users": np.arange(60, 70)})
+    assert list(erased) == ["users"] and int(erased["users"].counts.hits) == 4
+    sizes = {name: int(size) for name, size in collection.sizes(tables).items()}
+    assert sizes == {"users": 62, "words": 66, "items": 66}
+    everything = {config.name: np.arange(64) for config in TABLES}
+    _, present = collection.on_tables(hkv.contains, tables, everything)
+    assert present["items"].all() and present["words"].all()
+    np.testing.assert_array_equal(present["users"], np.arange(64) < 60)
+
+
+def test_donated_tables_are_not_copied(rng):
+    collection, tables = filled(True, rng)
+    write = partial(collection.on_tables, hkv.insert_or_assign)
+    testing.assert_no_table_copies(write, tables, IDS, rows_of(rng))
+
+
+@pytest.mark.parametrize("fuse", FUSED)
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_over_devices_ids_go_to_the_owners_of_their_keys(mode, fuse, rng):
+    """A warm start, a lookup and a removal there give the rows and counts of one device."""
+    devices = jax.devices()[:4]
+    if len(devices) < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((4,), ("device",), devices=devices)
+    placement = sharding.Placement(mesh, mode=mode)
+    collection = hkv.Collection(TABLES, FEATURES, fuse=fuse)
+    ids = {name: rng.choice(200, 64, replace=False).astype(np.int32) for name in IDS}
+    rows = rows_of(rng, ids)
+    gone = {"users": ids["users"][:16]}
+
+    def write(tables, ids, rows):
+        tables, written = collection.on_tables(
+            sharding.insert_or_assign, tables, ids, rows, axis_name="device"
+        )
+        return tables, {name: each.counts for name, each in written.items()}
+
+    def erase(tables, ids):
+        tables, erased = collection.on_tables(sharding.erase, tables, ids, axis_name="device")
+        return tables, erased["users"].counts
+
+    def read(tables, ids):
+        _, found = collection.on_tables(sharding.find, tables, ids, axis_name="device")
+        return {name: (each.values, each.found) for name, each in found.items()}
+
+    tables = placement.create(lambda: collection.create("device"))
+    tables, counts = placement.step(write)(tables, *placement.put((ids, rows)))
+    tables, erased = placement.step(erase)(tables, placement.put(gone))
+    found = placement.run(read)(tables, placement.put(ids))
+
+    assert int(erased.hits) == 16
+    for name in IDS:
+        assert int(counts[name].inserted) == 64
+        present = ~np.isin(ids[name], gone.get(name, []))
+        np.testing.assert_array_equal(np.ravel(found[name][1]), present)
+        values = np.where(present[:, None], rows[name], 0)
+        np.testing.assert_array_equal(np.reshape(found[name][0], (64, DIM)), values)
+
+
+class Linen(linen.Module):
+    collection: hkv.Collection
+
+    @linen.compact
+    def __call__(self, inputs, *, train=False):
+        rows = hkv.linen.EmbedCollection(self.collection, name="embed")(inputs, train=train)
+        return sum(jnp.sum(own) for own in rows.values())
+
+
+INPUTS = {"user": IDS["users"], "title": np.zeros((3, 2), np.int32), "item": IDS["items"]}
+
+
+def test_tables_of_a_linen_state_are_changed_by_name(rng):
+    collection = hkv.Collection(TABLES, FEATURES)
+    model = Linen(collection)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), INPUTS, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, inputs: apply(inputs, train=True))
+    state, _ = step(state, INPUTS)
+    tables, erased = collection.on_tables(
+        hkv.erase, state.tables["embed"], {"users": np.array([5, 9], np.int32)}
+    )
+    state = state.replace(tables={"embed": tables})
+    assert int(erased["users"].counts.hits) == 1
+    state, info = step(state, INPUTS)
+    [counts] = [counts for where, counts in info.counts.items() if where.endswith("users")]
+    assert (int(counts.inserted), int(counts.hits)) == (1, 2)
+
+
+def test_tables_of_an_nnx_layer_are_changed_by_name(rng):
+    collection = hkv.Collection(TABLES, FEATURES)
+    layer = hkv.nnx.EmbedCollection(collection)
+    rows = rows_of(rng)
+    rows["items"][0, 0] = rows["items"][1, 1]  # of one id
+    layer.set_tables(collection.on_tables(hkv.insert_or_assign, layer.tables, IDS, rows)[0])
+    found = layer(INPUTS)
+    np.testing.assert_array_equal(found["item"], rows["items"])
+    np.testing.assert_array_equal(found["user"], rows["users"])
+    with pytest.raises(ValueError, match=re.escape("EmbedCollection.set_tables: tables must be")):
+        layer.set_tables({"users": layer.tables["words"]})
+    assert isinstance(layer.table_0, nnx.Variable)
+
+
+WRONG = {
+    "a feature": (
+        lambda call, tables: call(hkv.erase, tables, {"user": IDS["users"]}),
+        "Collection.on_tables: ids must be by names of the tables ['users', 'words', 'items'], got "
+        "['user']: the tables of the features are {'user': 'users'}",
+    ),
+    "no dict": (
+        lambda call, tables: call(hkv.erase, tables, IDS["users"]),
+        "ids must be a dict by names of the tables ['users', 'words', 'items'], got ndarray",
+    ),
+    "rows of another table": (
+        lambda call, tables: call(
+            hkv.insert_or_assign, tables, {"users": IDS["users"]}, {"items": np.ones((3, DIM))}
+        ),
+        "arguments[0] must be of the tables that ids are of, ['users'], got ['items']",
+    ),
+    "masks of more tables": (
+        lambda call, tables: call(
+            hkv.erase, tables, {"users": IDS["users"]}, valid={"users": None, "items": None}
+        ),
+        "valid must be of the tables that ids are of, ['users'], got ['items', 'users']",
+    ),
+    "tables by their own names": (
+        lambda call, tables: call(hkv.erase, {"users": None}, {"users": IDS["users"]}),
+        "Collection.on_tables: tables must be those of create(), ['users+items', 'words']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name, rng):
+    collection, tables = filled(True, rng)
+    call, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call(collection.on_tables, tables)
+
+
+def test_what_an_operation_refuses_is_said_with_the_table(rng):
+    collection, tables = filled(True, rng)
+    with pytest.raises(ValueError, match="insert_or_assign: values must") as raised:
+        collection.on_tables(
+            hkv.insert_or_assign, tables, {"items": IDS["items"]}, {"items": np.ones((3, DIM))}
+        )
+    assert raised.value.__notes__ == ["Collection.on_tables: of the table 'items'"]
