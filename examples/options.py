@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--embedding", choices=EMBEDDINGS, default="table", help=EMBEDDING_HELP)
     add("--capacity", type=count, default=DEFAULT_CAPACITY, help="rows of the table (%(default)s)")
+    add("--store", type=count, help="rows of a larger table behind it, in the host's memory")
     add("--dim", type=count, default=16, help="numbers in a row (%(default)s)")
     policies = [policy.name.lower() for policy in hkv.Policy]
     add("--policy", choices=policies, default="lru", help="who is evicted first (%(default)s)")

@@ -3,6 +3,7 @@
     python examples/train_dlrm.py                      # a log that is made up on the spot
     python examples/train_dlrm.py --data day_0.gz      # a log in the Criteo TSV format
     python examples/train_dlrm.py --devices 4          # table and batches over four devices
+    python examples/train_dlrm.py --capacity 32768 --store 524288   # two tables, one on the host
 
 The last line of standard output is a JSON object with the figures; the curves go to `--out`. To
 judge the table, run the same with `--embedding dense` and with `--embedding frozen`.
@@ -22,6 +23,7 @@ from dlrm import INITIAL_STDDEV
 from learners import Learner, dense_learner, table_learner
 from options import DEFAULT_ROWS, make_optimizer, parse, report
 from sharded import placement_on, sharded_learner
+from tiered import POLICIES, tiered_learner
 from training import split_of, train_and_evaluate
 
 import jax_hkv as hkv
@@ -42,7 +44,7 @@ def run(args: Namespace) -> dict[str, object]:
     Raises:
         UserError: if the data, the folder for the results or an option cannot be used.
     """
-    _check_devices(args)
+    _check_table(args)
     _make_folder(args)
     log = _open_log(args)
     _, rows = split_of(args, log)
@@ -89,7 +91,10 @@ def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Lea
     if args.devices == 1:
         table = make_table(args.capacity)
         print(table)
-        return table_learner(table, optimizer, **options)
+        learner = table_learner(table, optimizer, **options)
+        if args.store is None:
+            return learner
+        return tiered_learner(learner, partial(make_table, args.store), optimizer)
     placement = placement_on(args.devices, args.mode)
     print(f"{args.capacity:,} rows over {args.devices} devices, {args.mode}")
     return sharded_learner(
@@ -97,9 +102,14 @@ def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Lea
     )
 
 
-def _check_devices(args: Namespace) -> None:
+def _check_table(args: Namespace) -> None:
     if args.devices > 1 and args.embedding == "dense":
         raise UserError("--devices: a dense embedding is on one device; use --embedding table")
+    if args.store and (args.devices > 1 or args.embedding == "dense"):
+        raise UserError("--store: stands behind a table of one device; use --embedding table")
+    if args.store and hkv.Policy[args.policy.upper()] not in POLICIES:
+        names = ", ".join(policy.name.lower() for policy in POLICIES)
+        raise UserError(f"--store: wants one of the policies {names}, got {args.policy}")
     if args.batch % args.devices:
         raise UserError(f"--batch {args.batch}: must be a multiple of --devices {args.devices}")
 

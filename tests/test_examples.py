@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from conftest import WITHOUT_HOST_DEVICES
@@ -380,6 +381,8 @@ def test_skipped_rows_are_counted_once_whatever_the_epochs(
         ([b"bad"] * 9, ["--devices", 3], "--batch 64: must be a multiple of --devices 3"),
         ([b"bad"] * 9, ["--devices", 32], "--devices 32: there are "),
         ([b"bad"] * 9, ["--devices", 2, "--embedding", "dense"], "is on one device"),
+        ([b"bad"] * 9, ["--devices", 2, "--store", 4096], "--store: stands behind a table of one"),
+        ([b"bad"] * 9, ["--store", 4096, "--policy", "custom"], "--store: wants one of the "),
     ],
 )
 def test_a_mistake_of_the_users_gives_one_line_and_code_2(
@@ -389,6 +392,7 @@ def test_a_mistake_of_the_users_gives_one_line_and_code_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    jax.devices()  # there are as many as there are, from now on
     path = _write(tmp_path / "log.tsv", content)
     given = [*SMALL, "--data", path, "--out", tmp_path, *arguments]
     assert train_dlrm.main([str(argument) for argument in given]) == 2
@@ -440,6 +444,22 @@ def test_several_devices_learn_what_one_learns_in_either_mode(
             assert many[name] == one[name]
         for name in ("auc", "logloss"):
             assert many[name] == pytest.approx(one[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "epoch_lru"])
+def test_a_small_table_before_a_store_learns_what_one_large_table_learns(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--rows", 2000, "--batch", 64, "--dim", 4, "--out", tmp_path, "--policy", policy)
+    one = _main(capsys, *given, "--capacity", 65536)
+    tiers = _main(capsys, *given, "--capacity", 4096, "--store", 65536)
+    assert tiers["size"] <= tiers["capacity"] == 4096 < one["size"] / 2
+    assert one["evicted"] == tiers["evicted"] == tiers["refused"] == 0
+    assert tiers["hit_rate"] < one["hit_rate"]  # the rest came from the store, or was new
+    for name in ("auc", "logloss"):
+        assert tiers[name] == pytest.approx(one[name], rel=1e-6)
+    lost = _main(capsys, *given, "--capacity", 4096, "--store", 4096)
+    assert lost["evicted"] > 0
 
 
 def test_a_dense_embedding_has_a_row_for_every_key(
