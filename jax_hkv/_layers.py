@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv.features import Bagged, Layout, as_splits, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
-from jax_hkv.table import Counts, Table
+from jax_hkv.table import Counts, Entries, Table
 
 _OWN_FRAMES = ("jax_hkv.", "flax.")
 
@@ -49,8 +50,11 @@ class StepInfo(NamedTuple):
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
         room. The step was not taken then, and :func:`train_step` raises, unless it is told not to
         look (`check_overflow`) or is itself traced (in a scan), where this count is all that tells.
+      evicted: of the layers with `return_evicted`, by path of the table: the entries that each
+        lookup has displaced, as they were before the step, for :func:`jax_hkv.import_batch`.
 
-    Over several devices everything is that of all of them, and `aux` has a leading axis for them.
+    Over several devices everything is that of all of them, and `aux` has a leading axis for them;
+    entries have a `count` for each, and go back into the same devices' parts.
     """
 
     loss: Float[Array, ""]
@@ -59,6 +63,7 @@ class StepInfo(NamedTuple):
     counts: dict[str, Counts]
     finite: Bool[Array, ""] | None
     strict_overflow: dict[str, Int32[Array, ""]]
+    evicted: dict[str, list[Entries]]
 
 
 class Step(Protocol[Output]):
@@ -175,7 +180,15 @@ class Found(NamedTuple):
 
 
 def look_up(
-    table: Table, ids: Any, axis_name: Any, dtype: Any, *, train: bool, valid: Any, scores: Any
+    table: Table,
+    ids: Any,
+    axis_name: Any,
+    dtype: Any,
+    *,
+    train: bool,
+    valid: Any,
+    scores: Any,
+    evicted: bool,
 ) -> tuple[Table, Found]:
     """Looks up single ids, over the devices of an axis if there is one.
 
@@ -192,7 +205,8 @@ def look_up(
         table, found = operations.find(table, ids, fill="initial", **options)
         slots = jnp.where(found.found, jnp.int32(0), NO_SLOT)
         return table, Found(found.values, slots, None)
-    table, result = operations.find_or_insert(table, ids, scores=scores, **options)
+    options |= {"scores": scores, "return_evicted": evicted}
+    table, result = operations.find_or_insert(table, ids, **options)
     if dtype is not None and jnp.dtype(dtype) != table.dtype:
         result = result._replace(values=widened(result.values))
     slots = result.slots if exchange is None else _sharded.slots_like(result.status)
@@ -314,6 +328,25 @@ def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]
         if strict:
             found[where] = sum((total_of(each.overflow) for each in strict), jnp.int32(0))
     return found
+
+
+def evicted(results: dict[str, list[Any]]) -> dict[str, list[Entries]]:
+    """What lookups have displaced, where it is wanted, by path of the table."""
+    found = {}
+    for where, own in results.items():
+        entries = [part for each in own if each.evicted for part in _unstacked(each.evicted)]
+        if entries:
+            found[where] = entries
+    return found
+
+
+def _unstacked(entries: Entries) -> list[Entries]:
+    """Those of each lookup, where a scan has stacked several."""
+    axes = entries.count.ndim
+    if axes == 0:
+        return [entries]
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:]), entries)
+    return [jax.tree.map(operator.itemgetter(n), flat) for n in range(entries.count.size)]
 
 
 def taken(

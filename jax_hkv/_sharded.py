@@ -241,11 +241,14 @@ def of_batch(
     train: bool,
     fill: float | str,
     scores: Any = None,
+    evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, pooled.BagRows]:
     """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
     if exchange is None:
-        return pooled.of_batch(call, table, batch, train=train, fill=fill, scores=scores)
+        return pooled.of_batch(
+            call, table, batch, train=train, fill=fill, scores=scores, evicted=evicted
+        )
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
@@ -258,6 +261,7 @@ def of_batch(
         train=train,
         initial=pooled.is_initial(call, fill),
         scores=pairs,
+        evicted=evicted and train,
         measure=measure,
     )
     rows = pooled.BagRows(result.values, slots_like(result.status), result if train else None)

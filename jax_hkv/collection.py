@@ -419,6 +419,7 @@ class Collection:
         fill: float | str = "initial",
         axis_name: Any = None,
         partial: bool = False,
+        return_evicted: bool = False,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -432,6 +433,7 @@ class Collection:
             :class:`jax_hkv.sharding.Exchange`; inside shard_map or pmap.
           partial: whether `inputs` may be of some features only (one tower of a model, in serving),
             whose rows alone come back. Tables of none of them are returned as they are.
+          return_evicted: whether the results of training carry the evicted entries.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
@@ -463,6 +465,7 @@ class Collection:
                 is_weighted=is_weighted,
                 train=train and group.optimizer is not None,
                 fill=fill,
+                evicted=return_evicted,
                 measure=group.counts,
             )
             rows[group.name], results[group.name] = found.values, found.result

@@ -124,6 +124,7 @@ class Embed(_Layer):
       axis_name: of the mesh axis that the table and the batches are spread over, or a
         :class:`jax_hkv.sharding.Exchange`; the layer is called (and initialised) inside shard_map
         or pmap then. `capacity` is that of all devices together. None: one device.
+      return_evicted: whether `evicted` of a step's report carries the entries that had to go.
     """
 
     capacity: int
@@ -138,6 +139,7 @@ class Embed(_Layer):
     admission: Any = None
     unseen: _layers.Unseen = "initial"
     axis_name: Any = None
+    return_evicted: bool = False
 
     @nn.compact
     def __call__(
@@ -162,6 +164,7 @@ class Embed(_Layer):
             train=is_training,
             valid=valid,
             scores=scores,
+            evicted=self.return_evicted,
         )
         if is_training:
             variable.value = table
@@ -238,6 +241,7 @@ class EmbedBag(Embed):
             train=is_training,
             fill=fill,
             scores=scores,
+            evicted=self.return_evicted,
         )
         if is_training:
             variable.value = table
@@ -257,12 +261,14 @@ class EmbedCollection(_Layer):
       dtype: of the outputs; None: float32.
       unseen: see :class:`Embed`; "learned" is a row for each table.
       axis_name: see :class:`Embed`.
+      return_evicted: see :class:`Embed`.
     """
 
     collection: Collection
     dtype: Any = None
     unseen: _layers.Unseen = "initial"
     axis_name: Any = None
+    return_evicted: bool = False
 
     @nn.compact
     def __call__(
@@ -288,6 +294,7 @@ class EmbedCollection(_Layer):
             fill=_layers.fill_of(self.unseen),
             axis_name=self.axis_name,
             partial=partial,
+            return_evicted=self.return_evicted,
         )
         rows = dict(looked_up.rows)
         for group in groups:
@@ -586,7 +593,8 @@ def train_step(
         loss, aux, lookups, rows = rest
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
-        overflow = _layers.strict_overflow({"/".join(path): own for path, own in results.items()})
+        by_path = {"/".join(path): own for path, own in results.items()}
+        overflow, evicted = _layers.strict_overflow(by_path), _layers.evicted(by_path)
         dense, rows, finite, scale = _layers.prepared(
             devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow
         )
@@ -614,7 +622,7 @@ def train_step(
             loss_scale=scale,
         )
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
-        return after, StepInfo(loss, aux, measured, counts, finite, overflow)
+        return after, StepInfo(loss, aux, measured, counts, finite, overflow, evicted)
 
     if placement is None:
         jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)

@@ -142,6 +142,7 @@ class Embed(_Layer):
       axis_name: of the mesh axis that the table and the batches are spread over, or a
         :class:`jax_hkv.sharding.Exchange`; the model is made by :func:`place` then. `capacity` is
         that of all devices together. None: one device.
+      return_evicted: whether `evicted` of a step's report carries the entries that had to go.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Embed(_Layer):
         unseen: _layers.Unseen = "initial",
         name: str = "embed",
         axis_name: Any = None,
+        return_evicted: bool = False,
     ):
         super().__init__()
         _layers.check_unseen(type(self).__name__, unseen)
@@ -180,6 +182,7 @@ class Embed(_Layer):
         self.optimizer = optimizer
         self.unseen = unseen
         self.axis_name = axis_name
+        self.return_evicted = return_evicted
         self.table = TableVariable(table if optimizer is None else optimizer.init(table))
         if unseen == "learned":
             self.unseen_row = nnx.Param(jnp.zeros((features,), param_dtype))
@@ -196,7 +199,14 @@ class Embed(_Layer):
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
         table, found = _layers.look_up(
-            self._own(), ids, self.axis_name, self.dtype, train=train, valid=valid, scores=scores
+            self._own(),
+            ids,
+            self.axis_name,
+            self.dtype,
+            train=train,
+            valid=valid,
+            scores=scores,
+            evicted=self.return_evicted,
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
@@ -260,6 +270,7 @@ class EmbedBag(Embed):
             train=train,
             fill=fill,
             scores=scores,
+            evicted=self.return_evicted,
         )
         self._store("table", table, train)
         rows = self._record("table", found.result) if train else found.values
@@ -275,6 +286,7 @@ class EmbedCollection(_Layer):
       dtype: of the outputs; None: float32.
       unseen: see :class:`Embed`; "learned" is a row for each table.
       axis_name: see :class:`Embed`.
+      return_evicted: see :class:`Embed`.
     """
 
     def __init__(
@@ -284,9 +296,11 @@ class EmbedCollection(_Layer):
         dtype: Any = None,
         unseen: _layers.Unseen = "initial",
         axis_name: Any = None,
+        return_evicted: bool = False,
     ):
         super().__init__()
         self.collection = collection
+        self.return_evicted = return_evicted
         self.dtype = dtype
         self.axis_name = axis_name
         _layers.check_unseen(type(self).__name__, unseen)
@@ -314,6 +328,7 @@ class EmbedCollection(_Layer):
             fill=_layers.fill_of(self.unseen),
             axis_name=self.axis_name,
             partial=partial,
+            return_evicted=self.return_evicted,
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):
@@ -605,7 +620,7 @@ def train_step(
         _layers.check_trained(_trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
-        overflow = _layers.strict_overflow(results)
+        overflow, evicted = _layers.strict_overflow(results), _layers.evicted(results)
         dense, gradients, finite, scale = _layers.prepared(
             devices.total(dense), gradients, results, scale, max_norm, devices, overflow
         )
@@ -626,7 +641,7 @@ def train_step(
         for where, own in rows.items():
             counts |= _layers.summed(own.counts, where.rpartition("/")[0])
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
-        return StepInfo(loss, aux, measured, counts, finite, overflow)
+        return StepInfo(loss, aux, measured, counts, finite, overflow, evicted)
 
     def step_of_one(state: TrainState, *args: Any) -> StepInfo:
         info = step(state, *args)

@@ -195,7 +195,14 @@ class BagRows(NamedTuple):
 
 
 def of_batch(
-    call: str, table: Table, batch: Bagged, *, train: bool, fill: float | str, scores: Any = None
+    call: str,
+    table: Table,
+    batch: Bagged,
+    *,
+    train: bool,
+    fill: float | str,
+    scores: Any = None,
+    evicted: bool = False,
 ) -> tuple[Table, BagRows]:
     """The rows of a batch of bags, whose weights are those of its combiner: for layers.
 
@@ -206,6 +213,7 @@ def of_batch(
       train: whether absent ids are inserted.
       fill: what ids without a row add; see :func:`find_pooled`.
       scores: of training lookups, one for each id.
+      evicted: whether the result of a training lookup carries the evicted entries.
     """
     initial = is_initial(call, fill)
     if not train:
@@ -213,7 +221,7 @@ def of_batch(
         return after_read(table, clock), BagRows(values, slots, None)
     check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
-    table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=False)
+    table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=evicted)
     return table, BagRows(result.values, result.slots, result)
 
 
