@@ -130,6 +130,7 @@ def programs():
 
     yield "train_step", train_step, (state, batch(), floats(BATCH))
     yield "collection_step", *collection_step()
+    yield "evicting_step", *collection_step(return_evicted=True)
     yield "micro_batches_step", *collection_step(micro_batches=4)
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
     yield "undonated_step", train_step, (state, batch(), floats(BATCH))
@@ -186,7 +187,7 @@ def programs():
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
-def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, **options):
+def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, return_evicted=False, **options):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
     import jax
@@ -205,7 +206,8 @@ def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, **options):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, inputs, train=False):
-            rows = hkv.linen.EmbedCollection(collection)(inputs, train=train)
+            embed = hkv.linen.EmbedCollection(collection, return_evicted=return_evicted)
+            rows = embed(inputs, train=train)
             flat = [own.reshape(len(own), -1) for own in rows.values()]
             outputs = jnp.concatenate(flat, axis=-1)
             for width in hidden:
