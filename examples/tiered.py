@@ -30,7 +30,9 @@ def tiered_learner(
 
     Before a step its keys get places in the smaller table. What had to go for them goes to the
     store, with scores and optimizer rows, and what the store has of them comes back, so that the
-    step finds all of its keys.
+    step finds all of its keys. Nothing is lost as long as a batch finds room in the smaller table
+    (none of its keys is refused) and everything in the store: an outcome's `evicted` counts what
+    is lost, that of refused keys which the step itself puts in the place of others included.
 
     Args:
         near: of `table_learner`, over the smaller table, under one of `POLICIES`.
@@ -65,7 +67,7 @@ def tiered_learner(
         store, back, kept = exchange(state.store, *jax.device_put(leaving, host))
         table = restore(table, jax.device_put(back, device))
         after, outcome = near.step(state.near._replace(table=table), inputs)
-        lost = jax.device_put(kept.evicted + kept.refused, device)
+        lost = jax.device_put(kept.evicted + kept.refused, device) + outcome.counts.evicted
         return Tiers(after, store), outcome._replace(counts=counts._replace(evicted=lost))
 
     @jax.jit

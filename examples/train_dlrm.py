@@ -94,7 +94,10 @@ def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Lea
         learner = table_learner(table, optimizer, **options)
         if args.store is None:
             return learner
-        return tiered_learner(learner, partial(make_table, args.store), optimizer)
+        try:
+            return tiered_learner(learner, partial(make_table, args.store), optimizer)
+        except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
+            raise UserError(f"--store {args.store} --dim {args.dim}: {error}") from error
     placement = placement_on(args.devices, args.mode)
     print(f"{args.capacity:,} rows over {args.devices} devices, {args.mode}")
     return sharded_learner(

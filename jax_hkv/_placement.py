@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
 
 from jax_hkv._compat import check_elements, is_traced, without_rematerialization
+from jax_hkv._digest import digest
 from jax_hkv._keys import would_cut
 from jax_hkv._reports import (
     first,
@@ -29,8 +29,6 @@ from jax_hkv.features import Jagged, is_jagged
 from jax_hkv.table import Entries, Table
 
 Mode = Literal["shard_map", "pmap"]
-
-_MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +214,7 @@ class Placement:
         """
         fn = with_pair(fn)
         if self.mode == "pmap":
-            pmapped = _Pmapped(self, fn, with_one_report, donate=donate)
+            pmapped = _Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)
             return _Checked(self, "Placement.step", pmapped)
 
         def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -248,7 +246,7 @@ class Placement:
         """
         fn = with_leading_axes(fn)
         if self.mode == "pmap":
-            return _Checked(self, "Placement.run", _Pmapped(self, fn))
+            return _Checked(self, "Placement.run", _Pmapped(self, "Placement.run", fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
             self.check_tables("Placement.run", state, ())
@@ -306,7 +304,7 @@ class Placement:
             "in micro-batches say put(batch, micro_batches=))"
         )
 
-    def check_put(self, call: str, batch: Any) -> None:
+    def check_put(self, call: str, batch: Any, cause: Exception | None = None) -> None:
         """Raises for arrays of a batch that :meth:`put` has not made, where they must be its."""
         if self.mode == "pmap":
             count = len(self.local_devices)
@@ -325,7 +323,7 @@ class Placement:
                     f"{call}: arguments{jax.tree_util.keystr(path)} must {expected} the "
                     f"{count} devices of the step's placement, got {type(leaf).__name__} "
                     f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
-                )
+                ) from cause
 
     def _check_counts(self, call: str, batch: Any) -> None:
         """Raises for Entries with one count: each device would take all of it for its own."""
@@ -337,21 +335,13 @@ class Placement:
                 )
 
     def _has_put(self, leaf: jax.Array) -> bool:
-        if leaf.sharding.device_set != self._device_set:
+        if leaf.sharding.device_set != _devices_of(self.mesh):
             return False
-        if not self._is_explicit:
+        explicit = _explicit_of(self.mesh, self.axes)
+        if not explicit:
             return True
         names = jax.typeof(leaf).sharding.spec[0]
-        return (names if isinstance(names, tuple) else (names,)) == self.axes
-
-    @functools.cached_property
-    def _device_set(self) -> set[Any]:
-        return set(self.mesh.devices.flat)
-
-    @functools.cached_property
-    def _is_explicit(self) -> bool:
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return any(kinds[axis] is jax.sharding.AxisType.Explicit for axis in self.axes)
+        return (names if isinstance(names, tuple) else (names,)) == explicit
 
     def _put(self, leaf: Any) -> Any:
         if _is_shared(leaf):
@@ -498,7 +488,7 @@ def _digesting(placement: Placement) -> Callable[[Any], Any]:
         return own.reshape(-1, 2)
 
     if placement.mode == "pmap":
-        return _Pmapped(placement, one, first)
+        return _Pmapped(placement, "Placement.digests", one, first)
     return jax.jit(lambda state: placement._mapped(one, (placement.specs(state),), P())(state))
 
 
@@ -524,9 +514,10 @@ class _Checked:
         try:
             with without_rematerialization():
                 return self._compiled(state, *batch)
-        except ValueError:
-            if self._placement._is_explicit:  # of such axes JAX's own error speaks of in_specs
-                self._placement.check_put(self._call, batch)
+        except (ValueError, KeyError) as error:
+            # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
+            if _explicit_of(self._placement.mesh, self._placement.axes):
+                self._placement.check_put(self._call, batch, error)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -539,8 +530,17 @@ class _Checked:
 class _Pmapped:
     """A pmapped function of (state, *batch), and what is done with its outputs."""
 
-    def __init__(self, placement: Placement, fn: Any, finish: Any = None, *, donate: bool = False):
+    def __init__(
+        self,
+        placement: Placement,
+        call: str,
+        fn: Any,
+        finish: Any = None,
+        *,
+        donate: bool = False,
+    ):
         self._placement = placement
+        self._call = call
         self._fn = fn
         self._finish = finish
         self._donate = donate
@@ -556,11 +556,11 @@ class _Pmapped:
 
     def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
         local = (len(self._placement.local_devices),)
-        self._placement.check_tables("Placement.step or run", state, local)
+        self._placement.check_tables(self._call, state, local)
         leaves, tree = jax.tree.flatten(batch)
         axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
         if (tree, axes) not in self._compiled:
-            self._placement._check_counts("Placement.step or run", batch)
+            self._placement._check_counts(self._call, batch)
             self._compiled[tree, axes] = jax.pmap(
                 self._fn,
                 axis_name=self._placement.axes[0],
@@ -625,6 +625,18 @@ def _is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
 
 
+@functools.lru_cache
+def _devices_of(mesh: Any) -> frozenset[Any]:
+    return frozenset(mesh.devices.flat)
+
+
+@functools.lru_cache
+def _explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of some axes whose arrays carry their axes in their types."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
+
+
 def _is_entries(node: Any) -> bool:
     return isinstance(node, Entries)
 
@@ -646,42 +658,3 @@ def _is_shared(leaf: Any) -> bool:
     if dtype is None or not hasattr(leaf, "shape"):
         return True
     return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def digest(tree: Any) -> UInt32[Array, 2]:
-    """A digest of the bits of all leaves: two sums of hashed words, in any order of addition.
-
-    Args:
-      tree: a table, or any pytree of arrays.
-
-    Example:
-      >>> digest({"a": jnp.arange(3)}).shape
-      (2,)
-    """
-    total = jnp.zeros((2,), jnp.uint32)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        words = _words(leaf)
-        place = jnp.arange(words.shape[0], dtype=jnp.uint32) + jnp.uint32(
-            number * 0x9E3779B9 % 2**32
-        )
-        first = _mixed(words ^ _mixed(place))
-        second = _mixed(first + place)
-        total = total + jnp.stack(
-            [jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)]
-        )
-    return total
-
-
-def _words(leaf: jax.Array) -> UInt32[Array, " n"]:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(leaf, kind).reshape(-1).astype(jnp.uint32)
-
-
-def _mixed(words: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
-    for factor in _MIX:
-        words = (words ^ (words >> 16)) * jnp.uint32(factor)
-    return words ^ (words >> 16)

@@ -363,7 +363,8 @@ class Collection:
         Args:
           operation: of a table, keys and what else it takes, which returns a table and a result:
             ``jax_hkv.find``, ``contains``, ``insert_or_assign``, ``assign``, ``erase``,
-            ``export_keys`` and others, or those of :mod:`jax_hkv.sharding`.
+            ``export_keys`` and others, or those of :mod:`jax_hkv.sharding`. Not jitted by itself:
+            what changes tables copies them, unless this whole call is jitted and donates them.
           tables: of :meth:`create`.
           ids: of each table, by its own name: Keys or integers, of any shape.
           *arguments: what else it takes of each table, by name: rows.
@@ -381,8 +382,8 @@ class Collection:
           >>> collection = Collection([TableConfig("users", 128, 2), TableConfig("items", 128, 2)],
           ...                         [Feature("user", "users"), Feature("item", "items")])
           >>> ids, rows = {"items": np.array([5, 6], np.int32)}, {"items": jnp.ones((2, 2))}
-          >>> tables, _ = collection.on_tables(
-          ...     hkv.insert_or_assign, collection.create(), ids, rows)
+          >>> write = functools.partial(collection.on_tables, hkv.insert_or_assign)
+          >>> tables, _ = jax.jit(write, donate_argnums=0)(collection.create(), ids, rows)
           >>> tables, found = collection.on_tables(hkv.find, tables, ids)
           >>> found["items"].values.tolist()
           [[1.0, 1.0], [1.0, 1.0]]
@@ -401,13 +402,13 @@ class Collection:
                 option: value[name] if isinstance(value, Mapping) else value
                 for option, value in options.items()
             }
+            keys = group.keys(name, ids[name])
             try:
-                tables[group.name], results[name] = operation(
-                    tables[group.name], group.keys(name, ids[name]), *own, **own_options
-                )
+                pair = operation(tables[group.name], keys, *own, **own_options)
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")
                 raise
+            tables[group.name], results[name] = _checked_pair(call, pair)
         return tables, results
 
     def lookup(
@@ -514,6 +515,11 @@ class Collection:
     def check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
         """Raises unless they are named as those of :meth:`create`."""
         names = [group.name for group in self.groups]
+        if not isinstance(tables, Mapping):
+            raise TypeError(
+                f"{call}: tables must be the dict of those of create(), {names}, got "
+                f"{type(tables).__name__}"
+            )
         if set(tables) != set(names):
             raise ValueError(
                 f"{call}: tables must be those of create(), {names}, got "
@@ -617,6 +623,16 @@ def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
     idle = sorted(by_name.keys() - {feature.table for feature in features})
     if idle:
         raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
+
+
+def _checked_pair(call: str, pair: Any) -> tuple[Table, Any]:
+    """A table and a result, as an operation has to return them."""
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Table)):
+        raise TypeError(
+            f"{call}: operation must return a table and a result, as jax_hkv.find and "
+            f"jax_hkv.erase do, got {type(pair).__name__}"
+        )
+    return pair[0], pair[1]
 
 
 def _name_of(names: list[str]) -> str:

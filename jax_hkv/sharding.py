@@ -33,6 +33,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _checks, _inserts, _sharded, _sharded_writes, pooled, whole_table
+from jax_hkv._digest import digest
 from jax_hkv._entries import (
     Exported,
     export_entries,
@@ -43,7 +44,7 @@ from jax_hkv._entries import (
 )
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._keys import Keys, as_keys, check_fixed
-from jax_hkv._placement import Mode, Placement, concatenate, digest
+from jax_hkv._placement import Mode, Placement, concatenate
 from jax_hkv._processes import synchronized
 from jax_hkv._resharding import reshard
 from jax_hkv._sharded import ShardedResult, ShardedRows

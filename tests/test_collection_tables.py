@@ -215,6 +215,15 @@ WRONG = {
         ),
         "valid must be of the tables that ids are of, ['users'], got ['items', 'users']",
     ),
+    "an operation without a table": (
+        lambda call, tables: call(hkv.initial_rows, tables, {"users": IDS["users"][:2]}),
+        "operation must return a table and a result, as jax_hkv.find and jax_hkv.erase do, got "
+        "ArrayImpl",
+    ),
+    "one table": (
+        lambda call, tables: call(hkv.find, tables["words"], {"words": IDS["users"]}),
+        "tables must be the dict of those of create(), ['users+items', 'words'], got Table",
+    ),
     "tables by their own names": (
         lambda call, tables: call(hkv.erase, {"users": None}, {"users": IDS["users"]}),
         "Collection.on_tables: tables must be those of create(), ['users+items', 'words']",

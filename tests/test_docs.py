@@ -93,17 +93,24 @@ def test_the_code_in_the_guide_runs():
         "keys": np.array([1, 2, 3], np.int32),
         "more": np.array([3, 4], np.int32),
         "rows": np.ones((2, 4), np.float32),
+        "item_rows": np.ones((2, 64), np.float32),
         "gradients": np.ones((3, 4), np.float32),
     }
     blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
     assert len(blocks) >= 5
     after = run("docs/guide.md", blocks, given)
     assert int(after["erased"]) == 2  # the keys of `more`
-    assert int(jax_hkv.size(after["table"])) == 6  # the ids of `bags`, and `keys`
+    assert int(jax_hkv.size(after["table"])) == 5  # the ids of `bags`, and `keys` without one
+    assert after["gone"].sum() == 1
+    left = (jax_hkv.sharding.export_entries(after[name]).keys for name in ("serving", "table"))
+    assert set(next(left)) == set(next(left))
     np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
     assert int(after["info"].tables["embed/table"].inserted) == 2
     assert int(after["state"].tables["embed"]["table"].epoch[0]) == 1  # a day later
     assert [group.name for group in after["collection"].groups] == ["users+items"]
+    assert int(after["written"]["items"].counts.inserted) == 2
+    assert int(after["forgotten"]["users"].counts.hits) == 0
+    assert int(after["collection"].sizes(after["tables"])["items"]) == 2
     assert int(jax_hkv.size(after["small"])) == 2 and not int(after["lost"])
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from conftest import WITHOUT_HOST_DEVICES
 
+import jax_hkv as hkv
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SAMPLE = ROOT.parent / "shared" / "data" / "criteo_1tb_sample.tsv.gz"
@@ -383,6 +385,7 @@ def test_skipped_rows_are_counted_once_whatever_the_epochs(
         ([b"bad"] * 9, ["--devices", 2, "--embedding", "dense"], "is on one device"),
         ([b"bad"] * 9, ["--devices", 2, "--store", 4096], "--store: stands behind a table of one"),
         ([b"bad"] * 9, ["--store", 4096, "--policy", "custom"], "--store: wants one of the "),
+        ([b"bad"] * 9, ["--store", 2**40], "--store 1099511627776 --dim 4: "),
     ],
 )
 def test_a_mistake_of_the_users_gives_one_line_and_code_2(
@@ -446,20 +449,61 @@ def test_several_devices_learn_what_one_learns_in_either_mode(
             assert many[name] == pytest.approx(one[name], abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "epoch_lru"])
+@pytest.mark.parametrize(
+    ("policy", "choices"), [("lru", 1), ("lru", 2), ("lfu", 1), ("epoch_lru", 1)]
+)
 def test_a_small_table_before_a_store_learns_what_one_large_table_learns(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policy: str, choices: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ("--rows", 2000, "--batch", 64, "--dim", 4, "--out", tmp_path, "--policy", policy)
+    given = ("--rows", 2000, "--batch", 64, "--dim", 4, "--out", tmp_path)
+    given += ("--policy", policy, "--choices", choices)
     one = _main(capsys, *given, "--capacity", 65536)
     tiers = _main(capsys, *given, "--capacity", 4096, "--store", 65536)
     assert tiers["size"] <= tiers["capacity"] == 4096 < one["size"] / 2
     assert one["evicted"] == tiers["evicted"] == tiers["refused"] == 0
     assert tiers["hit_rate"] < one["hit_rate"]  # the rest came from the store, or was new
     for name in ("auc", "logloss"):
-        assert tiers[name] == pytest.approx(one[name], rel=1e-6)
-    lost = _main(capsys, *given, "--capacity", 4096, "--store", 4096)
-    assert lost["evicted"] > 0
+        assert tiers[name] == one[name]
+
+
+@pytest.mark.parametrize(
+    ("policy", "capacity", "store", "choices"),
+    [("lru", 4096, 4096, 1), ("lfu", 2048, 1024, 1), ("lru", 1024, 65536, 2)],
+)
+def test_what_neither_the_small_table_nor_the_store_keeps_is_counted(
+    policy: str,
+    capacity: int,
+    store: int,
+    choices: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a step has taken from both is in its counts."""
+    make, gone = train_dlrm.tiered_learner, []
+
+    def held(state: Any) -> np.ndarray:
+        tables = (state.near.table, state.store)
+        return np.unique(np.concatenate([hkv.sharding.export_entries(t).keys for t in tables]))
+
+    def watched(*args: Any) -> Any:
+        learner = make(*args)
+
+        def step(state: Any, inputs: Any) -> Any:
+            batch = inputs.keys.to_numpy()[np.asarray(inputs.valid)]
+            before = np.union1d(held(state), batch)
+            after, outcome = learner.step(state, inputs)
+            gone.append(len(np.setdiff1d(before, held(after))))
+            assert gone[-1] <= int(outcome.counts.evicted) + int(outcome.counts.refused)
+            return after, outcome
+
+        return learner._replace(step=step)
+
+    monkeypatch.setattr(train_dlrm, "tiered_learner", watched)
+    given = ("--rows", 2000, "--batch", 64, "--dim", 4, "--out", tmp_path, "--policy", policy)
+    given += ("--capacity", capacity, "--store", store, "--choices", choices)
+    figures = _main(capsys, *given)
+    assert sum(gone) > 100 and figures["evicted"] > 0
 
 
 def test_a_dense_embedding_has_a_row_for_every_key(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -282,6 +284,55 @@ def test_a_batch_that_was_not_put_is_named_where_jax_takes_none(mode):
         ):
             step(placement.create(lambda: hkv.create(128, 4)), ids)
     step(placement.create(lambda: hkv.create(128, 4)), placement.put(np.arange(8, dtype=np.int32)))
+
+
+@pytest.mark.parametrize("axes", ["xy", "x", "y"])
+def test_on_a_mesh_of_both_kinds_of_axes_a_batch_that_was_put_is_not_blamed(axes):
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices("cpu")[:4])
+    placement = Placement(mesh, tuple(axes))
+    table = placement.create(lambda: hkv.create(128, 4))
+    ids = placement.put(np.arange(8, dtype=np.int32))
+
+    def fails(table, ids):
+        raise ValueError("my own")
+
+    with pytest.raises(ValueError, match="^my own"):
+        placement.step(fails)(table, ids)
+    if axes != "y":  # which is Auto, and takes any array
+        other = jax.make_mesh((4,), ("z",), kinds[:1], devices=jax.devices("cpu")[:4])
+        with pytest.raises(ValueError, match=r"arguments\[0\] must .*put\(batch\)") as raised:
+            placement.step(fails)(table, Placement(other).put(np.arange(8, dtype=np.int32)))
+        assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_a_placement_that_has_been_used_is_copied(mode):
+    """As a model that holds it is, to go back to its state later."""
+    placement = Placement(
+        jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]), mode=mode
+    )
+    ids = placement.put(np.arange(8, dtype=np.int32))
+    placement.check_put("test", ids)
+    step = placement.step(lambda table, ids: (table, None), donate=False)
+    step(placement.create(lambda: hkv.create(128, 4)), ids)
+    assert copy.deepcopy(placement) == placement
+    copy.deepcopy(step)(placement.create(lambda: hkv.create(128, 4)), ids)
+
+
+@pytest.mark.parametrize("call", ["step", "run"])
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_entries_with_one_count_are_refused_by_the_call(call, mode):
+    placement = Placement(
+        jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]), mode=mode
+    )
+    _, entries = hkv.export_keys(hkv.create(128, 4), np.arange(8, dtype=np.int32))
+    put = placement.put(entries)._replace(count=jnp.int32(8))
+    table = placement.create(lambda: hkv.create(128, 4))
+    with pytest.raises(
+        ValueError, match=rf"^Placement\.{call}: Entries of a batch must have a count"
+    ):
+        getattr(placement, call)(lambda table, entries: (table, None))(table, put)
 
 
 def test_a_step_on_an_abstract_mesh_is_traced():

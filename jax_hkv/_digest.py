@@ -1,0 +1,50 @@
+"""A digest of the bits of a pytree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+_MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
+
+
+def digest(tree: Any) -> UInt32[Array, 2]:
+    """A digest of the bits of all leaves: two sums of hashed words, in any order of addition.
+
+    Args:
+      tree: a table, or any pytree of arrays.
+
+    Example:
+      >>> digest({"a": jnp.arange(3)}).shape
+      (2,)
+    """
+    total = jnp.zeros((2,), jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        words = _words(leaf)
+        place = jnp.arange(words.shape[0], dtype=jnp.uint32) + jnp.uint32(
+            number * 0x9E3779B9 % 2**32
+        )
+        first = _mixed(words ^ _mixed(place))
+        second = _mixed(first + place)
+        total = total + jnp.stack(
+            [jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)]
+        )
+    return total
+
+
+def _words(leaf: jax.Array) -> UInt32[Array, " n"]:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(leaf, kind).reshape(-1).astype(jnp.uint32)
+
+
+def _mixed(words: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
+    for factor in _MIX:
+        words = (words ^ (words >> 16)) * jnp.uint32(factor)
+    return words ^ (words >> 16)
