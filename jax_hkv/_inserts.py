@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
@@ -175,14 +175,29 @@ def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Arr
             "the entries of one device"
         )
     count = jnp.asarray(entries.count)
-    if count.size != 1 or not jnp.issubdtype(count.dtype, jnp.integer):
+    is_number = count.ndim < 2 and jnp.issubdtype(count.dtype, jnp.integer)
+    if not is_number or not count.size or shape[0] % count.size:
         raise TypeError(
-            f"{call}: entries.count must be one integer, got {count.dtype}{list(count.shape)}: "
-            "how many of the entries are meant, those in front"
+            f"{call}: entries.count must be one integer, or one for each of as many equal parts of "
+            f"the {shape[0]} entries, got {count.dtype}{list(count.shape)}: how many of the "
+            "entries are meant, those in front"
         )
     mask = as_mask(call, "valid", valid, shape)
-    is_meant = _rows.positions(shape[0]) < count.reshape(()).astype(jnp.int32)
+    places = _rows.positions(shape[0] // count.size)
+    is_meant = (places < count.reshape(-1, 1).astype(jnp.int32)).reshape(-1)
     return is_meant if mask is None else is_meant & mask
+
+
+def export_keys(table: Table, keys: Keys, valid: Any) -> tuple[Table, Entries, Int32[Array, " n"]]:
+    """The entries of those of some flat keys that are present, each once, and all keys' slots."""
+    index, slots = _index.find(table.index, keys, valid)
+    groups = _index.unique(keys, slots >= 0)  # which puts those that are present side by side
+    distinct = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
+    scores = index.scores.reshape(-1, 2)
+    clock, scores = _rows.gather(index.clock, scores, distinct, name=table.name)
+    table = with_clock(dataclasses.replace(table, index=index), clock)
+    table, entries = entries_at(table, groups.keys, scores, distinct)
+    return table, entries, slots
 
 
 def import_rows(

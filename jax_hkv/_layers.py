@@ -550,6 +550,24 @@ def checked_table(layer: Any, attribute: str, dim: int) -> Table:
     return table
 
 
+def warn_of_new_tables(before: Iterable[tuple[str, ...]], after: Iterable[tuple[str, ...]]) -> None:
+    """Warns if a step makes tables that its state lacks: lost ones, or of layers new to it.
+
+    Args:
+      before: paths of the state's tables.
+      after: of the tables after the model's call.
+    """
+    known = sorted("/".join(path) for path in before)
+    new = sorted({"/".join(path) for path in after} - set(known))
+    if new:
+        _warn(
+            f"train_step: the model looks up the tables {new}, which state.tables lacks, having "
+            f"{known}: they are made anew, empty. If they were there before, give "
+            "state.replace(tables={**state.tables, name: ...}) all of them; else have init call "
+            "their layers, or silence this with warnings.filterwarnings"
+        )
+
+
 def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
     """Raises if a step trains none of the tables that have an optimizer, warns if only some.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _sharded
 from jax_hkv._compat import vary
@@ -33,6 +33,20 @@ class ShardedWrite(NamedTuple):
     counts: Counts
     overflow: Int32[Array, ""]
     evicted: Entries | None = None
+
+
+class ShardedEntries(NamedTuple):
+    """What `export_keys` over several devices returns, on each of them.
+
+    Attributes:
+      entries: of this device's part, those of all devices' keys.
+      found: whether this device's keys are present, with whoever owns them.
+      overflow: as in :class:`ShardedResult`: above 0, a strict exchange has found nothing.
+    """
+
+    entries: Entries
+    found: Bool[Array, "*batch"]
+    overflow: Int32[Array, ""]
 
 
 def write(

@@ -23,6 +23,7 @@ from jax_hkv._checks import as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._keys import Keys, as_keys
+from jax_hkv._namespaces import NumberOf, in_namespace, outside_namespace
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
@@ -36,10 +37,7 @@ from jax_hkv.table import (
     create,
 )
 
-_WORD_BITS = 32
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
-# Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
-_SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +169,7 @@ class Group:
         """
         number = self.number(table)
         keys = as_keys("Group.ids", "keys", keys)
-        mask = np.uint32((1 << (_WORD_BITS - self.bits)) - 1)
-        own = _NumberOf(self.bits)(keys) == number
-        return Keys(jnp.stack([keys.low, keys.high & mask], axis=-1)), own
+        return outside_namespace(keys, self.bits), NumberOf(self.bits)(keys) == number
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
         """What became of the distinct ids of each table.
@@ -186,7 +182,7 @@ class Group:
             return {self.tables[0].name: result.counts}
         groups = result.groups
         status = take(result.status.reshape(-1), groups.first)
-        number = _NumberOf(self.bits)(Keys(groups.keys))
+        number = NumberOf(self.bits)(Keys(groups.keys))
         kinds = len(Status)
         size = len(self.tables) * kinds
         code = jnp.where(all_of(groups), number * kinds + status, size)
@@ -346,7 +342,7 @@ class Collection:
         for group in self.groups:
             table = tables[group.name]
             check_one_device("Collection.sizes", table)
-            sizes = whole_table.sizes_by(table, _NumberOf(group.bits), len(group.tables))
+            sizes = whole_table.sizes_by(table, NumberOf(group.bits), len(group.tables))
             found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
 
@@ -411,6 +407,30 @@ class Collection:
             tables[group.name], results[name] = _checked_pair(call, pair)
         return tables, results
 
+    def keys(
+        self, inputs: Mapping[str, Any], *, partial: bool = False
+    ) -> dict[str, tuple[Keys, Bool[Array, " n"] | None]]:
+        """The ids of a batch as keys of the physical tables: those that :meth:`lookup` looks up.
+
+        What has to be done with all of them before a step (see docs/guide.md, "A second tier") is
+        done in one call for each physical table.
+
+        Args:
+          inputs: as for :meth:`lookup`.
+          partial: as for :meth:`lookup`.
+
+        Returns:
+          By the names of the groups of which there are inputs: flat keys, and which of them are
+          valid (None: all).
+        """
+        self._check_names("Collection.keys", inputs, partial)
+        of_groups = {}
+        for group in self.groups:
+            if any(feature.name in inputs for feature in group.features):
+                batch, _, _ = _batch(group, inputs)
+                of_groups[group.name] = (batch.keys, batch.valid)
+        return of_groups
+
     def lookup(
         self,
         tables: Mapping[str, Table],
@@ -443,7 +463,7 @@ class Collection:
           ValueError: if a feature is missing, or a name is none of a feature.
           TypeError: naming the feature, for inputs of another form.
         """
-        self._check_names(inputs, partial)
+        self._check_names("Collection.lookup", inputs, partial)
         self.check_tables("Collection.lookup", tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
@@ -547,18 +567,18 @@ class Collection:
                 f"{sorted(given)}"
             )
 
-    def _check_names(self, inputs: Mapping[str, Any], partial: bool) -> None:
+    def _check_names(self, call: str, inputs: Mapping[str, Any], partial: bool) -> None:
         known = [feature.name for feature in self.features]
         if not isinstance(inputs, Mapping):
             raise TypeError(
-                f"Collection.lookup: inputs must be a dict of the features {known}, got "
+                f"{call}: inputs must be a dict of the features {known}, got "
                 f"{type(inputs).__name__}"
             )
         if set(inputs) == set(known) or (partial and inputs and set(inputs) <= set(known)):
             return
         missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
         raise ValueError(
-            f"Collection.lookup: inputs must be of {'some of ' if partial else ''}the features "
+            f"{call}: inputs must be of {'some of ' if partial else ''}the features "
             f"{known}; missing: {missing}, "
             f"unknown: {unknown}" + ("" if unknown or partial else "; of some with partial=True")
         )
@@ -648,32 +668,6 @@ def _agreement(config: TableConfig) -> Any:
     own = ("name", "capacity")
     fields = [field.name for field in dataclasses.fields(config) if field.name not in own]
     return tuple(getattr(config, name) for name in fields)
-
-
-def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
-    """Keys with a table's number in their highest bits, which are folded into the others.
-
-    Keys whose highest bits are zero keep the rest, so different ones stay different.
-    """
-    if bits == 0:
-        return keys
-    above = keys.high >> np.uint32(_WORD_BITS - bits)
-    mask = np.uint32(2 ** (_WORD_BITS - bits) - 1)
-    high = (keys.high ^ (above * _SPREAD_HIGH)) & mask
-    high = high | np.uint32(number << (_WORD_BITS - bits))
-    return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _NumberOf:
-    """The number of the table that a key is of; functions of equal bits are equal, for jit."""
-
-    bits: int
-
-    def __call__(self, keys: Keys) -> Int32[Array, "*shape"]:
-        if self.bits == 0:
-            return jnp.zeros(keys.shape, jnp.int32)
-        return (keys.high >> np.uint32(_WORD_BITS - self.bits)).astype(jnp.int32)
 
 
 def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...], bool]:

@@ -591,6 +591,7 @@ def train_step(
                 differentiate, others, args, micro_batches, state.params
             )
         loss, aux, lookups, rows = rest
+        _layers.warn_of_new_tables(_by_path(state.tables), _by_path(updated[TABLES]))
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
         by_path = {"/".join(path): own for path, own in results.items()}

@@ -30,7 +30,6 @@ from jax_hkv.table import (
     Table,
     WriteResult,
     check_one_device,
-    entries_at,
     gather_values,
     jitted,
     scatter_values,
@@ -216,14 +215,7 @@ def export_keys(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, E
 
 @jitted()
 def _export_keys(table: Table, given: _Given, valid: jax.Array | None) -> Any:
-    keys, valid = _checks.flat_batch(given, valid)
-    index, slots = _index.find(table.index, keys, valid)
-    groups = _index.unique(keys, slots >= 0)  # which puts those that are present side by side
-    slots = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
-    scores = index.scores.reshape(-1, 2)
-    clock, scores = _rows.gather(index.clock, scores, slots, name=table.name)
-    table = with_clock(dataclasses.replace(table, index=index), clock)
-    table, entries = entries_at(table, groups.keys, scores, slots)
+    table, entries, _ = _inserts.export_keys(table, *_checks.flat_batch(given, valid))
     return table.index.clock, entries
 
 
@@ -522,7 +514,9 @@ def import_batch(
 
     Args:
       table: to change.
-      entries: with rows and optimizer rows like the table's; of equal keys the last counts.
+      entries: with rows and optimizer rows like the table's, and scores of its policy; of equal keys
+        the last counts. A `count` for each of several equal parts stands for those of so many
+        devices, one after the other.
       valid: ``bool``, one for each entry; False leaves it out, as do places behind
         ``entries.count``. None: all are valid.
       return_evicted: whether the result carries the entries that had to go.

@@ -48,10 +48,11 @@ from jax_hkv._placement import Mode, Placement, concatenate
 from jax_hkv._processes import synchronized
 from jax_hkv._resharding import reshard
 from jax_hkv._sharded import ShardedResult, ShardedRows
-from jax_hkv._sharded_writes import ShardedWrite
+from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
-from jax_hkv.table import Bags, Entries, Table, check_one_device
+from jax_hkv.index import Status
+from jax_hkv.table import Bags, Counts, Entries, Table, WriteResult, check_one_device
 
 __all__ = [
     "Collective",
@@ -60,6 +61,7 @@ __all__ = [
     "Exported",
     "Mode",
     "Placement",
+    "ShardedEntries",
     "ShardedResult",
     "ShardedRows",
     "ShardedWrite",
@@ -71,6 +73,7 @@ __all__ = [
     "distinct_in",
     "erase",
     "export_entries",
+    "export_keys",
     "find",
     "find_or_insert",
     "find_or_insert_pooled",
@@ -434,6 +437,39 @@ def import_batch(
         values=(values, optimizer),
         as_given=True,
     )
+
+
+def export_keys(
+    table: Table, keys: Any, *, axis_name: str | tuple[str, ...] | Exchange, valid: Any = None
+) -> tuple[Table, ShardedEntries]:
+    """As :func:`jax_hkv.export_keys`, of a table over devices; inside shard_map or pmap.
+
+    Entries stay with their owners: they go into the same device's part of another table by
+    :func:`jax_hkv.import_batch`, or out of a step in its report.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+
+    Returns:
+      The table, and :class:`ShardedEntries`, with room for all devices' keys.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    exchange, given, batch = _to_write("sharding.export_keys", table, keys, valid, axis_name)
+
+    def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
+        table, entries, slots = _inserts.export_keys(table, keys, valid)
+        status = jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
+        return table, WriteResult(slots, status, Counts(*[jnp.int32(0)] * 5), entries)
+
+    table, read = _sharded_writes.write(exchange, table, *batch, act)
+    assert read.evicted is not None
+    found = (read.status == Status.FOUND).reshape(given.shape)
+    return table, ShardedEntries(read.evicted, found, read.overflow)
 
 
 def erase(

@@ -151,6 +151,69 @@ def test_over_devices_ids_go_to_the_owners_of_their_keys(mode, fuse, rng):
         np.testing.assert_array_equal(np.reshape(found[name][0], (64, DIM)), values)
 
 
+@pytest.mark.parametrize("fuse", FUSED)
+def test_small_tables_before_large_ones_train_as_the_large_ones(fuse, rng):
+    """Padded and jagged inputs; every row that a feature gets, in every step, in every bit."""
+
+    def made(capacity):
+        own = [
+            hkv.TableConfig(config.name, capacity, config.dim, optimizer=ADAM) for config in TABLES
+        ]
+        return hkv.Collection(own, FEATURES, fuse=fuse)
+
+    small, large = made(256), made(4096)
+
+    def inputs_of_step():
+        words = [rng.integers(0, 900, rng.integers(0, 6)) for _ in range(24)]
+        items = rng.integers(0, 900, (24, 3)).astype(np.int32)
+        return {
+            "user": rng.integers(0, 900, 24).astype(np.int32),
+            "title": hkv.Jagged.from_lists(words, capacity=150),
+            "item": hkv.Padded(items, valid=rng.random((24, 3)) < 0.7),
+        }
+
+    def admit(tables, stores, inputs):
+        lost = 0
+        for name, (keys, valid) in small.keys(inputs).items():
+            cache, store = tables[name], stores[name]
+            cache, found = hkv.find_or_insert(cache, keys, valid=valid, return_evicted=True)
+            is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+            store, back = hkv.export_keys(store, keys, valid=is_new)
+            stores[name], kept = hkv.import_batch(store, found.evicted)
+            tables[name], _ = hkv.import_batch(cache, back)
+            lost += found.counts.refused + kept.counts.refused + kept.counts.evicted
+        return tables, stores, lost
+
+    def train(collection, tables, inputs):
+        tables, found = collection.lookup(tables, inputs, train=True)
+        gradients = jax.tree.map(lambda rows: 0.5 * rows, found.rows)
+        for name, result in found.results.items():
+            tables[name] = ADAM.update(tables[name], result, gradients[name])
+        return tables, collection.spread(found.rows, found.parts)
+
+    step = jax.jit(lambda tables, stores, inputs: admit(tables, stores, inputs))
+    tables, stores, whole = small.create(), large.create(), large.create()
+    for _ in range(25):
+        inputs = inputs_of_step()
+        tables, stores, lost = step(tables, stores, inputs)
+        assert int(lost) == 0
+        tables, rows = jax.jit(partial(train, small))(tables, inputs)
+        whole, expected = jax.jit(partial(train, large))(whole, inputs)
+        assert_same_bits(rows, expected)
+    assert all(int(hkv.size(store)) > 100 for store in stores.values())
+
+
+def test_keys_of_some_features_are_those_of_their_tables(rng):
+    collection = hkv.Collection(TABLES, FEATURES)
+    found = collection.keys({"user": IDS["users"]}, partial=True)
+    assert list(found) == ["users+items"]
+    keys, valid = found["users+items"]
+    expected = collection.group_of("users").keys("users", IDS["users"])
+    assert valid is None and keys.to_numpy().tolist() == expected.to_numpy().tolist()
+    with pytest.raises(ValueError, match=r"Collection\.keys: inputs must be of the features"):
+        collection.keys({"user": IDS["users"]})
+
+
 class Linen(linen.Module):
     collection: hkv.Collection
 

@@ -195,7 +195,12 @@ WRONG = {
     "part of an entry": (
         lambda: hkv.import_batch(TABLE, ENTRIES._replace(count=2.5)),
         TypeError,
-        r"entries\.count must be one integer, got float",
+        r"entries\.count must be one integer, or one for each .* of the 16 entries, got float",
+    ),
+    "counts of parts that are not equal": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(count=np.array([1, 2, 3]))),
+        TypeError,
+        r"entries\.count must be one integer, or one .* of the 16 entries, got int.*\[3\]",
     ),
     "fewer scores": (
         lambda: hkv.import_batch(TABLE, ENTRIES._replace(scores=ENTRIES.scores[:3])),

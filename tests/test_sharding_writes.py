@@ -89,6 +89,19 @@ def operations(case, module, axis):
     def erase(table, batch, values):
         return module.erase(table, batch.keys, valid=batch.valid, **axis)
 
+    def export(table, batch, values):
+        """The entries of a part, where evicted ones stand in other results."""
+        if module is hkv:
+            table, entries = hkv.export_keys(table, batch.keys, valid=batch.valid)
+            found = hkv.contains(table, batch.keys, valid=batch.valid)[1]
+            overflow = jnp.int32(0)
+        else:
+            table, (entries, found, overflow) = sharding.export_keys(
+                table, batch.keys, valid=batch.valid, **axis
+            )
+        none = hkv.Counts(*[jnp.int32(0)] * 5)
+        return table, sharding.ShardedWrite(found.astype(jnp.int32), none, overflow, entries)
+
     def give(table, batch, values):
         """Entries with the scores of their place, and optimizer rows."""
         numbers = jax.lax.iota(jnp.uint32, len(values)) % 7
@@ -105,6 +118,7 @@ def operations(case, module, axis):
         "assign": assign,
         "look_up": look_up,
         "give": give,
+        "export": export,
         "erase": erase,
     }
     return by_name | ({"score": score} if scored else {})
@@ -413,6 +427,79 @@ def test_entries_from_the_host_go_to_their_owners(mode):
     unput = case.placement.put(entries)._replace(count=entries.count)
     with pytest.raises(ValueError, match=r"a count for each device, got one .*placement\.put"):
         step(table, unput)
+
+
+def displaced(table, ids):
+    """Of a step: ids are looked up, and what has to go is in the report."""
+    table, found = sharding.find_or_insert(table, ids, axis_name="device", return_evicted=True)
+    return table, found.evicted
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_what_parts_have_lost_goes_into_a_table_of_one_device(mode, rng):
+    """A store on the host, say: entries of a report have a count for each device."""
+    case = of(FOUR, mode=mode)
+    step, table = case.placement.step(displaced), case.placement.create(lambda: case.table(128))
+    store, lost = case.table(4096), []
+    for _ in range(6):
+        ids = rng.integers(0, 3000, 400).astype(np.int32)
+        table, entries = step(table, case.placement.put(ids))
+        entries = jax.device_get(entries)
+        if mode == "pmap":  # stacked
+            merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), entries)
+            entries = merged._replace(count=np.ravel(entries.count))
+        store, result = hkv.import_batch(store, entries)
+        own = np.arange(len(entries.keys.words) // 4) < entries.count[:, None]
+        lost.append(entries.keys.to_numpy()[own.ravel()])
+        assert int(result.counts.unique) == len(lost[-1]) == int(entries.count.sum())
+    assert set(entries_of(store).keys) == set(np.concatenate(lost))
+    assert len(np.concatenate(lost)) > 500
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("name", ["LRU", "overflow", "LFU, levels"])
+def test_small_parts_before_large_ones_train_as_the_large_ones(name, choices, rng):
+    """Over devices: what an owner's cache displaces is in the owner's store, and comes back."""
+    case = dataclasses.replace(CASES[name], options=(*CASES[name].options, ("choices", choices)))
+    axis = {"axis_name": case.exchange}
+
+    def second_tier(tiers, ids):
+        cache, store = tiers
+        cache, found = sharding.find_or_insert(cache, ids, return_evicted=True, **axis)
+        is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+        store, back = sharding.export_keys(store, ids, valid=is_new, **axis)
+        store, kept = hkv.import_batch(store, found.evicted)
+        cache, _ = hkv.import_batch(cache, back.entries)
+        lost = jax.lax.psum(kept.counts.refused + kept.counts.evicted, case.exchange.axes)
+        return train((cache, store), ids) + (lost + found.counts.refused,)
+
+    def train(tiers, ids):
+        table, found = sharding.find_or_insert(tiers[0], ids, **axis)
+        return (sharding.update(ADAM, table, found, 0.5 * found.values), *tiers[1:]), found.counts
+
+    def tiered(tiers, ids):
+        tiers, counts, lost = second_tier(tiers, ids)
+        return tiers, (counts, lost)
+
+    placement = case.placement
+    near, far = (placement.create(lambda size=size: case.table(size)) for size in (512, 8192))
+    step, plain = placement.step(tiered), placement.step(train)
+    tiers, one = (near, far), (placement.create(lambda: case.table(8192)),)
+    for _ in range(12):
+        ids = placement.put(rng.integers(0, 6000, 4 * 96).astype(np.int32))
+        tiers, (counts, lost) = step(tiers, ids)
+        one, _ = plain(one, ids)
+        assert int(counts.hits) == int(counts.unique) and not int(lost)
+    held, behind, whole = (entries_of(placement.shards(table)) for table in (*tiers, one[0]))
+    assert len(behind.keys) > 1000
+    order, keys = np.argsort(whole.keys), np.sort(whole.keys)
+    newest = {int(key): (part, n) for part in (behind, held) for n, key in enumerate(part.keys)}
+    assert sorted(newest) == keys.tolist()
+    for number, key in zip(order, keys, strict=True):
+        part, place = newest[int(key)]
+        assert_same_bits(part.values[place], whole.values[number])
+        for leaf, own in whole.optimizer.items():
+            assert_same_bits(part.optimizer[leaf][place], own[number])
 
 
 def test_a_report_has_one_count_for_each_device():

@@ -1,0 +1,47 @@
+"""The highest bits of a key, which tell the ids of several tables in one physical table apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jax_hkv._keys import Keys
+
+_WORD_BITS = 32
+# Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
+_SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
+
+
+def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
+    """Keys with a table's number in their highest bits, which are folded into the others.
+
+    Keys whose highest bits are zero keep the rest, so different ones stay different.
+    """
+    if bits == 0:
+        return keys
+    above = keys.high >> np.uint32(_WORD_BITS - bits)
+    mask = np.uint32(2 ** (_WORD_BITS - bits) - 1)
+    high = (keys.high ^ (above * _SPREAD_HIGH)) & mask
+    high = high | np.uint32(number << (_WORD_BITS - bits))
+    return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
+
+
+def outside_namespace(keys: Keys, bits: int) -> Keys:
+    """Keys without the number of a table: the ids that they stand for, where none was folded."""
+    mask = np.uint32((1 << (_WORD_BITS - bits)) - 1)
+    return Keys(jnp.stack([keys.low, keys.high & mask], axis=-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberOf:
+    """The number of the table that a key is of; functions of equal bits are equal, for jit."""
+
+    bits: int
+
+    def __call__(self, keys: Keys) -> Int32[Array, "*shape"]:
+        if self.bits == 0:
+            return jnp.zeros(keys.shape, jnp.int32)
+        return (keys.high >> np.uint32(_WORD_BITS - self.bits)).astype(jnp.int32)
