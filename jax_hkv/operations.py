@@ -514,8 +514,8 @@ def import_batch(
 
     Args:
       table: to change.
-      entries: with rows and optimizer rows like the table's, and scores of its policy; of equal keys
-        the last counts. A `count` for each of several equal parts stands for those of so many
+      entries: with rows and optimizer rows like the table's, and scores of its policy; of equal
+        keys the last counts. A `count` for each of several equal parts stands for those of so many
         devices, one after the other.
       valid: ``bool``, one for each entry; False leaves it out, as do places behind
         ``entries.count``. None: all are valid.

@@ -264,6 +264,7 @@ def sharded_programs(mesh):
 
 EXCHANGE_BATCH, EXCHANGE_DISTINCT = 4096, 0.5
 WRITES = 0  # in place of a hotness: rows are written, and keys removed
+TIERS = -1  # likewise: a small table stands before a large one
 
 
 def exchange_programs(described):
@@ -284,6 +285,7 @@ def exchange_programs(described):
     yield "replicas_exchange_step", flat, Exchange("device", True, **options), None
     yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
     yield "writing_exchange_step", flat, Exchange("device", **options), WRITES
+    yield "tiers_exchange_step", flat, Exchange("device", **options), TIERS
 
 
 def exchange_report(mesh, exchange, hotness) -> dict:
@@ -297,9 +299,20 @@ def exchange_report(mesh, exchange, hotness) -> dict:
 
     placement = hkv.sharding.Placement(mesh)
     optimizer = hkv.optim.adam(1e-3)
-    lookup = hkv.sharding.find_or_insert
+    lookup = lookup_once = hkv.sharding.find_or_insert
     if hotness:
         lookup = hkv.sharding.find_or_insert_pooled
+
+    def tiers_step(tables, words, _):
+        """What a small table displaces goes to a large one, and what that has comes back."""
+        (cache, store), keys = tables, hkv.Keys(words)
+        cache, found = lookup_once(cache, keys, axis_name=exchange, return_evicted=True)
+        status = found.status
+        is_new = (status == hkv.Status.INSERTED) | (status == hkv.Status.EVICTED)
+        store, back = hkv.sharding.export_keys(store, keys, valid=is_new, axis_name=exchange)
+        store, kept = hkv.import_batch(store, found.evicted)
+        cache, _ = hkv.import_batch(cache, back.entries)
+        return (cache, store), jax.lax.psum(kept.counts, exchange.axes)
 
     def writing_step(table, words, rows):
         keys = hkv.Keys(words)
@@ -322,11 +335,15 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
+    function = {WRITES: writing_step, TIERS: tiers_step}.get(hotness, step)
+    if hotness == TIERS:
+        own = (own, shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(4 * CAPACITY, DIM)))))
+        hotness = None
     positions = (EXCHANGE_BATCH // hotness, hotness) if hotness else (EXCHANGE_BATCH,)
     words = jax.ShapeDtypeStruct((*positions, 2), jnp.uint32)
     rows = jax.ShapeDtypeStruct((positions[0], DIM), jnp.float32)
     arguments = jax.tree.map(on_all, (own, words, rows))
-    compiled = placement.step(writing_step if hotness == WRITES else step)
+    compiled = placement.step(function)
     compiled = compiled.lower(*arguments).compile()
     hlo = compiled.as_text() or ""
     return {

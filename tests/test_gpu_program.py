@@ -59,6 +59,7 @@ EXCHANGES = [
     "replicas_exchange_step",
     "two_rounds_exchange_step",
     "writing_exchange_step",
+    "tiers_exchange_step",
 ]
 # Of XLA's own, copies included: the flags that say what was found, or the counts; in steps dense
 # layers too.
