@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import index as _index
@@ -135,8 +136,10 @@ def most_at_once(table: Table, limit: int) -> int:
     return min(limit, 1 << max(LANES, table.capacity // 256).bit_length() - 1)
 
 
-def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Array, " n"]:
-    """Which of some entries are meant, of those that fit a table."""
+def meant_entries(
+    call: str, table: Table, entries: Any, valid: Any
+) -> tuple[Entries, Bool[Array, " n"]]:
+    """Entries that fit a table, flat if they were stacked, and which of them are meant."""
     if not isinstance(entries, Entries):
         raise TypeError(
             f"{call}: entries must be jax_hkv.Entries, as export_batch, export_keys and "
@@ -150,6 +153,9 @@ def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Arr
                 f"{call}: entries.{name} must be jax_hkv.Keys, got {type(numbers).__name__}: make "
                 "them on the host with jax_hkv.Keys.from_numpy"
             )
+    axes = entries.keys.ndim - 1
+    if axes and np.shape(entries.count) == entries.keys.shape[:-1]:
+        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes + 1 :]), entries)
     if not isinstance(entries.optimizer, Mapping) or not hasattr(entries.values, "dtype"):
         kinds = [type(leaf).__name__ for leaf in (entries.values, entries.optimizer)]
         raise TypeError(
@@ -185,7 +191,7 @@ def meant_entries(call: str, table: Table, entries: Any, valid: Any) -> Bool[Arr
     mask = as_mask(call, "valid", valid, shape)
     places = _rows.positions(shape[0] // count.size)
     is_meant = (places < count.reshape(-1, 1).astype(jnp.int32)).reshape(-1)
-    return is_meant if mask is None else is_meant & mask
+    return entries, is_meant if mask is None else is_meant & mask
 
 
 def export_keys(table: Table, keys: Keys, valid: Any) -> tuple[Table, Entries, Int32[Array, " n"]]:

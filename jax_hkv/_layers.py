@@ -29,7 +29,7 @@ from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Entries, Table
 
-_OWN_FRAMES = ("jax_hkv.", "flax.")
+_OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -51,7 +51,9 @@ class StepInfo(NamedTuple):
         room. The step was not taken then, and :func:`train_step` raises, unless it is told not to
         look (`check_overflow`) or is itself traced (in a scan), where this count is all that tells.
       evicted: of the layers with `return_evicted`, by path of the table: the entries that each
-        lookup has displaced, as they were before the step, for :func:`jax_hkv.import_batch`.
+        lookup has displaced, one lookup (of one micro-batch) after the other. The first of equal
+        keys is as it was before the step, later ones were brought by the step: import them in
+        reverse order (:func:`jax_hkv.import_batch`).
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them;
     entries have a `count` for each, and go back into the same devices' parts.
@@ -330,13 +332,25 @@ def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]
     return found
 
 
-def evicted(results: dict[str, list[Any]]) -> dict[str, list[Entries]]:
-    """What lookups have displaced, where it is wanted, by path of the table."""
+def evicted(results: dict[str, list[Any]], parts: int) -> dict[str, list[Entries]]:
+    """What lookups have displaced, where it is wanted, by path of the table, in order of time.
+
+    Args:
+      results: of the lookups, stacked where there are several parts.
+      parts: micro-batches.
+    """
     found = {}
     for where, own in results.items():
-        entries = [part for each in own if each.evicted for part in _unstacked(each.evicted)]
-        if entries:
-            found[where] = entries
+        wanted = [each.evicted for each in own if each.evicted]
+        if wanted:
+            of_parts = [_unstacked(each) for each in wanted]
+            turns = [len(each) // parts for each in of_parts]
+            found[where] = [
+                entries
+                for part in range(parts)
+                for each, count in zip(of_parts, turns, strict=True)
+                for entries in each[part * count : (part + 1) * count]
+            ]
     return found
 
 
@@ -550,22 +564,28 @@ def checked_table(layer: Any, attribute: str, dim: int) -> Table:
     return table
 
 
-def warn_of_new_tables(before: Iterable[tuple[str, ...]], after: Iterable[tuple[str, ...]]) -> None:
+def check_new_tables(
+    before: Iterable[tuple[str, ...]], after: Iterable[tuple[str, ...]], devices: Devices
+) -> None:
     """Warns if a step makes tables that its state lacks: lost ones, or of layers new to it.
 
     Args:
       before: paths of the state's tables.
       after: of the tables after the model's call.
+      devices: where a state keeps its form, so that there it is an error.
     """
     known = sorted("/".join(path) for path in before)
     new = sorted({"/".join(path) for path in after} - set(known))
-    if new:
-        _warn(
-            f"train_step: the model looks up the tables {new}, which state.tables lacks, having "
-            f"{known}: they are made anew, empty. If they were there before, give "
-            "state.replace(tables={**state.tables, name: ...}) all of them; else have init call "
-            "their layers, or silence this with warnings.filterwarnings"
-        )
+    if not new:
+        return
+    message = (
+        f"train_step: the model looks up the tables {new}, which state.tables lacks, having "
+        f"{known}. If they were there before, give state.replace(tables={{**state.tables, name: "
+        "...}) all of them; else have init call their layers"
+    )
+    if devices.axes:
+        raise ValueError(message)
+    _warn(f"{message}, or silence this with warnings.filterwarnings: they are made anew, empty")
 
 
 def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
@@ -585,10 +605,9 @@ def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
             f"{remedy}"
         )
     if left:
-        warnings.warn(
+        _warn(
             f"train_step: loss_fn looked up {sorted(trained)} in training, but not {left}, which "
             f"stay as they are. If that is not meant, {remedy}",
-            stacklevel=2,
         )
 
 

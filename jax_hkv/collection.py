@@ -413,7 +413,8 @@ class Collection:
         """The ids of a batch as keys of the physical tables: those that :meth:`lookup` looks up.
 
         What has to be done with all of them before a step (see docs/guide.md, "A second tier") is
-        done in one call for each physical table.
+        done in one call for each physical table. (Those without an optimizer are among them, which
+        a training lookup leaves as they are.)
 
         Args:
           inputs: as for :meth:`lookup`.

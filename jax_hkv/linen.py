@@ -591,11 +591,14 @@ def train_step(
                 differentiate, others, args, micro_batches, state.params
             )
         loss, aux, lookups, rows = rest
-        _layers.warn_of_new_tables(_by_path(state.tables), _by_path(updated[TABLES]))
+        _layers.check_new_tables(_by_path(state.tables), _by_path(updated[TABLES]), devices)
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
         by_path = {"/".join(path): own for path, own in results.items()}
-        overflow, evicted = _layers.strict_overflow(by_path), _layers.evicted(by_path)
+        overflow, evicted = (
+            _layers.strict_overflow(by_path),
+            _layers.evicted(by_path, micro_batches),
+        )
         dense, rows, finite, scale = _layers.prepared(
             devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow
         )

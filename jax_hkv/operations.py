@@ -516,7 +516,7 @@ def import_batch(
       table: to change.
       entries: with rows and optimizer rows like the table's, and scores of its policy; of equal
         keys the last counts. A `count` for each of several equal parts stands for those of so many
-        devices, one after the other.
+        devices, one after the other or stacked (``[devices, n]``).
       valid: ``bool``, one for each entry; False leaves it out, as do places behind
         ``entries.count``. None: all are valid.
       return_evicted: whether the result carries the entries that had to go.
@@ -538,7 +538,7 @@ def import_batch(
     """
     call = "import_batch"
     check_one_device(call, table)
-    is_meant = meant_entries(call, table, entries, valid)
+    entries, is_meant = meant_entries(call, table, entries, valid)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
     return _import_batch(table, entries, is_meant, evicted=evicted)
 

@@ -421,7 +421,7 @@ def import_batch(
     """
     call = "sharding.import_batch"
     exchange = _exchange(call, table, axis_name)
-    is_meant = _inserts.meant_entries(call, table, entries, valid)
+    entries, is_meant = _inserts.meant_entries(call, table, entries, valid)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
 
     def act(table: Table, keys: Keys, valid: Any, scores: Any, rows: Any, is_ticked: bool) -> Any:

@@ -210,6 +210,15 @@ def test_keys_of_some_features_are_those_of_their_tables(rng):
     keys, valid = found["users+items"]
     expected = collection.group_of("users").keys("users", IDS["users"])
     assert valid is None and keys.to_numpy().tolist() == expected.to_numpy().tolist()
+    given = {
+        "title": hkv.Jagged.from_lists([[4, 5], [], [6]], capacity=5),
+        "item": hkv.Padded(IDS["items"], valid=np.array([[True, False], [True, True]])),
+    }
+    keys, valid = collection.keys(given, partial=True)["words"]
+    assert keys.to_numpy()[np.asarray(valid)].tolist() == [4, 5, 6] and valid.shape == (5,)
+    keys, valid = collection.keys(given, partial=True)["users+items"]
+    meant = collection.group_of("items").keys("items", np.array([5, 7, 5], np.int32))
+    assert keys.to_numpy()[np.asarray(valid)].tolist() == meant.to_numpy().tolist()
     with pytest.raises(ValueError, match=r"Collection\.keys: inputs must be of the features"):
         collection.keys({"user": IDS["users"]})
 

@@ -155,7 +155,7 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
 
     steps = {name: many.placement.step(partial(step, act)) for name, act in on_many.items()}
     ones = {name: jax.jit(act, donate_argnums=0) for name, act in on_one.items()}
-    gone = overflow = 0
+    gone, overflow = 0, dict.fromkeys(on_many, 0)
     for turn in range(20):
         batch = zipf_batch(rng, (case.devices * 70,), scored=case.scored)
         values = rng.normal(size=(len(batch.keys), DIM)).astype(case.table().dtype)
@@ -174,9 +174,9 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
             assert_same_bits(compact(own), compact(entries))
             assert not any(leaf.any() for leaf in jax.tree.leaves(beyond(own)))
             gone += int(entries.count)
-        overflow += int(left_out)
+        overflow[act] += int(left_out)
     assert gone > 0
-    assert (overflow > 0) == (case.exchange.distinct < 1)
+    assert {own > 0 for own in overflow.values()} == {case.exchange.distinct < 1}
     assert_same_bits([each.index for each in parts], [each.index for each in tables])
 
 
@@ -241,6 +241,30 @@ def test_a_strict_exchange_without_room_writes_nothing_but_the_clock(act, rng):
         assert part.clock.tolist() == [2, 0]
         assert_same_bits(part.index, dataclasses.replace(old.index, clock=part.clock))
         assert_same_bits((part.values, part.optimizer), (old.values, old.optimizer))
+
+
+def test_a_strict_exchange_without_room_exports_nothing(rng):
+    case = of(FOUR, {"strict": True}, capacity=2048)
+    keys = rng.integers(0, 2**63, 40_000).astype(np.uint64)
+    owned = keys[owner_of(keys, 4) == 2][:400]
+    table, _ = step_of(case, "insert_or_assign")(
+        case.placement.create(case.table), *given_to(case, keys[:400], rng)
+    )
+
+    def export(table, keys):
+        table, (entries, found, overflow) = sharding.export_keys(
+            table, keys, axis_name=case.exchange
+        )
+        return table, (entries, everywhere(case, found), overflow)
+
+    step = case.placement.step(export)
+    for given in (keys[:400], owned):
+        put = case.placement.put(hkv.Keys.from_numpy(given))
+        table, (entries, found, overflow) = step(table, put)
+        is_full = given is owned
+        assert np.asarray(found).all() != is_full and np.asarray(found).any() != is_full
+        assert int(entries.count.sum()) == (0 if is_full else 400)
+        assert (int(overflow) > 0) == is_full
 
 
 @pytest.mark.parametrize("act", ["insert", "look_up", "assign", "give", "erase"])
@@ -445,12 +469,9 @@ def test_what_parts_have_lost_goes_into_a_table_of_one_device(mode, rng):
         ids = rng.integers(0, 3000, 400).astype(np.int32)
         table, entries = step(table, case.placement.put(ids))
         entries = jax.device_get(entries)
-        if mode == "pmap":  # stacked
-            merged = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), entries)
-            entries = merged._replace(count=np.ravel(entries.count))
         store, result = hkv.import_batch(store, entries)
-        own = np.arange(len(entries.keys.words) // 4) < entries.count[:, None]
-        lost.append(entries.keys.to_numpy()[own.ravel()])
+        keys = entries.keys.to_numpy().reshape(4, -1)  # of pmap they are stacked
+        lost.append(keys[np.arange(keys.shape[1]) < entries.count[:, None]])
         assert int(result.counts.unique) == len(lost[-1]) == int(entries.count.sum())
     assert set(entries_of(store).keys) == set(np.concatenate(lost))
     assert len(np.concatenate(lost)) > 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 
 import flax
@@ -636,5 +637,27 @@ def test_a_table_that_a_state_has_lost_is_named():
     step = hkv.linen.train_step(lambda apply, ids: jnp.mean(apply(ids, train=True)), donate=False)
     step(state, ids)
     lost = state.replace(tables={"a": state.tables["a"]})
-    with pytest.warns(match=r"\['b/table'\], which .* made anew, empty.*\*\*state\.tables"):
+    with pytest.warns(match=r"\['b/table'\], which .*\*\*state\.tables.* made anew, emp") as seen:
         step(lost, ids)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_over_devices_a_table_that_a_state_has_lost_is_an_error():
+    """There a state keeps its form."""
+    embed = functools.partial(hkv.linen.Embed, 256, DIM, optimizer=OPTIMIZER, axis_name="device")
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=False):
+            return embed(name="a")(ids, train=train) + embed(name="b")(ids, train=train)
+
+    placement = hkv.sharding.Placement(jax.make_mesh((1,), ("device",), devices=jax.devices()[:1]))
+    ids = np.arange(8, dtype=np.int32)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(Two(), jax.random.key(0), ids, tx=optax.sgd(0.1))
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids: jnp.mean(apply(ids, train=True)), placement=placement
+    )
+    with pytest.raises(ValueError, match=r"the tables \['b/table'\].*\*\*state\.tables"):
+        step(state.replace(tables={"a": state.tables["a"]}), placement.put(ids))
