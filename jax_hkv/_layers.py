@@ -607,7 +607,7 @@ def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
     if left:
         _warn(
             f"train_step: loss_fn looked up {sorted(trained)} in training, but not {left}, which "
-            f"stay as they are. If that is not meant, {remedy}",
+            f"stay as they are. If that is not meant, {remedy}"
         )
 
 

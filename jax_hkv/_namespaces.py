@@ -23,16 +23,19 @@ def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
     if bits == 0:
         return keys
     above = keys.high >> np.uint32(_WORD_BITS - bits)
-    mask = np.uint32(2 ** (_WORD_BITS - bits) - 1)
-    high = (keys.high ^ (above * _SPREAD_HIGH)) & mask
+    high = (keys.high ^ (above * _SPREAD_HIGH)) & _below(bits)
     high = high | np.uint32(number << (_WORD_BITS - bits))
     return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
 
 
 def outside_namespace(keys: Keys, bits: int) -> Keys:
     """Keys without the number of a table: the ids that they stand for, where none was folded."""
-    mask = np.uint32((1 << (_WORD_BITS - bits)) - 1)
-    return Keys(jnp.stack([keys.low, keys.high & mask], axis=-1))
+    return Keys(jnp.stack([keys.low, keys.high & _below(bits)], axis=-1))
+
+
+def _below(bits: int) -> np.uint32:
+    """The bits of a key's high word that are left for ids."""
+    return np.uint32(2 ** (_WORD_BITS - bits) - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -595,10 +595,8 @@ def train_step(
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
         results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
         by_path = {"/".join(path): own for path, own in results.items()}
-        overflow, evicted = (
-            _layers.strict_overflow(by_path),
-            _layers.evicted(by_path, micro_batches),
-        )
+        overflow = _layers.strict_overflow(by_path)
+        evicted = _layers.evicted(by_path, micro_batches)
         dense, rows, finite, scale = _layers.prepared(
             devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow
         )

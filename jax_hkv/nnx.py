@@ -620,10 +620,8 @@ def train_step(
         _layers.check_trained(_trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
-        overflow, evicted = (
-            _layers.strict_overflow(results),
-            _layers.evicted(results, micro_batches),
-        )
+        overflow = _layers.strict_overflow(results)
+        evicted = _layers.evicted(results, micro_batches)
         dense, gradients, finite, scale = _layers.prepared(
             devices.total(dense), gradients, results, scale, max_norm, devices, overflow
         )

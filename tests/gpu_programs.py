@@ -299,14 +299,16 @@ def exchange_report(mesh, exchange, hotness) -> dict:
 
     placement = hkv.sharding.Placement(mesh)
     optimizer = hkv.optim.adam(1e-3)
-    lookup = lookup_once = hkv.sharding.find_or_insert
+    lookup = hkv.sharding.find_or_insert
     if hotness:
         lookup = hkv.sharding.find_or_insert_pooled
 
     def tiers_step(tables, words, _):
         """What a small table displaces goes to a large one, and what that has comes back."""
         (cache, store), keys = tables, hkv.Keys(words)
-        cache, found = lookup_once(cache, keys, axis_name=exchange, return_evicted=True)
+        cache, found = hkv.sharding.find_or_insert(
+            cache, keys, axis_name=exchange, return_evicted=True
+        )
         status = found.status
         is_new = (status == hkv.Status.INSERTED) | (status == hkv.Status.EVICTED)
         store, back = hkv.sharding.export_keys(store, keys, valid=is_new, axis_name=exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import partial
 
@@ -156,10 +157,8 @@ def test_small_tables_before_large_ones_train_as_the_large_ones(fuse, rng):
     """Padded and jagged inputs; every row that a feature gets, in every step, in every bit."""
 
     def made(capacity):
-        own = [
-            hkv.TableConfig(config.name, capacity, config.dim, optimizer=ADAM) for config in TABLES
-        ]
-        return hkv.Collection(own, FEATURES, fuse=fuse)
+        tables = [dataclasses.replace(config, capacity=capacity) for config in TABLES]
+        return hkv.Collection(tables, FEATURES, fuse=fuse)
 
     small, large = made(256), made(4096)
 
@@ -191,14 +190,14 @@ def test_small_tables_before_large_ones_train_as_the_large_ones(fuse, rng):
             tables[name] = ADAM.update(tables[name], result, gradients[name])
         return tables, collection.spread(found.rows, found.parts)
 
-    step = jax.jit(lambda tables, stores, inputs: admit(tables, stores, inputs))
+    admit, step, plain = map(jax.jit, (admit, partial(train, small), partial(train, large)))
     tables, stores, whole = small.create(), large.create(), large.create()
     for _ in range(25):
         inputs = inputs_of_step()
-        tables, stores, lost = step(tables, stores, inputs)
+        tables, stores, lost = admit(tables, stores, inputs)
         assert int(lost) == 0
-        tables, rows = jax.jit(partial(train, small))(tables, inputs)
-        whole, expected = jax.jit(partial(train, large))(whole, inputs)
+        tables, rows = step(tables, inputs)
+        whole, expected = plain(whole, inputs)
         assert_same_bits(rows, expected)
     assert all(int(hkv.size(store)) > 100 for store in stores.values())
 
