@@ -50,7 +50,7 @@ def clip_by_global_norm(
       >>> import jax_hkv as hkv
       >>> table, result = hkv.find_or_insert(hkv.create(128, 1), np.array([3, 3], np.int32))
       >>> dense, (rows,), norm = clip_by_global_norm(
-      ...     1.0, {"w": jnp.array([6.0])}, [result], [jnp.array([[4.0], [4.0]])])
+      ...     1.0, {"w": jnp.array([6.0])}, [result], [jnp.full((2, 1), 4, jnp.float32)])
       >>> float(norm), rows.tolist()
       (10.0, [[0.4000000059604645], [0.4000000059604645]])
     """

@@ -150,7 +150,7 @@ class Group:
           >>> tables, group = collection.create(), collection.group_of("items")
           >>> keys = group.keys("items", np.array([5], np.int32))
           >>> tables[group.name], _ = jax_hkv.insert_or_assign(
-          ...     tables[group.name], keys, jnp.ones((1, 2)))
+          ...     tables[group.name], keys, jnp.ones((1, 2), jnp.float32))
         """
         keys = as_keys("Group.keys", "ids", ids)
         return in_namespace(keys, self.number(table), self.bits)
@@ -377,7 +377,8 @@ class Collection:
           >>> import jax_hkv as hkv
           >>> collection = Collection([TableConfig("users", 128, 2), TableConfig("items", 128, 2)],
           ...                         [Feature("user", "users"), Feature("item", "items")])
-          >>> ids, rows = {"items": np.array([5, 6], np.int32)}, {"items": jnp.ones((2, 2))}
+          >>> ids = {"items": np.array([5, 6], np.int32)}
+          >>> rows = {"items": np.ones((2, 2), np.float32)}
           >>> write = functools.partial(collection.on_tables, hkv.insert_or_assign)
           >>> tables, _ = jax.jit(write, donate_argnums=0)(collection.create(), ids, rows)
           >>> tables, found = collection.on_tables(hkv.find, tables, ids)

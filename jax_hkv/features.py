@@ -474,7 +474,7 @@ def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:
       >>> found = unique(np.array([7, 5, 7], np.int32))
       >>> found.keys.to_numpy().tolist(), found.inverse.tolist(), found.counts.tolist()
       ([7, 5, 0], [0, 1, 0], [2, 1, 0])
-      >>> found.valid.tolist(), found.expand(jnp.array([1.0, 2.0, 3.0])).tolist()
+      >>> found.valid.tolist(), found.expand(np.array([1, 2, 3], np.float32)).tolist()
       ([True, True, False], [1.0, 2.0, 1.0])
     """
     given = check_keys("unique", "keys", keys)

@@ -73,7 +73,7 @@ def find_pooled(
       >>> import numpy as np
       >>> import jax_hkv as hkv
       >>> table = hkv.create(128, dim=2)
-      >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.float32)
       >>> table, _ = hkv.insert_or_assign(table, np.array([5, 6], np.int32), rows)
       >>> bags = hkv.Jagged.from_lists([[5, 6], []])
       >>> hkv.find_pooled(table, bags, combiner="mean")[1].values.tolist()
@@ -273,7 +273,7 @@ def pool(
       TypeError, ValueError: naming the argument.
 
     Example:
-      >>> pool(jnp.array([[[1.0], [3.0]]]), combiner="mean").tolist()
+      >>> pool(jnp.array([[[1.0], [3.0]]], jnp.float32), combiner="mean").tolist()
       [[2.0]]
     """
     check_combiner("pool", combiner)

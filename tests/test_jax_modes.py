@@ -242,7 +242,7 @@ def test_a_transformation_without_a_hash_is_tried_like_others():
 
     opt = hkv.optim.sparse(Plain(optax.sgd(0.5)))
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
-    after = opt.update(table, result, jnp.ones((64, DIM)))
+    after = opt.update(table, result, jnp.ones((64, DIM), jnp.float32))
     np.testing.assert_array_equal(
         hkv.find(after, IDS)[1].values, np.asarray(result.values) - np.float32(0.5)
     )

@@ -488,7 +488,7 @@ def test_tables_of_linen_layers_are_named_by_their_path():
 
 
 LOSSES = {
-    r"int32\[\]": lambda rows: (rows > 0).sum(),
+    r"int32\[\]": lambda rows: (rows > 0).sum(dtype="int32"),
     r"bool\[\]": lambda rows: (rows > 0).any(),
     r"float32\[3, 4\]": lambda rows: rows,
     "tuple": lambda rows: (rows.sum(), {}),

@@ -144,7 +144,7 @@ def test_extra_arguments_reach_the_transformation():
     opt = hkv.optim.sparse(transformation)
     table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([1])))
-    table = opt.update(table, result, jnp.ones((1, DIM)), factor=3.0)
+    table = opt.update(table, result, jnp.ones((1, DIM), jnp.float32), factor=3.0)
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
 
 
@@ -169,7 +169,7 @@ def test_a_transformation_that_mixes_rows_by_its_arguments_is_refused(name, jit)
 
     @jit
     def step(table, value):
-        return opt.update(table, result, jnp.ones((3, 2)), **{**extra, "value": value})
+        return opt.update(table, result, jnp.ones((3, 2), jnp.float32), **{**extra, "value": value})
 
     with pytest.raises(ValueError, match=r"optim.sparse: .*mixes.*count_per_row=True"):
         step(table, 3.0)
@@ -182,7 +182,7 @@ def test_a_transformation_that_sees_each_row_alone_may_take_any_argument():
     for keys in ([1], [1, 2]):
         table = opt.init(hkv.create(128, 2, init=hkv.initializers.zeros()))
         table, result = hkv.find_or_insert(table, np.array(keys, np.int32))
-        gradients = jnp.array([[1.0, 2.0], [8.0, 8.0]])[: len(keys)]
+        gradients = jnp.array([[1.0, 2.0], [8.0, 8.0]], jnp.float32)[: len(keys)]
         table = jax.jit(opt.update)(table, result, gradients, value=jnp.float32(3.0))
         moved.append(hkv.find(table, np.array([1], np.int32))[1].values.tolist())
     np.testing.assert_allclose(moved, [[[-0.6, -1.2]]] * 2, rtol=1e-6)
@@ -196,7 +196,7 @@ def test_arguments_that_mix_no_rows_are_taken_by_any_kind_of_step():
 
     def step(table, value):
         table, result = hkv.find_or_insert(table, np.array([1], np.int32))
-        return opt.update(table, result, jnp.ones((1, 1)), value=value), None
+        return opt.update(table, result, jnp.ones((1, 1), jnp.float32), value=value), None
 
     losses = jnp.array([3.0, 3.0, 3.0, 3.0, 3.0])
     mesh = jax.make_mesh((1,), ("device",))
@@ -219,7 +219,7 @@ def test_a_rate_that_a_transformation_would_not_look_at_is_refused(tx):
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
     with pytest.raises(TypeError, match=r"takes no learning_rate.*schedule.*native optimizer"):
-        opt.update(table, result, jnp.ones((3, DIM)), learning_rate=0.5)
+        opt.update(table, result, jnp.ones((3, DIM), jnp.float32), learning_rate=0.5)
 
 
 def test_arguments_go_only_to_transformations_that_take_them():
@@ -230,7 +230,7 @@ def test_arguments_go_only_to_transformations_that_take_them():
     with pytest.raises(
         TypeError, match=r"takes \['updates', 'state', 'params'\], got also \['lr'\]"
     ):
-        opt.update(table, result, jnp.ones((3, DIM)), lr=0.5)
+        opt.update(table, result, jnp.ones((3, DIM), jnp.float32), lr=0.5)
 
 
 def test_a_rate_that_optax_injects_is_among_the_shared_leaves():
@@ -243,7 +243,7 @@ def test_a_rate_that_optax_injects_is_among_the_shared_leaves():
         table, optimizer=dataclasses.replace(table.optimizer, shared=shared)
     )
     table, result = hkv.find_or_insert(table, np.array([1], np.int32))
-    table = opt.update(table, result, jnp.ones((1, DIM)))
+    table = opt.update(table, result, jnp.ones((1, DIM), jnp.float32))
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), -0.5))
 
 
@@ -253,7 +253,7 @@ def test_arguments_in_the_order_of_optax_are_named(opt):
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
     with pytest.raises(TypeError, match=r"optim.update: table must be a jax_hkv Table, got Array"):
-        opt.update(jnp.ones((3, DIM)), result, table)
+        opt.update(jnp.ones((3, DIM), jnp.float32), result, table)
 
 
 def test_a_transformation_that_mixes_rows_is_refused_with_the_leaf():
@@ -268,7 +268,7 @@ def test_a_transformation_that_mixes_rows_sees_each_alone_as_the_error_says(make
         hkv.optim.sparse(make(0.1)).init(hkv.create(128, DIM))
     opt = hkv.optim.sparse(make(0.1), count_per_row=True)
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), np.array([1, 2], np.int32))
-    after = opt.update(table, result, jnp.ones((2, DIM)))
+    after = opt.update(table, result, jnp.ones((2, DIM), jnp.float32))
     assert (hkv.find(after, result.keys)[1].values != result.values).all()
 
 
@@ -295,7 +295,7 @@ def test_a_transformation_may_take_its_arguments_out_of_a_dictionary(count_per_r
     opt = hkv.optim.sparse(tx, count_per_row=count_per_row)
     table = opt.init(hkv.create(128, DIM, init=hkv.initializers.zeros()))
     table, result = hkv.find_or_insert(table, np.array([1], np.int32))
-    table = opt.update(table, result, jnp.ones((1, DIM)), factor=3.0)
+    table = opt.update(table, result, jnp.ones((1, DIM), jnp.float32), factor=3.0)
     np.testing.assert_array_equal(hkv.find(table, result.keys)[1].values, np.full((1, DIM), 3.0))
 
 
@@ -337,7 +337,7 @@ def test_gradients_of_another_shape_are_refused():
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(3)))
     with pytest.raises(ValueError, match=r"row_gradients must have shape \[3, 6\].*got \[2, 6\]"):
-        opt.update(table, result, jnp.ones((2, DIM)))
+        opt.update(table, result, jnp.ones((2, DIM), jnp.float32))
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -365,7 +365,7 @@ def test_a_key_that_left_and_came_back_elsewhere_is_stale(several):
     table, _ = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.array([3000])))
     table, new = hkv.find_or_insert(table, seven)
     assert 0 <= int(old.slots[0]) != int(new.slots[0]) >= 0
-    rows = jnp.ones((1, DIM))
+    rows = jnp.ones((1, DIM), jnp.float32)
     result, gradients = ([old, old], [rows, rows]) if several else (old, rows)
     updated = opt.update(table, result, gradients)
     np.testing.assert_array_equal(hkv.find(updated, seven)[1].values, np.zeros((1, DIM)))
@@ -379,10 +379,10 @@ def test_a_key_whose_lane_is_empty_is_stale(key):
     ids = np.array([key], np.int32)
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), ids)
     gone, _ = hkv.erase(table, ids)
-    after = opt.update(gone, result, jnp.ones((1, DIM)))
+    after = opt.update(gone, result, jnp.ones((1, DIM), jnp.float32))
     assert int(after.optimizer.skipped[0]) == 1
     np.testing.assert_array_equal(after.values, gone.values)
-    there = opt.update(table, result, jnp.ones((1, DIM)))
+    there = opt.update(table, result, jnp.ones((1, DIM), jnp.float32))
     assert int(there.optimizer.skipped[0]) == 0
     assert (np.asarray(there.values) != np.asarray(table.values)).any()
 
@@ -397,7 +397,7 @@ def test_a_stale_result_takes_nothing_from_another_one_of_the_same_key(opt):
     table, taken = hkv.find_or_insert(table, nine)
     table, new = hkv.find_or_insert(table, seven)
     assert int(taken.slots[0]) == int(old.slots[0]) != int(new.slots[0])
-    pairs = [(old, jnp.full((1, 1), 4.0)), (new, jnp.ones((1, 1)))]
+    pairs = [(old, jnp.full((1, 1), 4.0, jnp.float32)), (new, jnp.ones((1, 1), jnp.float32))]
     for results, gradients in (zip(*pairs, strict=True), zip(*pairs[::-1], strict=True)):
         updated = opt.update(table, results, gradients)
         assert hkv.find(updated, seven)[1].values.tolist() == [[-1.0]]
@@ -410,7 +410,7 @@ def test_wrong_results_and_gradients_are_named():
     opt = hkv.optim.sparse(optax.sgd(0.1))
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(3)))
-    rows = jnp.ones((3, DIM))
+    rows = jnp.ones((3, DIM), jnp.float32)
     with pytest.raises(TypeError, match=r"result must be what find_or_insert returned"):
         opt.update(table, hkv.find(table, result.keys)[1], rows)
     with pytest.raises(ValueError, match=r"one for each result, got 0 for 0 results"):
@@ -469,7 +469,7 @@ def test_results_that_no_lookup_has_returned_change_no_row_without_a_position(pl
     """A delayed update starts from zeros, say; numbers that are no key's mask their position."""
     ids = np.concatenate([np.zeros(25, np.int32), np.arange(1, 26, dtype=np.int32)])
     table, result = hkv.find_or_insert(opt.init(hkv.create(256, DIM)), ids)
-    table = opt.update(table, result, jnp.ones(result.values.shape))  # momentum, which moves on
+    table = opt.update(table, result, jnp.ones_like(result.values))  # momentum, which moves on
 
     def moved(given):
         """The ids whose rows change, or the rows of whose optimizer do."""
@@ -513,7 +513,8 @@ def test_positions_are_listed_by_numbers_that_a_caller_made_up(platform, rng):
             inverse = rng.integers(-3, n + 3, n).astype(np.int32)
             empty = jnp.zeros((n,), jnp.int32)
             words = jnp.zeros((n, 2), jnp.uint32)
-            groups = _index.Groups(words, jnp.asarray(inverse), empty, empty, jnp.array([count]))
+            total = jnp.array([count], jnp.int32)
+            groups = _index.Groups(words, jnp.asarray(inverse), empty, empty, total)
             listed = jax.jit(_index.occurrences)(groups)
             keys = min(max(count, 0), n)
             own = [np.flatnonzero(inverse == number) for number in range(keys)]
@@ -532,7 +533,7 @@ def test_accumulators_of_half_rows_go_on_growing():
 
     def step(table, _):
         table, result = hkv.find_or_insert(table, np.array([1], np.int32))
-        return opt.update(table, result, jnp.full((1, 1), 5e-3)), result.slots[0]
+        return opt.update(table, result, jnp.full((1, 1), 5e-3, jnp.float32)), result.slots[0]
 
     table, slots = jax.jit(lambda table: jax.lax.scan(step, table, None, length=400))(table)
     (sums,) = table.optimizer.rows.values()
@@ -546,7 +547,7 @@ def test_decayed_weights_are_a_transformation_before_another():
     table = opt.init(hkv.create(128, 2, init=hkv.initializers.ones()))
     table, result = hkv.find_or_insert(table, np.array([1], np.int32))
     table, _ = hkv.find_or_insert(table, np.array([2], np.int32))
-    table = opt.update(table, result, jnp.zeros((1, 2)))
+    table = opt.update(table, result, jnp.zeros((1, 2), jnp.float32))
     rows = hkv.find(table, np.array([1, 2], np.int32))[1].values
     np.testing.assert_allclose(rows, [[0.95, 0.95], [1.0, 1.0]], rtol=1e-6)
 

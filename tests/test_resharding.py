@@ -159,7 +159,7 @@ def test_what_has_changed_brings_a_table_for_inference_up_to_date(policy, monkey
     def train(table, first):
         ids = np.arange(first, first + 600, dtype=np.int32)
         table, result = hkv.find_or_insert(table, ids)
-        return opt.update(table, result, jnp.ones((600, DIM)))
+        return opt.update(table, result, jnp.ones((600, DIM), jnp.float32))
 
     earlier = sharding.export_entries(train(table, 0))
     table = train(table, 0)
@@ -226,7 +226,7 @@ def test_an_increment_is_whole_where_the_low_word_of_the_clock_began_anew():
 def test_of_entries_with_one_key_and_one_score_the_last_counts():
     ids = np.array([5, 6], np.int32)
     tables = [
-        hkv.insert_or_assign(hkv.create(128, 1), ids, jnp.full((2, 1), value))[0]
+        hkv.insert_or_assign(hkv.create(128, 1), ids, jnp.full((2, 1), value, jnp.float32))[0]
         for value in (1.0, 2.0)
     ]
     joined = sharding.join_entries([sharding.export_entries(table) for table in tables])
@@ -263,7 +263,7 @@ def test_a_table_of_two_candidates_comes_back_whole(has_equal_scores):
     count = 15_680 if has_equal_scores else 14_700
     table, ids = hkv.create(16_384, DIM, **options), np.arange(count, dtype=np.int32)
     for own in np.split(ids, 98):
-        rows = jnp.zeros((len(own), DIM))
+        rows = jnp.zeros((len(own), DIM), jnp.float32)
         scores = np.full_like(own, 1) if has_equal_scores else own + np.int32(1)
         table, _ = hkv.insert_or_assign(table, own, rows, scores=scores)
     exported = sharding.export_entries(table)
@@ -303,7 +303,7 @@ def trained(batches, **options):
     table = ADAM.init(hkv.create(options.pop("capacity", 128), DIM, **options))
     for ids in batches:
         table, result = hkv.find_or_insert(table, np.asarray(ids, np.int32))
-        table = ADAM.update(table, result, jnp.ones(result.values.shape))
+        table = ADAM.update(table, result, jnp.ones(result.values.shape, jnp.float32))
     return table
 
 
@@ -362,7 +362,7 @@ def test_rows_of_another_optimizer_are_refused_by_their_names():
 def test_rows_of_an_optimizer_that_means_the_same_come_under_other_names():
     """As the error says: what optax began a native optimizer goes on with, its count cast."""
     optax_adam, native = hkv.optim.sparse(optax.adam(0.1)), hkv.optim.adam(0.1)
-    ids, gradients = np.arange(20, dtype=np.int32), jnp.ones((20, DIM))
+    ids, gradients = np.arange(20, dtype=np.int32), jnp.ones((20, DIM), jnp.float32)
 
     def step(opt, table):
         table, result = hkv.find_or_insert(table, ids)

@@ -504,10 +504,10 @@ def test_replicas_and_what_the_host_holds_go_from_two_devices_to_four(monkeypatc
 def test_states_that_do_not_fit_are_told_apart_before_anything_moves():
     two = Placement(mesh_of(2))
     make = functools.partial(hkv.create, 128, 4)
-    state = {"table": make(), "bias": jnp.ones(3)}
+    state, few = {"table": make(), "bias": jnp.ones(3, "float32")}, jnp.ones(2, "float32")
     for fresh, options, kind, message in (
         ({"table": make()}, {}, ValueError, r"missing: \['bias'\], unknown: \[\]"),
-        (state | {"bias": jnp.ones(2)}, {}, ValueError, r"at bias, float32\[3\], got float32\[2\]"),
+        (state | {"bias": few}, {}, ValueError, r"at bias, float32\[3\], got float32\[2\]"),
         (state | {"bias": make()}, {}, ValueError, r"at bias, float32\[3\], got a table"),
         (state | {"table": hkv.create(128, 5)}, {}, ValueError, "same dim, dtype and optimizer"),
         (state, {"replicas": "words"}, TypeError, "replicas must be True or False, or a function"),

@@ -336,7 +336,7 @@ def test_keys_on_a_device_that_does_not_own_them_are_counted(mode, rng):
     foreign = int((own != np.repeat(np.arange(4), 128)).sum())
     insert = placement.step(
         lambda table, keys: (
-            hkv.insert_or_assign(table, keys, jnp.ones((*keys.shape, 4)))[0],
+            hkv.insert_or_assign(table, keys, jnp.ones((*keys.shape, 4), jnp.float32))[0],
             None,
         )
     )
@@ -476,6 +476,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_what_is_wrong_with_a_placement_is_named(name, mode):
+    if name.endswith("JAX would cut") and jax.config.jax_enable_x64:
+        pytest.skip("with 64-bit numbers JAX cuts none")
     call, kind, message = WRONG[name]
     placement = Placement(mesh_of(4), mode=mode)
     with pytest.raises(kind, match=message):
