@@ -49,7 +49,7 @@ def tiered_learner(
     def admit(table: hkv.Table, inputs: Inputs) -> Any:
         valid = jnp.broadcast_to(inputs.valid[:, None], inputs.keys.shape)
         table, found = hkv.find_or_insert(table, inputs.keys, valid=valid, return_evicted=True)
-        is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+        is_new = hkv.is_new(found.status)
         return table, (found.keys, is_new, found.evicted), found.counts
 
     @partial(jax.jit, donate_argnums=0)

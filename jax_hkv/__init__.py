@@ -10,7 +10,7 @@ from jax_hkv._growth import grow
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
-from jax_hkv.index import Policy, Status
+from jax_hkv.index import Policy, Status, is_new
 from jax_hkv.operations import (
     ROWS_NAME,
     accum_or_assign,
@@ -50,6 +50,7 @@ from jax_hkv.whole_table import (
     resize,
     size,
     size_if,
+    zero_empty_rows,
 )
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ __all__ = [
     "initializers",
     "insert_and_evict",
     "insert_or_assign",
+    "is_new",
     "less",
     "less_equal",
     "load_factor",
@@ -119,6 +121,7 @@ __all__ = [
     "size_if",
     "testing",
     "unique",
+    "zero_empty_rows",
 ]
 
 # Most need a package that jax_hkv itself does not; `launch` is a program, too.

@@ -97,12 +97,30 @@ def as_mask(
     """A mask of the given shape, or None."""
     if mask is None:
         return None
-    array = replicated(jnp.asarray(mask))
+    try:
+        array = replicated(jnp.asarray(mask))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{call}: {argument} must be bool{list(shape)} like the keys, got "
+            f"{type(mask).__name__} ({error})"
+        ) from None
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
             f"{array.dtype}{list(array.shape)}: give one of that shape, cast with .astype(bool)"
         )
+    return array
+
+
+def as_flags(call: str, argument: str, flags: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
+    """A mask of the given shape that must be given."""
+    if flags is None:
+        raise TypeError(
+            f"{call}: {argument} must be bool{list(shape)} like the keys, got None: give what "
+            "jax_hkv.contains says, say"
+        )
+    array = as_mask(call, argument, flags, shape)
+    assert array is not None
     return array
 
 
@@ -114,6 +132,11 @@ def flat_batch(given: Any, mask: jax.Array | None) -> tuple[Keys, Bool[Array, " 
 def flat_mask(mask: jax.Array | None, shape: tuple[int, ...]) -> Bool[Array, " n"]:
     """A mask of the given shape as a flat one; None is all True."""
     return jnp.ones(math.prod(shape), jnp.bool_) if mask is None else mask.reshape(-1)
+
+
+def as_flat_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) -> Bool[Array, " n"]:
+    """A checked mask of the given shape as a flat one; None is all True."""
+    return flat_mask(as_mask(call, argument, mask, shape), shape)
 
 
 def as_flag(call: str, argument: str, flag: Any) -> Bool[Array, ""] | None:

@@ -26,6 +26,7 @@ from jax_hkv.table import (
     check_one_device,
     check_table,
     forms_of,
+    no_counts,
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
@@ -401,7 +402,7 @@ def import_entries(
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
             check_fits(part, exported)
-        total = Counts(*(jnp.int32(0) for _ in Counts._fields))
+        total = no_counts()
         filled = []
         devices = 1 if placement is None or replicas else placement.devices
         numbers = [0] if placement is None else placement.local_parts
@@ -549,7 +550,7 @@ def _room(entries: int) -> int:
 def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
     (device,) = table.values.devices()
     size = min(most_at_once(table, _CHUNK), _room(len(exported.keys)))
-    total = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    total = no_counts()
     for start in range(0, len(exported.keys), size):
         keys, scores, values, optimizer = jax.tree.map(
             lambda leaf, start=start: _padded(leaf[start : start + size], size),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
 
 from jax_hkv import _checks, _ffi
@@ -51,7 +52,7 @@ class Exchange:
       strict: whether more keys than there is room for are an error. Otherwise they cost a second
         round, slower and with room for all.
       deduplicate: whether equal keys are merged before they are sent. Those with counts of their
-        own (`scores` under LFU and EPOCH_LFU) never are.
+        own (`scores` under LFU and EPOCH_LFU) and those of `accum_or_assign` never are.
       partial: whether owners of pooled features return a sum for each bag, not a row for each key;
         None: where that moves fewer bytes.
       ragged: whether rows travel by ``jax.lax.ragged_all_to_all``, which XLA has for GPUs only, and
@@ -166,6 +167,46 @@ def owners(keys: Any, devices: int) -> Int32[Array, "*batch"]:
         owner = owner + places // jnp.int32(count) * jnp.int32(inner)
         inner *= _DIGIT
     return owner.reshape(given.shape)
+
+
+def distinct_in(keys: Any, valid: Any = None) -> float:
+    """The distinct keys of a batch by its positions: what `distinct` of an :class:`Exchange` wants.
+
+    Measure it on some batches of one device, and take the highest.
+
+    Args:
+      keys: of one device's batch, of any shape, with known values.
+      valid: ``bool`` of their shape, False for padding; None: all are valid.
+
+    Example:
+      >>> distinct_in(np.array([7, 7, 7, 8], np.int32))
+      0.5
+    """
+    words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
+    mask = np.asarray(_checks.as_flat_mask("sharding.distinct_in", "valid", valid, keys.shape))
+    return max(1, len(np.unique(words[mask], axis=0))) / max(1, len(words))
+
+
+def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
+    """The positions of a batch that go to the busiest owner, by their mean over owners.
+
+    Where equal keys are not merged (pooled features whose owners return sums,
+    `accum_or_assign`), the `slack` of an :class:`Exchange` wants it; measure it on some batches of
+    one device, and take the highest.
+
+    Args:
+      keys: of one device's batch, of any shape, with known values.
+      devices: that the table is spread over.
+      valid: ``bool`` of their shape, False for padding; None: all are valid.
+
+    Example:
+      >>> skew_in(np.array([7, 7, 7, 7], np.int32), 4)
+      4.0
+    """
+    owner = np.asarray(owners(keys, devices)).reshape(-1)
+    mask = np.asarray(_checks.as_flat_mask("sharding.skew_in", "valid", valid, keys.shape))
+    counts = np.bincount(owner[mask], minlength=devices)
+    return float(max(1, counts.max()) / max(1.0, counts.mean()))
 
 
 # --- Plans ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_mask
 from jax_hkv._keys import Keys, check_fixed
-from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status
+from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status, is_new
 from jax_hkv.table import (
     Bags,
     Counts,
@@ -54,11 +54,6 @@ def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
         (0,),
     )
     return Counts(groups.count[0], hits, inserted, evicted, refused)
-
-
-def is_new(status: jax.Array) -> jax.Array:
-    """Which keys were inserted, into a free lane or in place of another."""
-    return (status == Status.INSERTED) | (status == Status.EVICTED)
 
 
 def upsert(
@@ -282,6 +277,58 @@ def assign(
     if values is not None:
         table = scatter_values(table, upserted.unique_slots, groups.last, values)
     return table, write_result(groups, upserted)
+
+
+def accum_or_assign(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array | None,
+    scores: Keys | None,
+    values: jax.Array,
+    believed: jax.Array,
+    *,
+    is_ticked: bool = False,
+) -> tuple[Table, WriteResult]:
+    """Adds to the rows of a flat batch, or inserts them, where it is believed so rightly."""
+    index, slots = _index.find(table.index, keys, valid)
+    table = dataclasses.replace(table, index=index)
+    effective = believed == (slots >= 0)
+    effective = effective if valid is None else effective & valid
+    groups = _index.unique(keys, effective)
+    table, upserted, _ = upsert(table, groups, scores, False, pinned=slots, is_ticked=is_ticked)
+    table = scatter_values(table, upserted.new_slots, groups.last, values)
+    clock, summed = _rows.add(
+        table.index.clock,
+        table.values,
+        jnp.where(upserted.new_slots >= 0, NO_SLOT, upserted.unique_slots),
+        _index.combine(groups, _index.Terms(values)),
+        name=table.name,
+    )
+    table = dataclasses.replace(with_clock(table, clock), values=summed)
+    result = write_result(groups, upserted)
+    return table, result._replace(
+        slots=jnp.where(effective, result.slots, slots),
+        status=jnp.where(effective, result.status, found_or_missing(slots)),
+    )
+
+
+def found_or_missing(slots: jax.Array) -> jax.Array:
+    """The statuses of keys that were looked up."""
+    return jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
+
+
+def touch(
+    table: Table,
+    keys: Keys,
+    valid: jax.Array | None,
+    scores: Keys | None = None,
+    *,
+    is_ticked: bool = False,
+) -> tuple[Table, jax.Array]:
+    """Scores the keys of a flat batch that are present as if they came again; and their slots."""
+    groups = _index.unique(keys, valid)
+    index, upserted = _index.upsert(table.index, groups, scores, admit=False, is_ticked=is_ticked)
+    return dataclasses.replace(table, index=index), upserted.slots
 
 
 def erase(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_hkv import _checks, _updates, pooled
+from jax_hkv import _checks, _inserts, _updates, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import agreed, vary
@@ -37,13 +37,13 @@ from jax_hkv._exchange import (
     plan_of,
     spread,
 )
-from jax_hkv._inserts import insert_result, insert_rows, is_new
+from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
-from jax_hkv.index import NO_SLOT, Groups, Status
+from jax_hkv.index import NO_SLOT, Groups, Status, is_new
 from jax_hkv.operations import ROWS_NAME
-from jax_hkv.table import Bags, Counts, Entries, InsertResult, Table, gather_values
+from jax_hkv.table import Bags, Counts, Entries, InsertResult, Table, gather_values, no_counts
 
 State = TypeVar("State")
 
@@ -118,6 +118,13 @@ class ShardedRows(NamedTuple):
     overflow: Int32[Array, ""]
 
 
+class ShardedFound(NamedTuple):
+    """What `contains` over several devices returns; `overflow` is as in :class:`ShardedRows`."""
+
+    found: Bool[Array, "*batch"]
+    overflow: Int32[Array, ""]
+
+
 class _Task(NamedTuple):
     """What is asked of a lookup.
 
@@ -127,6 +134,8 @@ class _Task(NamedTuple):
       bags: of its positions, or None.
       owners_pool: whether owners return sums for the bags.
       train: whether absent keys are inserted.
+      touches: whether the others are scored, if none is inserted.
+      reads: whether rows are wanted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       evicted: whether the evicted entries are wanted.
       measure: what else to count of the distinct keys.
@@ -137,6 +146,8 @@ class _Task(NamedTuple):
     bags: Bags | None
     owners_pool: bool
     train: bool
+    touches: bool
+    reads: bool
     initial: bool
     evicted: bool
     measure: Measure | None
@@ -164,6 +175,8 @@ def look_up(
     pools: bool,
     is_weighted: bool = False,
     train: bool,
+    touches: bool = False,
+    reads: bool = True,
     initial: bool,
     scores: Keys | None = None,
     evicted: bool = False,
@@ -178,6 +191,8 @@ def look_up(
       pools: whether the rows of each bag are combined.
       is_weighted: whether the weights of bags may be differentiated.
       train: whether absent keys are inserted.
+      touches: whether the others are scored, if none is inserted.
+      reads: whether rows are wanted; without them they have no elements.
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
       evicted: whether the evicted entries are wanted.
@@ -187,7 +202,7 @@ def look_up(
     positions = batch.keys.shape[0]
     valid = _checks.flat_mask(batch.valid, (positions,))
     plan = plan_of(exchange, positions, merges=merges)
-    if exchange.replicas and not train:
+    if exchange.replicas and not (train or touches):
         plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
     bags = batch.bags if pools else None
     owners_pool = pools and not plan.hops
@@ -195,7 +210,8 @@ def look_up(
         summed = _summed(exchange, table, plan, bags, is_weighted)
         owners_pool, plan = summed is not plan, summed
     items = Items(batch.keys, valid, None if scores is None else scores.words)
-    if plan.merges and plan.hops and train and _counts_occurrences(table):
+    is_counted = table.policy.counts if touches else train and _counts_occurrences(table)
+    if plan.merges and plan.hops and is_counted:
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
     if owners_pool and plan.hops and bags is not None:
         items = items._replace(bags=bags.sources, weights=bags.weights)
@@ -203,7 +219,10 @@ def look_up(
     # JAX does not differentiate loops backward: what weights are multiplied with leaves them first.
     pools_later = pools and not owners_pool and is_weighted and _may_repeat(plan, exchange)
     own_bags = None if pools_later else bags
-    task = _Task(exchange, items, own_bags, owners_pool, train, initial, evicted, measure)
+    task = _Task(
+        *(exchange, items, own_bags, owners_pool, train, touches, reads),
+        *(initial, evicted, measure),
+    )
     table, seen, route = in_rounds(
         exchange, plan, table, items, partial(_round, task), task.bag_count
     )
@@ -401,18 +420,22 @@ def _round(
             is_ticked=is_ticked,
         )
         slots = inserted.upserted.slots
+    elif task.touches:
+        counts = scores_of(table, arrived)
+        table, slots = _inserts.touch(table, keys, valid, counts, is_ticked=is_ticked)
     else:
         index, slots = _index.find(table.index, keys, valid)
         table = dataclasses.replace(table, index=index)
     bags = task.bags if task.owners_pool else None
     if bags is not None and plan.hops:
         bags = _arrived_bags(plan, arrived, task.bag_count)
-    table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags)
+    if task.reads:
+        table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags)
+    else:
+        values = rows = jnp.zeros((task.items.valid.shape[0], 0), table.dtype)
     if inserted is None:
-        status = jnp.where(slots >= 0, jnp.int32(Status.FOUND), jnp.int32(Status.MISSING))
-        zero = jnp.int32(0)
-        seen = _Seen(values, home_status(plan, legs, status), Counts(*[zero] * 5), {}, None)
-        return table, seen, None
+        status = home_status(plan, legs, found_or_missing(slots))
+        return table, _Seen(values, status, no_counts(), {}, None), None
     result = insert_result(rows, keys, inserted, bags)
     by_table = {} if task.measure is None else task.measure(result)
     status = home_status(plan, legs, result.status)

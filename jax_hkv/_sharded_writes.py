@@ -60,6 +60,7 @@ def write(
     values: Any = None,
     counts_occurrences: bool = False,
     as_given: bool = False,
+    merges: bool = True,
 ) -> tuple[Table, ShardedWrite]:
     """Has the owners of keys do something to them; inside shard_map or pmap.
 
@@ -73,9 +74,10 @@ def write(
       values: arrays with a row for each key, or None; of equal keys the last counts.
       counts_occurrences: whether the table's policy may ask how often each key occurs.
       as_given: whether scores are written as they are, of equal keys the last, under any policy.
+      merges: whether equal keys may be merged before they are sent.
     """
     positions = keys.shape[0]
-    merges = _sharded.may_merge(exchange, table, None if as_given else scores)
+    merges = merges and _sharded.may_merge(exchange, table, None if as_given else scores)
     plan = plan_of(exchange, positions, merges=merges)
     items = Items(
         keys, _checks.flat_mask(valid, (positions,)), None if scores is None else scores.words

@@ -49,6 +49,29 @@ class Status(enum.IntEnum):
     REFUSED = 4
 
 
+def is_new(status: Int32[Array, "*batch"]) -> Bool[Array, "*batch"]:
+    """Which positions have inserted their keys: into free lanes, or in place of other entries.
+
+    Of several occurrences of a new key that is the first.
+
+    Args:
+      status: of a result, of any shape.
+
+    Raises:
+      TypeError: if it is no array of integers.
+
+    Example:
+      >>> is_new(jnp.array([Status.FOUND, Status.INSERTED, Status.EVICTED])).tolist()
+      [False, True, True]
+    """
+    if not jnp.issubdtype(getattr(status, "dtype", None) or bool, jnp.integer):
+        raise TypeError(
+            "is_new: status must be an array of integers, as `status` of results is, got "
+            f"{type(status).__name__}: give result.status"
+        )
+    return (status == Status.INSERTED) | (status == Status.EVICTED)
+
+
 @_trees.register
 @dataclasses.dataclass(frozen=True)
 class Index:

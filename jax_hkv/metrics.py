@@ -20,6 +20,7 @@ from jax_hkv.table import (
     check_one_device,
     check_table,
     is_one_result,
+    no_counts,
 )
 from jax_hkv.whole_table import load_factor
 
@@ -81,7 +82,7 @@ def of(
                 "metrics.of: result must be what find_or_insert or a write returned (or a sequence "
                 f"of such), got {type(each).__name__}"
             )
-    totals = Counts(*(jnp.int32(0) for _ in Counts._fields))
+    totals = no_counts()
     for each in results:  # a scan may have stacked them
         totals = jax.tree.map(lambda total, own: total + total_of(own), totals, each.counts)
     return Metrics(

@@ -19,9 +19,9 @@ from jax_hkv import _checks, _inserts
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
-from jax_hkv._inserts import insert_result, insert_rows, meant_entries, upsert, write_result
+from jax_hkv._inserts import insert_result, insert_rows, meant_entries
 from jax_hkv._keys import Keys, check_fixed, check_keys, keys_of
-from jax_hkv.index import NO_SLOT, Status
+from jax_hkv.index import NO_SLOT
 from jax_hkv.table import (
     Entries,
     EraseResult,
@@ -32,7 +32,6 @@ from jax_hkv.table import (
     check_one_device,
     gather_values,
     jitted,
-    scatter_values,
     with_clock,
 )
 
@@ -96,13 +95,14 @@ def find(
     Example:
       >>> import numpy as np
       >>> import jax_hkv as hkv
-      >>> table = hkv.create(128, dim=2)
-      >>> table, _ = hkv.insert_or_assign(table, np.array([5], np.int32), jnp.ones((1, 2)))
+      >>> ids, rows = np.array([5], np.int32), np.ones((1, 2), np.float32)
+      >>> table, _ = hkv.insert_or_assign(hkv.create(128, dim=2), ids, rows)
       >>> _, result = hkv.find(table, np.array([5, 6], np.int32), fill=-1.0)
       >>> result.values.tolist()
       [[1.0, 1.0], [-1.0, -1.0]]
     """
-    given, mask = _batch("find", table, keys, valid, merges=bool(touch))
+    touches = _checks.as_bool("find", "touch", touch)
+    given, mask = _batch("find", table, keys, valid, merges=touches)
     if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
         raise ValueError(
             f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
@@ -110,7 +110,7 @@ def find(
             "other)"
         )
     number = None if isinstance(fill, str) else _bits_of("find", fill)
-    if touch:
+    if touches:
         _checks.check_scores("find with touch=True", table.policy, None)
         return _find_and_touch(table, given, mask, fill=number)
     clock, result = _find(table, given, mask, fill=number)
@@ -147,12 +147,10 @@ def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None
 @jitted("fill")
 def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
-    groups = _index.unique(keys, valid)
-    index, upserted = _index.upsert(table.index, groups, None, admit=False)
-    table = dataclasses.replace(table, index=index)
+    table, slots = _inserts.touch(table, keys, valid)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    table, values = gather_values(table, upserted.slots, fill=_as_number(fill), initial=initial)
-    return table, _found(given, values, upserted.slots)
+    table, values = gather_values(table, slots, fill=_as_number(fill), initial=initial)
+    return table, _found(given, values, slots)
 
 
 def _found(given: _Given, values: jax.Array, slots: jax.Array) -> FindResult:
@@ -416,11 +414,7 @@ def accum_or_assign(
     given, mask = _batch(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = _as_rows(call, values, table, given)
-    if exists is None:
-        raise TypeError(
-            f"{call}: exists must be a bool array of shape {list(given.shape)}, got None"
-        )
-    believed = _checks.as_mask(call, "exists", exists, given.shape)
+    believed = _checks.as_flags(call, "exists", exists, given.shape)
     return _accum_or_assign(table, given, mask, pairs, rows, believed)
 
 
@@ -433,29 +427,9 @@ def _accum_or_assign(
     values: jax.Array,
     believed: jax.Array,
 ) -> Any:
-    keys, valid = _checks.flat_batch(given, valid)
-    values, believed = values.reshape(-1, table.dim), believed.reshape(-1)
-    index, slots = _index.find(table.index, keys, valid)
-    table = dataclasses.replace(table, index=index)
-    effective = believed == (slots >= 0)
-    effective = effective if valid is None else effective & valid
-    groups = _index.unique(keys, effective)
-    table, upserted, _ = upsert(table, groups, scores, False, pinned=slots)
-    table = scatter_values(table, upserted.new_slots, groups.last, values)
-    clock, summed = _rows.add(
-        table.index.clock,
-        table.values,
-        jnp.where(upserted.new_slots >= 0, NO_SLOT, upserted.unique_slots),
-        _index.combine(groups, _index.Terms(values)),
-        name=table.name,
-    )
-    table = dataclasses.replace(with_clock(table, clock), values=summed)
-    result = write_result(groups, upserted)
-    read_status = jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
-    result = result._replace(
-        slots=jnp.where(effective, result.slots, slots),
-        status=jnp.where(effective, result.status, read_status),
-    )
+    batch = _checks.flat_batch(given, valid)
+    rows = values.reshape(-1, table.dim)
+    table, result = _inserts.accum_or_assign(table, *batch, scores, rows, believed.reshape(-1))
     return table, _shaped(result, given.shape)
 
 

@@ -42,17 +42,17 @@ from jax_hkv._entries import (
     load_entries,
     save_entries,
 )
-from jax_hkv._exchange import Exchange, as_exchange, owners
+from jax_hkv._exchange import Exchange, as_exchange, distinct_in, owners, skew_in
 from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._placement import Mode, Placement, concatenate
 from jax_hkv._processes import synchronized
 from jax_hkv._resharding import reshard
-from jax_hkv._sharded import ShardedResult, ShardedRows
+from jax_hkv._sharded import ShardedFound, ShardedResult, ShardedRows
 from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
 from jax_hkv.index import Status
-from jax_hkv.table import Bags, Counts, Entries, Table, WriteResult, check_one_device
+from jax_hkv.table import Bags, Entries, Table, WriteResult, check_one_device, no_counts
 
 __all__ = [
     "Collective",
@@ -62,13 +62,16 @@ __all__ = [
     "Mode",
     "Placement",
     "ShardedEntries",
+    "ShardedFound",
     "ShardedResult",
     "ShardedRows",
     "ShardedWrite",
     "Traffic",
+    "accum_or_assign",
     "assign",
     "check_overflow",
     "concatenate",
+    "contains",
     "digest",
     "distinct_in",
     "erase",
@@ -92,50 +95,6 @@ __all__ = [
     "traffic",
     "update",
 ]
-
-
-def distinct_in(keys: Any, valid: Any = None) -> float:
-    """The distinct keys of a batch by its positions: what `distinct` of an :class:`Exchange` wants.
-
-    Measure it on some batches of one device, and take the highest.
-
-    Args:
-      keys: of one device's batch, of any shape, with known values.
-      valid: ``bool`` of their shape, False for padding; None: all are valid.
-
-    Example:
-      >>> distinct_in(np.array([7, 7, 7, 8], np.int32))
-      0.5
-    """
-    words = np.asarray(as_keys("sharding.distinct_in", "keys", keys).reshape(-1).words)
-    mask = np.asarray(_mask("sharding.distinct_in", keys.shape, valid))
-    return max(1, len(np.unique(words[mask], axis=0))) / max(1, len(words))
-
-
-def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
-    """The positions of a batch that go to the busiest owner, by their mean over owners.
-
-    Where equal keys are not merged (pooled features whose owners return sums), the `slack` of an
-    :class:`Exchange` wants it; measure it on some batches of one device, and take the highest.
-
-    Args:
-      keys: of one device's batch, of any shape, with known values.
-      devices: that the table is spread over.
-      valid: ``bool`` of their shape, False for padding; None: all are valid.
-
-    Example:
-      >>> skew_in(np.array([7, 7, 7, 7], np.int32), 4)
-      4.0
-    """
-    owner = np.asarray(owners(keys, devices)).reshape(-1)
-    mask = np.asarray(_mask("sharding.skew_in", keys.shape, valid))
-    counts = np.bincount(owner[mask], minlength=devices)
-    return float(max(1, counts.max()) / max(1.0, counts.mean()))
-
-
-def _mask(call: str, shape: tuple[int, ...], valid: Any) -> Bool[Array, " n"]:
-    """A checked mask of keys, flat; None is all True."""
-    return _checks.flat_mask(_checks.as_mask(call, "valid", valid, shape), shape)
 
 
 def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:
@@ -177,7 +136,7 @@ def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None)
     """Raises if keys of a strict exchange found no room; outside ``jit``.
 
     Args:
-      overflow: of a :class:`ShardedResult` or :class:`ShardedWrite`: how many keys did.
+      overflow: of the result of an operation of this module: how many keys did.
       where: the table, for the error.
       outputs: of the step, for the error: the state that was given may have been used up.
 
@@ -215,7 +174,7 @@ def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
-    mask = _mask(call, given.shape, valid)
+    mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
     none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
     return given, Bagged(given.reshape(-1), mask, none)
 
@@ -226,6 +185,7 @@ def find(
     *,
     axis_name: str | tuple[str, ...] | Exchange,
     valid: Any = None,
+    touch: bool = False,
     fill: float | str = 0.0,
 ) -> tuple[Table, ShardedRows]:
     """As :func:`jax_hkv.find`, of a table over the devices of an axis; inside shard_map or pmap.
@@ -235,21 +195,54 @@ def find(
       keys: of this device's batch, of any shape; all devices give equally many.
       axis_name: of the mesh axis, or an :class:`Exchange`.
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
+      touch: whether hits are scored as if they had been inserted again (this changes the table).
       fill: the row of absent keys: 0, or "initial" for the row that a key starts with. The default
         is 0.0 here, and "initial" in :func:`find_pooled`.
 
     Returns:
       The table, and rows with `found` and `overflow`.
+
+    Raises:
+      TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM.
     """
     call = "sharding.find"
     initial = pooled.is_initial(call, fill)
+    touches = _checks.as_bool(call, "touch", touch)
     exchange = _exchange(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
+    if touches:
+        _checks.check_scores(f"{call} with touch=True", table.policy, None)
     table, result = _sharded.look_up(
-        exchange, table, flat, pools=False, train=False, initial=initial
+        exchange, table, flat, pools=False, train=False, touches=touches, initial=initial
     )
     values = result.values.reshape(*given.shape, table.dim)
     return table, ShardedRows(values, _has_row(result).reshape(given.shape), result.overflow)
+
+
+def contains(
+    table: Table, keys: Any, *, axis_name: str | tuple[str, ...] | Exchange, valid: Any = None
+) -> tuple[Table, ShardedFound]:
+    """As :func:`jax_hkv.contains`, of a table over devices; inside shard_map or pmap.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+
+    Returns:
+      The table, and whether this device's keys are present, with whoever owns them.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    call = "sharding.contains"
+    exchange = _exchange(call, table, axis_name)
+    given, flat = _flat(call, keys, valid)
+    table, result = _sharded.look_up(
+        exchange, table, flat, pools=False, train=False, reads=False, initial=False
+    )
+    return table, ShardedFound(_has_row(result).reshape(given.shape), result.overflow)
 
 
 def _has_row(result: ShardedResult) -> Bool[Array, "*batch"]:
@@ -346,6 +339,56 @@ def insert_or_assign(
     rows = rows.reshape(-1, table.dim)
     table, result = _sharded_writes.write(
         exchange, table, *batch, act, scores=pairs, values=rows, counts_occurrences=True
+    )
+    return table, _write_of(result, given)
+
+
+def accum_or_assign(
+    table: Table,
+    keys: Any,
+    values: Float[Array, "*batch dim"],
+    exists: Bool[Array, "*batch"],
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    scores: Any = None,
+    valid: Any = None,
+) -> tuple[Table, ShardedWrite]:
+    """As :func:`jax_hkv.accum_or_assign`, of a table over devices; inside shard_map or pmap.
+
+    Equal keys are not merged before they are sent: the deltas of a key are summed by its owner, one
+    device's after the other's. So `distinct` of the exchange does not count, and batches that
+    repeat some keys often overflow it, unless its `slack` is what :func:`skew_in` says.
+
+    Args:
+      table: this device's part.
+      keys: of this device's batch, of any shape; all devices give equally many.
+      values: deltas where `exists`, rows elsewhere, ``[*keys.shape, dim]``, of the table's type.
+      exists: ``bool`` of the keys' shape; see :func:`jax_hkv.accum_or_assign`.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+      scores: see :func:`jax_hkv.find_or_insert`.
+      valid: ``bool`` of the keys' shape; False masks a position.
+
+    Returns:
+      The table, and a :class:`ShardedWrite`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    call = "sharding.accum_or_assign"
+    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    pairs = _checks.as_scores(call, table.policy, scores, given.shape)
+    rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+    believed = _checks.as_flags(call, "exists", exists, given.shape)
+
+    def act(table: Table, keys: Keys, valid: Any, scores: Any, sent: Any, is_ticked: bool) -> Any:
+        rows, believed = sent
+        return _inserts.accum_or_assign(
+            table, keys, valid, scores, rows, believed[:, 0] != 0, is_ticked=is_ticked
+        )
+
+    sent = rows.reshape(-1, table.dim), believed.reshape(-1, 1).astype(jnp.int32)
+    table, result = _sharded_writes.write(
+        exchange, table, *batch, act, scores=pairs, values=sent, merges=False
     )
     return table, _write_of(result, given)
 
@@ -463,8 +506,8 @@ def export_keys(
 
     def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
         table, entries, slots = _inserts.export_keys(table, keys, valid)
-        status = jnp.where(slots >= 0, Status.FOUND, Status.MISSING).astype(jnp.int32)
-        return table, WriteResult(slots, status, Counts(*[jnp.int32(0)] * 5), entries)
+        status = _inserts.found_or_missing(slots)
+        return table, WriteResult(slots, status, no_counts(), entries)
 
     table, read = _sharded_writes.write(exchange, table, *batch, act)
     assert read.evicted is not None
@@ -510,7 +553,11 @@ def _to_write(
     exchange = _exchange(call, table, axis_name)
     given = as_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
-    return exchange, given, (given.reshape(-1), _mask(call, given.shape, valid))
+    return (
+        exchange,
+        given,
+        (given.reshape(-1), _checks.as_flat_mask(call, "valid", valid, given.shape)),
+    )
 
 
 def _write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:

@@ -157,6 +157,11 @@ class Counts(NamedTuple):
     refused: Int32[Array, ""]
 
 
+def no_counts() -> Counts:
+    """The counts of an empty batch."""
+    return Counts(*(jnp.int32(0) for _ in Counts._fields))
+
+
 class Entries(NamedTuple):
     """Entries that left a table or were read from it; compact, zero behind `count`.
 

@@ -27,6 +27,8 @@ from jax_hkv.table import (
     entries_at,
     gather_values,
     jitted,
+    scatter_optimizer,
+    scatter_values,
 )
 
 # Slots read at a time by operations that go over the whole table: some megabytes of rows.
@@ -132,6 +134,49 @@ def _expire(table: Table, epochs: jax.Array) -> Any:
         return (scores.high < now) & (now - scores.high > epochs)
 
     return _erase_matching(table, is_old)
+
+
+def zero_empty_rows(table: Table) -> Table:
+    """Writes zeros over rows and optimizer rows of slots without an entry.
+
+    Removing an entry leaves its row where it was, in memory and in checkpoints of the whole table,
+    until another one takes its place. After this no bit of such rows is left, and every operation
+    does what it would have done. (The sketch of :func:`jax_hkv.admission.frequency` still counts
+    sightings of removed keys, by their hashes.) Each part of a table over devices is one: call it
+    inside ``Placement.step``. Jit it with the table donated, or it copies the table.
+
+    Args:
+      table: to change.
+
+    Raises:
+      TypeError: if it is not the table of one device, or its part.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5], np.int32))
+      >>> table, _ = hkv.erase(table, np.array([5], np.int32))
+      >>> bool(table.values.any()), bool(zero_empty_rows(table).values.any())
+      (True, False)
+    """
+    check_one_device("zero_empty_rows", table)
+    return _zero_empty_rows(table)
+
+
+@jitted()
+def _zero_empty_rows(table: Table) -> Table:
+    fresh = table.optimizer.fresh if table.optimizer else {}
+    zero, zeros = jax.tree.map(jnp.zeros_like, (table.values[:1], fresh))
+
+    def body(table: Table, offset: jax.Array, nothing: jax.Array) -> tuple[Table, jax.Array]:
+        index, *_, is_occupied = _index.read(table.index, offset, _chunk(table))
+        places = _rows.positions(_chunk(table))
+        is_empty = ~is_occupied & (places < table.capacity - offset)
+        slots = jnp.where(is_empty, offset + places, NO_SLOT)
+        table = scatter_values(dataclasses.replace(table, index=index), slots, None, zero)
+        return scatter_optimizer(table, slots, None, zeros), nothing
+
+    return _over_chunks(table, body)[0]
 
 
 def resize(table: Table, capacity: int) -> tuple[Table, Counts]:

@@ -144,6 +144,7 @@ def programs():
     expiring = make(policy=hkv.Policy.EPOCH_LRU)
     yield "expire", hkv.expire, (expiring, jax.ShapeDtypeStruct((), jnp.uint32))
     yield "resize", lambda table: hkv.resize(table, 2 * table.capacity), (with_optimizer(),)
+    yield "zero_empty_rows", hkv.zero_empty_rows, (with_optimizer(),)
     yield "halve_sightings", hkv.halve_sightings, (make(admission=hkv.admission.frequency(3)),)
     yield "export_batch", lambda table, at: hkv.export_batch(table, at, 500), (make(), offset)
     yield (
@@ -265,6 +266,7 @@ def sharded_programs(mesh):
 EXCHANGE_BATCH, EXCHANGE_DISTINCT = 4096, 0.5
 WRITES = 0  # in place of a hotness: rows are written, and keys removed
 TIERS = -1  # likewise: a small table stands before a large one
+DELTAS = -2  # likewise: deltas are added, hits are scored, and keys are asked for
 
 
 def exchange_programs(described):
@@ -286,6 +288,7 @@ def exchange_programs(described):
     yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
     yield "writing_exchange_step", flat, Exchange("device", **options), WRITES
     yield "tiers_exchange_step", flat, Exchange("device", **options), TIERS
+    yield "deltas_exchange_step", flat, Exchange("device", **options), DELTAS
 
 
 def exchange_report(mesh, exchange, hotness) -> dict:
@@ -309,8 +312,7 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         cache, found = hkv.sharding.find_or_insert(
             cache, keys, axis_name=exchange, return_evicted=True
         )
-        status = found.status
-        is_new = (status == hkv.Status.INSERTED) | (status == hkv.Status.EVICTED)
+        is_new = hkv.is_new(found.status)
         store, back = hkv.sharding.export_keys(store, keys, valid=is_new, axis_name=exchange)
         store, kept = hkv.import_batch(store, found.evicted)
         cache, _ = hkv.import_batch(cache, back.entries)
@@ -325,6 +327,16 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         checksum = jax.lax.psum(jnp.sum(result.evicted.values), exchange.axes)
         return table, (checksum, result.counts, erased.counts)
 
+    def deltas_step(table, words, rows):
+        keys = hkv.Keys(words)
+        table, known = hkv.sharding.contains(table, keys, axis_name=exchange)
+        table, read = hkv.sharding.find(table, keys, touch=True, axis_name=exchange)
+        table, written = hkv.sharding.accum_or_assign(
+            table, keys, rows, known.found, axis_name=exchange
+        )
+        checksum = jax.lax.psum(jnp.sum(read.values), exchange.axes)
+        return hkv.zero_empty_rows(table), (checksum, written.counts)
+
     def step(table, words, gradients):
         table, result = lookup(table, hkv.Keys(words), axis_name=exchange)
         table = hkv.sharding.update(optimizer, table, result, gradients)
@@ -337,9 +349,10 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
-    function = {WRITES: writing_step, TIERS: tiers_step}.get(hotness, step)
+    function = {WRITES: writing_step, TIERS: tiers_step, DELTAS: deltas_step}.get(hotness, step)
     if hotness == TIERS:
         own = (own, shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(4 * CAPACITY, DIM)))))
+    if hotness in (TIERS, DELTAS):
         hotness = None
     positions = (EXCHANGE_BATCH // hotness, hotness) if hotness else (EXCHANGE_BATCH,)
     words = jax.ShapeDtypeStruct((*positions, 2), jnp.uint32)

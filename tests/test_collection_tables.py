@@ -176,7 +176,7 @@ def test_small_tables_before_large_ones_train_as_the_large_ones(fuse, rng):
         for name, (keys, valid) in small.keys(inputs).items():
             cache, store = tables[name], stores[name]
             cache, found = hkv.find_or_insert(cache, keys, valid=valid, return_evicted=True)
-            is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+            is_new = hkv.is_new(found.status)
             store, back = hkv.export_keys(store, keys, valid=is_new)
             stores[name], kept = hkv.import_batch(store, found.evicted)
             tables[name], _ = hkv.import_batch(cache, back)

@@ -36,7 +36,7 @@ def test_a_nan_is_reported_by_the_operation_that_returns_it(platform, is_jitted)
         return hkv.find(table, ids)[1].values
 
     find = jax.jit(found_rows) if is_jitted else found_rows
-    rows = jnp.full((3, DIM), jnp.nan)
+    rows = jnp.full((3, DIM), jnp.nan, jnp.float32)
     table, _ = hkv.insert_or_assign(hkv.create(128, DIM), IDS[:3], rows)
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match="nan"):
@@ -45,7 +45,7 @@ def test_a_nan_is_reported_by_the_operation_that_returns_it(platform, is_jitted)
 
 
 def test_an_infinity_is_reported_where_it_is_looked_for():
-    rows = jnp.full((3, DIM), jnp.inf)
+    rows = jnp.full((3, DIM), jnp.inf, jnp.float32)
     table, _ = hkv.insert_or_assign(hkv.create(128, DIM), IDS[:3], rows)
     with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
         hkv.find(table, IDS[:3])
@@ -112,7 +112,9 @@ def trained():
     for _ in range(2):
         state, info = step(state, ids)
     rows = jnp.ones((3, 2, DIM), jnp.bfloat16)
-    pooled = jax.grad(lambda weights: hkv.pool(rows, weights=weights).sum())(jnp.ones((3, 2)))
+    pooled = jax.grad(lambda weights: hkv.pool(rows, weights=weights).sum())(
+        jnp.ones((3, 2), jnp.float32)
+    )
     sparse = hkv.optim.sparse(optax.sgd(0.125, momentum=0.5))
     table, result = table_of(opt=sparse, choices=2, dtype=jnp.bfloat16)
     return state, info, state.apply(ids), pooled, sparse.update(table, result, ONES)
@@ -195,6 +197,26 @@ ERRORS = {
         lambda: hkv.find(TABLE, IDS, fill=True),
         ValueError,
         'find: fill must be a number of Python or "initial", got True',
+    ),
+    "a touch that is a text": (
+        lambda: hkv.find(TABLE, IDS, touch="no"),
+        TypeError,
+        "find: touch must be True or False, got str 'no'",
+    ),
+    "a result for its status": (
+        lambda: hkv.is_new(RESULT),
+        TypeError,
+        "is_new: status must be an array .* got InsertResult: give result.status",
+    ),
+    "a list of statuses": (
+        lambda: hkv.is_new([2, 3]),
+        TypeError,
+        "is_new: status must be an array .* got list",
+    ),
+    "a belief that is no array": (
+        lambda: hkv.accum_or_assign(TABLE, IDS, RESULT.values, object()),
+        TypeError,
+        r"accum_or_assign: exists must be bool\[\d+\] like the keys, got object",
     ),
     "embeddings that are integers": (
         lambda: hkv.nnx.Embed(128, DIM, dtype=jnp.int32)(IDS),

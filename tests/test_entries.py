@@ -101,7 +101,7 @@ def test_what_import_evicts_and_refuses_is_told():
 def second_tier(cache, store, ids):
     """Ids get a place in the cache; what had to go is in the store, what was there is back."""
     cache, found = hkv.find_or_insert(cache, ids, return_evicted=True)
-    is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+    is_new = hkv.is_new(found.status)
     store, back = hkv.export_keys(store, ids, valid=is_new)
     store, kept = hkv.import_batch(store, found.evicted)
     cache, _ = hkv.import_batch(cache, back)

@@ -283,7 +283,7 @@ def test_optimizers_agree_with_optax_in_double_precision(name, kind, count_per_r
         keys[:10] = rng.integers(0, 5, 10)
         table, result = lookup(table, hkv.Keys.from_numpy(keys))
         evictions += int(result.counts.evicted)
-        new = np.isin(np.asarray(result.status), [hkv.Status.INSERTED, hkv.Status.EVICTED])
+        new = np.asarray(hkv.is_new(result.status))
         dense.admit(keys[new])
         if step % 7 == 3:
             continue

@@ -60,6 +60,7 @@ EXCHANGES = [
     "two_rounds_exchange_step",
     "writing_exchange_step",
     "tiers_exchange_step",
+    "deltas_exchange_step",
 ]
 # Of XLA's own, copies included: the flags that say what was found, or the counts; in steps dense
 # layers too.
@@ -73,6 +74,7 @@ LOOPS = [
     "erase_if",
     "expire",
     "resize",
+    "zero_empty_rows",
     "size_if",
     "misplaced",
 ]
@@ -262,6 +264,14 @@ def test_rows_that_are_written_on_gpus_go_to_their_owners_alone(compiled):
     keys, rows, *_ = exchanged(("device",), room(KEYS / 8), 8)
     removed, *_ = exchanged(("device",), room(8 * gpu_programs.EXCHANGE_DISTINCT / 8), 8)
     assert moved(compiled, "writing_exchange_step") == sorted([keys, rows, removed])
+
+
+def test_deltas_on_gpus_are_sent_for_every_position_and_presence_without_rows(compiled):
+    """A question moves statuses, a lookup of the same keys rows, and XLA sends those keys once."""
+    keys, rows, _, statuses = exchanged(("device",), room(KEYS / 8), 8)
+    every = exchanged(("device",), room(gpu_programs.EXCHANGE_BATCH / 8), 8)
+    expected = [keys, statuses, rows, every[0], every[1], every[3]]  # a word for each belief
+    assert moved(compiled, "deltas_exchange_step") == sorted(expected)
 
 
 def test_a_second_round_on_gpus_stands_apart(compiled):

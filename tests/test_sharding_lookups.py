@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from functools import partial
 from itertools import product
 
@@ -30,9 +31,10 @@ from oracle import U64_MAX
 from oracle_sharding import owner_of
 
 import jax_hkv as hkv
-from jax_hkv import _compat, sharding
+from jax_hkv import _compat, operations, sharding
 from jax_hkv.sharding import Exchange, Placement
 
+CUSTOM = hkv.Policy.CUSTOM
 AXES = ("node", "device")
 ROOMY = 8192
 FOUR = Case(shape=(4,), capacity=ROOMY // 4, options=(("choices", 2),))
@@ -173,18 +175,80 @@ def test_reading_finds_what_one_table_finds_and_inserts_nothing(mode, fill, rng)
         args = {"axis_name": case.exchange, "valid": batch.valid, "fill": fill}
         table, rows = sharding.find(table, batch.keys, **args)
         _, bags = sharding.find_pooled(table, batch.keys, **args)
-        return rows.values, rows.found, bags.values, bags.found
+        _, touched = sharding.find(table, batch.keys, touch=True, **args)
+        del args["fill"]
+        _, present = sharding.contains(table, batch.keys, **args)
+        return rows.values, rows.found, bags.values, bags.found, *touched[:2], present.found
 
     outputs = many.placement.run(read)(many.table, many.placement.put(asked))
     if mode == "pmap":
         outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
-    values, found, pooled, pooled_found = outputs
+    values, found, pooled, pooled_found, *again, present = outputs
     _, rows = hkv.find(one.table, asked.keys, valid=asked.valid, fill=fill)
     _, bags = hkv.find_pooled(one.table, asked.keys, valid=asked.valid, fill=fill)
     assert_same_bits((values, found, pooled_found), (rows.values, rows.found, bags.found))
+    assert_same_bits((again, present), ([rows.values, rows.found], rows.found))
     np.testing.assert_allclose(pooled, bags.values, atol=NEAR)
     assert 0 < int(found.sum()) < found.size
     assert_same_bits(many.parts, before)
+
+
+def test_whether_keys_are_present_comes_without_rows():
+    """Keys, statuses and the overflow move, and no owner reads a row."""
+    placement = FOUR.placement
+    table, keys = placement.create(FOUR.table), placement.put(hkv.Keys.from_numpy(np.arange(400)))
+    about_rows = {}
+    for call in (sharding.contains, sharding.find):
+        step = placement.step(partial(call, axis_name="device"))
+        compiled = step.lower(table, keys).compile()
+        moved = sharding.traffic(compiled, placement.mesh).collectives
+        rows_of_table = f"f32[{table.capacity // 4},{DIM}]"
+        reads = [
+            line
+            for line in compiled.as_text().splitlines()
+            if "jax_hkv.gather_rows" in line and rows_of_table in line
+        ]
+        assert moved
+        about_rows[call.__name__] = (any("f32" in one.operands for one in moved), len(reads))
+    assert about_rows == {"contains": (False, 0), "find": (True, 2)}  # in either round
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_hits_are_scored_with_their_occurrences_where_the_policy_counts(counts):
+    """An admission rule that counts does not ask: nothing is admitted."""
+    policy = hkv.Policy.LFU if counts else hkv.Policy.LRU
+    rule = hkv.admission.frequency(3)
+    case = dataclasses.replace(FOUR, options=(("policy", policy), ("admission", rule)))
+    step = case.placement.step(partial(sharding.find, axis_name=case.exchange, touch=True))
+    keys = case.placement.put(hkv.Keys.from_numpy(np.arange(400)))
+    compiled = step.lower(case.placement.create(case.table), keys).compile()
+    moved = [one.operands for one in sharding.traffic(compiled, case.mesh).collectives]
+    keys_of = [operands for operands in moved if operands.startswith("u32")]
+    words = 3 if counts else 2
+    assert len(keys_of) == 2 and all(f",{words}]" in operands for operands in keys_of)
+
+
+# What acts on a table of any number of devices as it is, or has another name there.
+LOCAL = {
+    "clear": "a part by itself",
+    "initial_rows": "what is static of a table",
+    "insert_and_evict": "insert_or_assign(return_evicted=True)",
+}
+
+
+def test_every_operation_on_keys_has_its_twin_over_devices():
+    own = {
+        name
+        for name, call in vars(operations).items()
+        if getattr(call, "__module__", "") == operations.__name__ and getattr(hkv, name, 0) is call
+    }
+    assert own - LOCAL.keys() <= set(sharding.__all__) and own >= LOCAL.keys()
+    for name in own - LOCAL.keys():
+        arguments = [
+            set(inspect.signature(getattr(module, name)).parameters) for module in (hkv, sharding)
+        ]
+        extra = {"find_or_insert": {"values"}}.get(name, set())  # rows that are offered
+        assert arguments[0] - arguments[1] == extra, name
 
 
 def test_a_batch_without_positions_is_refused_where_it_would_end_the_process(monkeypatch):
@@ -390,6 +454,16 @@ def test_arguments_of_lookups_are_checked_as_those_of_one_device():
             TypeError,
             r"sharding\.find: valid must be bool",
             lambda t: sharding.find(t, KEYS, valid=np.ones(3, bool), **axis),
+        ),
+        (
+            TypeError,
+            r"sharding\.find: touch must be True or False, got str 'yes'",
+            lambda t: sharding.find(t, KEYS, touch="yes", **axis),
+        ),
+        (
+            ValueError,
+            r"sharding\.find with touch=True: scores are needed under Policy\.CUSTOM.* to assign",
+            lambda t: sharding.find(hkv.create(128, 4, policy=CUSTOM), KEYS, touch=True, **axis),
         ),
         (
             ValueError,

@@ -14,6 +14,7 @@ from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
     ADAM,
     DIM,
+    Batch,
     Case,
     Many,
     assert_entries,
@@ -102,6 +103,24 @@ def operations(case, module, axis):
         none = hkv.Counts(*[jnp.int32(0)] * 5)
         return table, sharding.ShardedWrite(found.astype(jnp.int32), none, overflow, entries)
 
+    def contains(table, batch, values):
+        table, found = module.contains(table, batch.keys, valid=batch.valid, **axis)
+        return table, read(found)
+
+    def touch(table, batch, values):
+        table, found = module.find(table, batch.keys, valid=batch.valid, touch=True, **axis)
+        return table, read(found)
+
+    def read(result):
+        found, overflow = getattr(result, "found", result), getattr(result, "overflow", 0)
+        none = hkv.Counts(*[jnp.int32(0)] * 5)
+        return sharding.ShardedWrite(found.astype(jnp.int32), none, jnp.int32(overflow))
+
+    def accumulate(table, batch, values):
+        exists = values[:, 0] > -0.5  # mostly: half of the keys are there
+        more = {"valid": batch.valid, "scores": batch.scores}
+        return module.accum_or_assign(table, batch.keys, values, exists, **more, **axis)
+
     def give(table, batch, values):
         """Entries with the scores of their place, and optimizer rows."""
         numbers = jax.lax.iota(jnp.uint32, len(values)) % 7
@@ -119,9 +138,12 @@ def operations(case, module, axis):
         "look_up": look_up,
         "give": give,
         "export": export,
+        "contains": contains,
+        "accumulate": accumulate,
         "erase": erase,
     }
-    return by_name | ({"score": score} if scored else {})
+    own = {"score": score} if scored else {}
+    return by_name | own | ({} if case.table().policy is Policy.CUSTOM else {"touch": touch})
 
 
 def on_owners(case, tables, act, batch, values):
@@ -156,7 +178,7 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
     steps = {name: many.placement.step(partial(step, act)) for name, act in on_many.items()}
     ones = {name: jax.jit(act, donate_argnums=0) for name, act in on_one.items()}
     gone, overflow = 0, dict.fromkeys(on_many, 0)
-    for turn in range(20):
+    for turn in range(3 * len(on_many)):
         batch = zipf_batch(rng, (case.devices * 70,), scored=case.scored)
         values = rng.normal(size=(len(batch.keys), DIM)).astype(case.table().dtype)
         act = [*on_many][turn % len(on_many)]
@@ -176,8 +198,40 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
             gone += int(entries.count)
         overflow[act] += int(left_out)
     assert gone > 0
+    del overflow["accumulate"]  # whose keys are not merged, so that `distinct` does not count
     assert {own > 0 for own in overflow.values()} == {case.exchange.distinct < 1}
     assert_same_bits([each.index for each in parts], [each.index for each in tables])
+
+
+@pytest.mark.parametrize("case", [FOUR, LEVELS], ids=["one hop", "levels"])
+def test_deltas_for_one_owner_are_added_in_a_second_round(case, rng):
+    """As one sum for each key, in the order of the devices."""
+    case = of(case, capacity=1024)
+    keys = rng.integers(0, 2**63, 4000).astype(np.uint64)
+    keys = rng.choice(keys[owner_of(keys, 4) == 2][:60], 400)
+    values = rng.normal(size=(400, DIM)).astype(np.float32)
+    accumulate = operations(case, sharding, {"axis_name": case.exchange})["accumulate"]
+
+    def step(table, batch, values):
+        table, result = accumulate(table, batch, values)
+        return table, (everywhere(case, result.status), result.counts, result.overflow)
+
+    table, many = case.table(), case.placement.create(case.table)
+    compiled = case.placement.step(step)
+    on_one = jax.jit(operations(case, hkv, {})["accumulate"])
+    for exists in (False, True):
+        given = -np.abs(values) - 1 if not exists else np.abs(values)
+        batch = Batch(keys, None)
+        put = case.placement.put((on_device(batch), given))
+        many, (status, counts, overflow) = compiled(many, *put)
+        table, expected = on_one(table, on_device(batch), given)
+        assert int(overflow) > 0
+        np.testing.assert_array_equal(status, expected.status)
+        assert [int(n) for n in counts] == [int(n) for n in expected.counts]
+        assert int(counts.hits if exists else counts.inserted) == len(np.unique(keys))
+        parts = case.placement.shards(many)
+        assert_same_bits(parts[2].index, table.index)
+        assert_entries(parts, [table])
 
 
 def compact(entries):
@@ -205,10 +259,10 @@ def step_of(case, act):
     more = {"axis_name": case.exchange}
 
     def step(table, keys, values):
-        if act == "erase":
-            table, result = sharding.erase(table, keys, **more)
-        else:
-            table, result = getattr(sharding, act)(table, keys, values, **more)
+        rows = () if act == "erase" else (values,)
+        if act == "accum_or_assign":
+            rows += (jnp.zeros(keys.shape, bool),)
+        table, result = getattr(sharding, act)(table, keys, *rows, **more)
         return table, (everywhere(case, result.status), result.counts, result.overflow)
 
     return case.placement.step(step)
@@ -220,7 +274,7 @@ def given_to(case, keys, rng):
     return case.placement.put((hkv.Keys.from_numpy(keys), values))
 
 
-WRITES = ("insert_or_assign", "assign", "erase")
+WRITES = ("insert_or_assign", "accum_or_assign", "assign", "erase")
 
 
 @pytest.mark.parametrize("act", WRITES)
@@ -267,7 +321,10 @@ def test_a_strict_exchange_without_room_exports_nothing(rng):
         assert (int(overflow) > 0) == is_full
 
 
-@pytest.mark.parametrize("act", ["insert", "look_up", "assign", "give", "erase"])
+ACTS = ["insert", "look_up", "assign", "accumulate", "give", "erase", "touch", "contains"]
+
+
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("exchange", [{}, {"distinct": 0.02}], ids=["plain", "a second round"])
 def test_a_write_copies_no_part_of_the_table(act, exchange, rng):
     """With the entries that are evicted, where there are some."""
@@ -302,6 +359,8 @@ def test_an_empty_batch_ticks_the_clock(act, exchange):
 
     def step(table, keys, values):
         rows = (values,) if act.endswith("assign") else ()
+        if act == "accum_or_assign":
+            rows += (jnp.zeros(keys.shape, bool),)
         table, result = getattr(sharding, act)(table, keys, *rows, axis_name=case.exchange)
         return table, (result.counts, result.status)
 
@@ -487,7 +546,7 @@ def test_small_parts_before_large_ones_train_as_the_large_ones(name, choices, rn
     def second_tier(tiers, ids):
         cache, store = tiers
         cache, found = sharding.find_or_insert(cache, ids, return_evicted=True, **axis)
-        is_new = (found.status == hkv.Status.INSERTED) | (found.status == hkv.Status.EVICTED)
+        is_new = hkv.is_new(found.status)
         store, back = sharding.export_keys(store, ids, valid=is_new, **axis)
         store, kept = hkv.import_batch(store, found.evicted)
         cache, _ = hkv.import_batch(cache, back.entries)
@@ -589,6 +648,23 @@ WRONG = {
         lambda table: sharding.assign(table, IDS, scores=IDS, axis_name="device"),
         ValueError,
         r"sharding\.assign: scores are not accepted under Policy\.LRU",
+    ),
+    "no belief": (
+        lambda table: sharding.accum_or_assign(table, IDS, ROWS, None, axis_name="device"),
+        TypeError,
+        r"sharding\.accum_or_assign: exists must be bool\[3\] like the keys, got None: give",
+    ),
+    "a belief of another type": (
+        lambda table: sharding.accum_or_assign(table, IDS, ROWS, IDS, axis_name="device"),
+        TypeError,
+        r"sharding\.accum_or_assign: exists must be bool\[3\] like the keys, got int32\[3\]",
+    ),
+    "a belief in the form of another device's": (
+        lambda table: sharding.accum_or_assign(
+            table, IDS, ROWS, sharding.ShardedFound(IDS > 0, jnp.int32(0)), axis_name="device"
+        ),
+        TypeError,
+        r"sharding\.accum_or_assign: exists must be bool\[3\] like the keys, got ShardedFound",
     ),
     "a mask of another shape": (
         lambda table: sharding.erase(table, IDS, valid=jnp.ones(2, bool), axis_name="device"),
