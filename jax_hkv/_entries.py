@@ -17,6 +17,7 @@ from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
+from jax_hkv._namespaces import Namespace, from_array
 from jax_hkv._placement import Placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
@@ -51,6 +52,8 @@ class Exported(NamedTuple):
       epoch: the latest.
       counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
       policy: the :class:`jax_hkv.Policy` that the scores are of, as an integer.
+      namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
+        say whose it is, as text in ``uint8``. None: keys are ids.
     """
 
     keys: np.ndarray
@@ -62,6 +65,7 @@ class Exported(NamedTuple):
     epoch: int
     counters: np.ndarray | None
     policy: int
+    namespace: np.ndarray | None = None
 
 
 def export_entries(
@@ -183,7 +187,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
         f"{forms_of(part.values, part.optimizer, part.shared)}, sightings "
-        f"{getattr(part.counters, 'shape', None)} and scores of Policy.{Policy(part.policy).name}"
+        f"{getattr(part.counters, 'shape', None)}, scores of Policy.{Policy(part.policy).name} and "
+        f"{_keys_are(_namespace_of(part))}"
         for part in parts
     ]
     if len(set(kinds)) > 1:
@@ -200,6 +205,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         epoch=max(part.epoch for part in parts),
         counters=functools.reduce(np.maximum, counters) if counters else None,
         policy=latest.policy,
+        namespace=latest.namespace,
     )
 
 
@@ -240,6 +246,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
     arrays |= {"policy": np.uint64(exported.policy)}
+    if exported.namespace is not None:
+        arrays["namespace"] = exported.namespace
     unfinished = f"{os.fspath(path)}.writing"
     with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
         np.savez(file, **arrays)
@@ -274,6 +282,7 @@ def load_entries(path: Any) -> Exported:
             epoch=int(saved["epoch"]),
             counters=rows.get("counters"),
             policy=int(saved["policy"]),
+            namespace=saved.get("namespace"),
         )
 
 
@@ -287,7 +296,32 @@ def _exported(part: Table, min_score: int | None) -> Exported:
         epoch=_epoch(part),
         counters=None if counters is None else np.asarray(counters),
         policy=int(part.policy),
+        namespace=_text_of(part),
     )
+
+
+def _text_of(part: Table) -> np.ndarray | None:
+    namespace = part.index.namespace
+    return None if namespace is None else namespace.as_array()
+
+
+def _namespace_of(exported: Exported) -> Namespace | None:
+    return None if exported.namespace is None else from_array(exported.namespace)
+
+
+def is_of(exported: Exported, namespace: Namespace | None) -> bool:
+    """Whether keys mean in an export what they mean in a table of some namespace."""
+    given = _namespace_of(exported)
+    if namespace is None or given is None:
+        return namespace is given
+    return namespace.begins_with(given)
+
+
+def _keys_are(namespace: Namespace | None) -> str:
+    """What keys are, for errors."""
+    if namespace is None:
+        return "keys that are ids"
+    return f"keys of {list(namespace.tables)} told apart by {namespace.bits} bits"
 
 
 def without_entries(part: Table) -> Exported:
@@ -306,6 +340,7 @@ def without_entries(part: Table) -> Exported:
         epoch=0,
         counters=counters,
         policy=int(part.policy),
+        namespace=_text_of(part),
     )
 
 
@@ -480,8 +515,25 @@ def check_fits(table: Table, exported: Exported) -> None:
         raise ValueError(
             f"sharding.import_entries: exported must have scores of Policy.{own} like the table's, "
             f"got those of Policy.{given}, which mean something else: give each entry a score that "
-            "the table understands (under LRU a time, under LFU a count) by "
-            f"exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
+            "the table understands (under LRU a time up to the export's clock, under LFU a count) "
+            f"by exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
+        )
+    latest = int(exported.scores.max(initial=0))
+    if table.policy is Policy.LRU and latest > exported.clock:
+        raise ValueError(
+            "sharding.import_entries: exported must have scores up to its clock under Policy.LRU, "
+            f"where they are times, got a score of {latest} at clock {exported.clock}: entries of "
+            "a later time than the table's own stay as if they were always in use. Give entries "
+            "of another origin scores of 0, or the clock that they are of"
+        )
+    own, given = table.index.namespace, _namespace_of(exported)
+    if not is_of(exported, own):
+        raise ValueError(
+            f"sharding.import_entries: exported must have keys like the table's, {_keys_are(own)}, "
+            f"got {_keys_are(given)}: declare the same tables in the same order (others may stand "
+            "behind them) with the same table_bits, give what the group of the table makes of it, "
+            "group.take(exported, of=its_group), or, of keys by group.keys, "
+            "exported._replace(namespace=group.namespace.as_array())"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,34 @@ from jax_hkv._keys import Keys
 _WORD_BITS = 32
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
 _SPREAD_LOW, _SPREAD_HIGH = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+    """Whose ids the keys of a physical table are, and how many bits say whose."""
+
+    tables: tuple[str, ...]
+    bits: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.tables))  # of JSON
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits"
+
+    def begins_with(self, other: Namespace) -> bool:
+        """Whether the keys of the other one mean the same here: tables may stand behind its."""
+        return self.bits == other.bits and self.tables[: len(other.tables)] == other.tables
+
+    def as_array(self) -> np.ndarray:
+        """As checkpoints hold it: text in ``uint8``."""
+        return np.frombuffer(json.dumps([self.bits, *self.tables]).encode(), np.uint8)
+
+
+def from_array(text: np.ndarray) -> Namespace:
+    """What :meth:`Namespace.as_array` wrote."""
+    bits, *tables = json.loads(np.asarray(text).tobytes())
+    return Namespace(tuple(tables), bits)
 
 
 def in_namespace(keys: Keys, number: int, bits: int) -> Keys:

@@ -16,6 +16,7 @@ import jax.export
 
 from jax_hkv import admission, features, index, initializers, metrics, pooled, table
 from jax_hkv._keys import Keys
+from jax_hkv._namespaces import Namespace
 from jax_hkv.table import OptimizerRows
 
 _NODES = (Keys, admission.Admission, features.Jagged, features.Padded, index.Index, table.Table)
@@ -34,7 +35,7 @@ _RESULTS = (
 )
 _OF_FIELDS = {
     kind.__name__: kind
-    for kind in (admission.Frequency, admission.Probability, initializers.Initializer)
+    for kind in (admission.Frequency, admission.Probability, initializers.Initializer, Namespace)
 }
 
 

@@ -50,7 +50,7 @@ def register(kind: type[Node]) -> type[Node]:
         told = [
             f"{other.name}={_shown(getattr(node, other.name))}"
             for other in others
-            if other.metadata["told_by"] == field
+            if other.metadata["told_by"] == field and getattr(node, other.name) is not None
         ]
         return f"{field}({', '.join(told)})" if told else field
 

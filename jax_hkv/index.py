@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt8, UInt32
 
 from jax_hkv import _ffi, _trees, rows
 from jax_hkv._keys import Keys
+from jax_hkv._namespaces import Namespace
 from jax_hkv.initializers import Initializer
 
 LANES = 128
@@ -86,6 +87,7 @@ class Index:
       epoch: ``uint32[1]``.
       policy: static.
       choices: static, candidate buckets of a key.
+      namespace: static, whose ids the keys are, where their highest bits say that; None: ids.
       name: static, for error messages.
     """
 
@@ -97,6 +99,7 @@ class Index:
     epoch: UInt32[Array, 1]
     policy: Policy = _trees.static(told_by="scores")
     choices: int = _trees.static(told_by="keys")
+    namespace: Namespace | None = _trees.static(told_by="keys")
     name: str = _trees.static()
 
     @property
@@ -196,7 +199,9 @@ def _compared(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]
     return jnp.sum(numbers[:, None] == kind[None], axis=0, dtype=jnp.int32)
 
 
-def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
+def create(
+    buckets: int, policy: Policy, choices: int, name: str, namespace: Namespace | None = None
+) -> Index:
     """An empty index."""
     return Index(
         digests=rows.new(jnp.zeros((1, LANES), jnp.uint8), buckets),
@@ -207,6 +212,7 @@ def create(buckets: int, policy: Policy, choices: int, name: str) -> Index:
         epoch=jnp.zeros((1,), jnp.uint32),
         policy=policy,
         choices=choices,
+        namespace=namespace,
         name=name,
     )
 

@@ -360,8 +360,8 @@ class EmbedCollection(_Layer):
             getattr(self, owner.attribute).set_value(tables[group.name])
 
     def _owners(self) -> Iterator[Owner]:
-        for number, group in enumerate(self.collection.groups):
-            yield Owner(f"table_{number}", group.name, group.optimizer)
+        for group in self.collection.groups:
+            yield Owner(f"table_{group.name}", group.name, group.optimizer)
 
 
 def _numbered(module: nnx.Module, pattern: str, attribute: str) -> Iterator[tuple[str, Any]]:

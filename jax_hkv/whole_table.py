@@ -241,7 +241,8 @@ def _resize(table: Table, buckets: int) -> Any:
 def _emptied(table: Table, buckets: int) -> Table:
     """A table of another number of buckets without entries, else as this one is."""
     clock, epoch = table.index.clock, table.index.epoch
-    index = _index.create(buckets, table.policy, table.choices, table.name)
+    settings = table.policy, table.choices, table.name, table.index.namespace
+    index = _index.create(buckets, *settings)
     first = jnp.zeros((1, table.dim), table.dtype), table.optimizer.fresh if table.optimizer else {}
     values, rows = jax.tree.map(lambda row: _rows.new(row, buckets * LANES), first)
     index, values, rows = jax.tree.map(

@@ -261,7 +261,7 @@ def test_tables_of_an_nnx_layer_are_changed_by_name(rng):
     np.testing.assert_array_equal(found["user"], rows["users"])
     with pytest.raises(ValueError, match=re.escape("EmbedCollection.set_tables: tables must be")):
         layer.set_tables({"users": layer.tables["words"]})
-    assert isinstance(layer.table_0, nnx.Variable)
+    assert isinstance(getattr(layer, "table_users+items"), nnx.Variable)
 
 
 WRONG = {

@@ -93,6 +93,7 @@ def test_the_code_in_the_guide_runs():
         "keys": np.array([1, 2, 3], np.int32),
         "more": np.array([3, 4], np.int32),
         "rows": np.ones((2, 4), np.float32),
+        "item_ids": np.array([5, 2**60]),
         "item_rows": np.ones((2, 64), np.float32),
         "gradients": np.ones((3, 4), np.float32),
     }

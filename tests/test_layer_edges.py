@@ -586,8 +586,8 @@ def test_a_table_that_does_not_fit_an_nnx_layer_is_refused():
     with pytest.raises(TypeError, match=r"Embed: table .*\.set_value\(table\)"):
         model(IDS)
     features = hkv.nnx.EmbedCollection(collection("a"))
-    features.table_0.set_value(hkv.create(128, DIM + 1))
-    with pytest.raises(ValueError, match=rf"EmbedCollection: table_0 .* {DIM} .*dim {DIM + 1}"):
+    features.table_a.set_value(hkv.create(128, DIM + 1))
+    with pytest.raises(ValueError, match=rf"EmbedCollection: table_a .* {DIM} .*dim {DIM + 1}"):
         features({"f_a": IDS})
 
 
@@ -666,9 +666,9 @@ def test_tables_that_have_trained_can_be_frozen(api):
         state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection("a")), frozen)
         hkv.nnx.train_step(lambda m, x: m({"f_a": x}, train=True)["f_a"].sum())(state, IDS)
         state.map_tables(drop)
-        before = state.model.table_0.get_value()
+        before = state.model.table_a.get_value()
         step = hkv.nnx.train_step(lambda m, x: m({"f_a": x})["f_a"].sum(), donate=False)
-        info, now = step(state, IDS), state.model.table_0.get_value()
+        info, now = step(state, IDS), state.model.table_a.get_value()
     else:
         state = hkv.nnx.TrainState(NnxModel(), frozen)
         hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum())(state, IDS)

@@ -97,7 +97,9 @@ class Nnx:
     @property
     def table(self):
         embed = self.state.model.embed
-        return (embed.table_0 if hasattr(embed, "table_0") else embed.table).get_value()
+        if isinstance(embed, hkv.nnx.EmbedCollection):
+            return next(iter(embed.tables.values()))
+        return embed.table.get_value()
 
     def step(self, *batch):
         return self._step(self.state, *batch)

@@ -88,7 +88,7 @@ class Nnx:
 
     @property
     def table(self):
-        return self.state.model.embed.table_0.get_value()
+        return next(iter(self.state.model.embed.tables.values()))
 
     @property
     def dense(self):

@@ -560,6 +560,9 @@ def test_scores_of_another_policy_are_refused_unless_they_are_made_its_own(tmp_p
     with pytest.raises(ValueError, match=message):
         sharding.import_entries(None, hkv.create(128, 2), exported)
     times = exported._replace(scores=exported.scores + np.uint64(100), policy=int(hkv.Policy.LRU))
+    with pytest.raises(ValueError, match=r"up to its clock.* a score of 102 at clock 1: .* of 0"):
+        sharding.import_entries(None, hkv.create(128, 2), times)
+    times = times._replace(clock=102)
     other, counts = sharding.import_entries(None, hkv.create(128, 2), times)
     assert int(counts.inserted) == 2
     assert sorted(sharding.export_entries(other).scores.tolist()) == [101, 102]

@@ -1,0 +1,275 @@
+"""What a collection is made of: tables, features, and tables that are one physical table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jax_hkv import initializers
+from jax_hkv._checks import as_integer
+from jax_hkv._entries import Exported, is_of
+from jax_hkv._exchange import as_exchange
+from jax_hkv._keys import Keys, as_keys
+from jax_hkv._namespaces import Namespace, NumberOf, in_namespace, outside_namespace
+from jax_hkv._sharded import ShardedResult
+from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
+from jax_hkv.optim import check_optimizer
+from jax_hkv.table import Counts, InsertResult, Settings, Table, create
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """A table of a collection.
+
+    Attributes:
+      name: of the table, for features, errors and metrics.
+      capacity: entries that it adds to its physical table.
+      dim: elements of a row.
+      dtype: of the rows.
+      policy: which entries a full table evicts.
+      choices: candidate buckets of an id, 1 or 2.
+      init: first rows, from ``jax_hkv.initializers``.
+      seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, key) alone, so
+        tables that are not fused (see :class:`Collection`; fused ones have different keys) begin
+        with equal rows for equal ids unless their seeds differ.
+      optimizer: whose rows the table carries; None for a table that is never trained. Give tables
+        that shall be one physical table one object: see :class:`Collection`.
+      admission: which new ids get a row, from ``jax_hkv.admission``.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    dtype: Any = jnp.float32
+    policy: Policy = Policy.LRU
+    choices: int = 1
+    init: initializers.Initializer | None = None
+    seed: int = 0
+    optimizer: Any = None
+    admission: Any = None
+
+    def __post_init__(self) -> None:
+        call = f"TableConfig {self.name!r}"
+        if not isinstance(self.name, str):
+            raise TypeError(f"{call}: name must be a str, got {type(self.name).__name__}")
+        # Of all devices together; how many one can have is known where it is created.
+        capacity = as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
+        given = Settings(
+            self.dim, self.dtype, self.policy, self.choices, self.init, self.seed, self.admission
+        )
+        checked = given.checked(call)
+        for name, value in (checked._asdict() | {"capacity": capacity}).items():
+            object.__setattr__(self, name, value)
+        check_optimizer(call, self.optimizer)
+        if self.policy is Policy.CUSTOM:
+            raise ValueError(
+                f"{call}: policy CUSTOM needs scores, which features do not "
+                "have: use a layer of its own (Embed, with scores=), or another policy"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature of a collection.
+
+    Attributes:
+      name: of the feature.
+      table: the name of its table; features may share one.
+      combiner: of the rows of one example: "sum", "mean" or "sqrtn"; None: every id's row.
+    """
+
+    name: str
+    table: str
+    combiner: str | None = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tables that are one physical table.
+
+    Attributes:
+      name: of the physical table.
+      tables: that it holds, in the order of their numbers in the keys.
+      features: that are looked up in it.
+      bits: the highest bits of a key, which hold the number of the table.
+    """
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    features: tuple[Feature, ...]
+    bits: int
+
+    @property
+    def optimizer(self) -> Any:
+        """Of all its tables."""
+        return self.tables[0].optimizer
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Of the keys; None: they are the ids of its only table."""
+        names = tuple(config.name for config in self.tables)
+        return Namespace(names, self.bits) if self.bits else None
+
+    def number(self, table: str) -> int:
+        """Of one of the tables."""
+        names = [config.name for config in self.tables]
+        if table not in names:
+            raise ValueError(f"Group {self.name!r}: table must be one of {names}, got {table!r}")
+        return names.index(table)
+
+    def keys(self, table: str, ids: Any) -> Keys:
+        """The keys that ids of one of the tables have in the physical table.
+
+        All operations on that take them: a warm start is ``jax_hkv.insert_or_assign`` with them.
+
+        Args:
+          table: by its name.
+          ids: Keys or integers, of any shape.
+
+        Example:
+          >>> import jax_hkv
+          >>> collection = jax_hkv.Collection(
+          ...     [TableConfig("users", 128, 2), TableConfig("items", 128, 2)],
+          ...     [Feature("user", "users"), Feature("item", "items")])
+          >>> tables, group = collection.create(), collection.group_of("items")
+          >>> keys = group.keys("items", np.array([5], np.int32))
+          >>> tables[group.name], _ = jax_hkv.insert_or_assign(
+          ...     tables[group.name], keys, jnp.ones((1, 2), jnp.float32))
+        """
+        keys = as_keys("Group.keys", "ids", ids)
+        return in_namespace(keys, self.number(table), self.bits)
+
+    def ids(self, table: str, keys: Any) -> tuple[Keys, Bool[Array, "*shape"]]:
+        """The ids of one of the tables that keys of the physical table stand for: of an export.
+
+        Args:
+          table: by its name.
+          keys: of the physical table, of any shape.
+
+        Returns:
+          The ids, and which of the keys are of the table; the ids of others have no meaning. Ids
+          that were folded (see :class:`Collection`) are not to be had back: they come out as what
+          they were folded to, and :meth:`keys` maps that to the same key.
+        """
+        number = self.number(table)
+        keys = as_keys("Group.ids", "keys", keys)
+        return outside_namespace(keys, self.bits), NumberOf(self.bits)(keys) == number
+
+    def take(self, exported: Exported, of: Group) -> Exported:
+        """Those entries of another group's table that are of this group's tables, with its keys.
+
+        So a collection that serves some of the tables, or has others beside them, takes what was
+        trained: :func:`jax_hkv.sharding.import_entries` puts it into this group's table.
+
+        Args:
+          exported: of the other group's table.
+          of: the other group, whose keys have as many bits for the table's number: ids that were
+            folded for another number of bits are not to be had back.
+
+        Raises:
+          ValueError: if the export is of another group, or if bits differ.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> tables = [TableConfig("users", 128, 2), TableConfig("items", 128, 2)]
+          >>> features = [Feature("user", "users"), Feature("item", "items")]
+          >>> trained = hkv.Collection(tables, features).group_of("items")
+          >>> table, _ = hkv.find_or_insert(
+          ...     trained.create(), trained.keys("items", np.array([5, 6], np.int32)))
+          >>> serving = hkv.Collection(tables[1:], features[1:], table_bits=1).group_of("items")
+          >>> entries = serving.take(hkv.sharding.export_entries(table), of=trained)
+          >>> served, _ = hkv.sharding.import_entries(None, serving.create(), entries)
+          >>> hkv.contains(served, serving.keys("items", np.array([5], np.int32)))[1].tolist()
+          [True]
+        """
+        call = f"Group {self.name!r}.take"
+        if not is_of(exported, of.namespace):
+            raise ValueError(
+                f"{call}: exported must be of the physical table of `of`, {of.name!r}, got keys "
+                "that are told apart in another way: give the group whose table was exported"
+            )
+        if of.bits != self.bits:
+            raise ValueError(
+                f"{call}: of must be a group whose keys have {self.bits} bits for the number of "
+                f"their table, got one of {of.bits}: make this collection with table_bits={of.bits}"
+            )
+        keys = Keys.from_numpy(exported.keys)
+        names = {config.name for config in of.tables}
+        positions, words = [], []
+        for config in self.tables:
+            if config.name not in names:
+                continue
+            ids, is_own = of.ids(config.name, keys)
+            own = np.flatnonzero(is_own)
+            positions.append(own)
+            words.append(self.keys(config.name, ids).to_numpy().astype(np.uint64)[own])
+        kept = np.concatenate([*positions, np.zeros(0, np.int64)])
+        namespace = self.namespace
+        return exported._replace(
+            keys=np.concatenate([*words, np.zeros(0, np.uint64)]),
+            scores=exported.scores[kept],
+            values=exported.values[kept],
+            optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
+            counters=exported.counters if of.tables == self.tables else None,
+            namespace=None if namespace is None else namespace.as_array(),
+        )
+
+    def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
+        """What became of the distinct ids of each table.
+
+        Here `evicted` is how many entries a table's ids displaced, of whatever table of the group.
+        """
+        if isinstance(result, ShardedResult):
+            return result.by_table
+        if len(self.tables) == 1:
+            return {self.tables[0].name: result.counts}
+        groups = result.groups
+        status = take(result.status.reshape(-1), groups.first)
+        number = NumberOf(self.bits)(Keys(groups.keys))
+        kinds = len(Status)
+        size = len(self.tables) * kinds
+        code = jnp.where(all_of(groups), number * kinds + status, size)
+        counted = tally(code, size)
+        return {
+            config.name: Counts(
+                unique=_sum_of(own, *Status),
+                hits=_sum_of(own, Status.FOUND),
+                inserted=_sum_of(own, Status.INSERTED, Status.EVICTED),
+                evicted=_sum_of(own, Status.EVICTED),
+                refused=_sum_of(own, Status.REFUSED),
+            )
+            for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
+        }
+
+    def create(self, axis_name: Any = None) -> Table:
+        """The physical table, empty; this device's part of it where an axis name is given."""
+        config = self.tables[0]
+        capacity = sum(config.capacity for config in self.tables)
+        exchange = as_exchange(axis_name)
+        try:
+            table = create(
+                capacity if exchange is None else exchange.local_capacity(capacity),
+                config.dim,
+                dtype=config.dtype,
+                policy=config.policy,
+                choices=config.choices,
+                init=config.init,
+                seed=config.seed,
+                name=self.name,
+                admission=config.admission,
+            )
+            index = dataclasses.replace(table.index, namespace=self.namespace)
+            table = dataclasses.replace(table, index=index)
+            return table if config.optimizer is None else config.optimizer.init(table)
+        except (TypeError, ValueError) as error:
+            names = [config.name for config in self.tables]
+            raise type(error)(f"Collection: tables {names}: {error}") from error
+
+
+def _sum_of(counted: Int32[Array, " kinds"], *kinds: Status) -> Int32[Array, ""]:
+    """Of some kinds. On a GPU one cut out of the array is a copy; all sums XLA makes together."""
+    return total_of(jnp.where(np.isin(np.arange(len(Status)), kinds), counted, 0))

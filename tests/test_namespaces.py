@@ -1,0 +1,218 @@
+"""Keys of fused tables: what was trained goes nowhere that reads them as other ids."""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from many_devices import assert_same_bits
+
+import jax_hkv as hkv
+import jax_hkv.linen
+import jax_hkv.nnx
+from jax_hkv import sharding
+
+DIM = 4
+ADAGRAD = hkv.optim.adagrad(0.1)
+NAMES = ("users", "items", "words")
+HASHES = np.array([5, 2**62 + 17, -3, 2**59, 7], np.int64)  # most are folded
+
+
+def collection_of(*names, **options):
+    return hkv.Collection(
+        [hkv.TableConfig(name, 512, DIM, optimizer=ADAGRAD) for name in names],
+        [hkv.Feature(f"f_{name}", name, None) for name in names],
+        **options,
+    )
+
+
+def inputs_of(names):
+    return {f"f_{name}": hkv.Keys.from_numpy(HASHES + n) for n, name in enumerate(names)}
+
+
+def trained(collection, names):
+    """The only physical table, with rows that differ from id to id and from table to table."""
+    tables, found = collection.lookup(collection.create(), inputs_of(names), train=True)
+    (group,) = collection.groups
+    result = found.results[group.name]
+    slopes = jnp.arange(result.values.size, dtype=jnp.float32).reshape(result.values.shape)
+    return ADAGRAD.update(tables[group.name], result, slopes)
+
+
+def rows_of(collection, table, names):
+    (group,) = collection.groups
+    _, found = collection.lookup({group.name: table}, inputs_of(names), fill=0.0, partial=True)
+    rows = collection.spread(found.rows, found.parts)
+    return {name: np.asarray(rows[name]) for name in inputs_of(names)}
+
+
+class Linen(linen.Module):
+    collection: hkv.Collection
+
+    @linen.compact
+    def __call__(self, inputs, *, train=False):
+        rows = hkv.linen.EmbedCollection(self.collection)(inputs, train=train)
+        return sum(jnp.sum(own) for own in rows.values())
+
+
+class Nnx(nnx.Module):
+    def __init__(self, collection):
+        self.embed = hkv.nnx.EmbedCollection(collection)
+
+
+def linen_state(collection):
+    inputs = inputs_of([config.name for config in collection.tables])
+    return hkv.linen.TrainState.create(
+        Linen(collection), jax.random.key(0), inputs, tx=optax.sgd(0.1)
+    )
+
+
+def nnx_state(collection):
+    return nnx.split(hkv.nnx.TrainState(Nnx(collection), optax.sgd(0.1)))[1]
+
+
+OTHERS = {
+    "another order": collection_of("items", "users"),
+    "more bits": collection_of("users", "items", table_bits=4),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("make", [linen_state, nnx_state])
+def test_a_checkpoint_is_not_restored_into_tables_of_other_keys(make, other, tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", make(collection_of("users", "items")))
+    like = make(OTHERS[other])
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="users"):
+        checkpointer.restore(tmp_path / "state", like)
+
+
+def test_tables_of_an_nnx_model_are_restored_by_their_names(tmp_path):
+    """Whatever their order: those that are not fused have equal shapes."""
+
+    def make(*names):
+        return hkv.nnx.TrainState(Nnx(collection_of(*names, fuse=False)), optax.sgd(0.1))
+
+    saved, empty = make("users", "items"), collection_of("items").create()
+    users = trained(collection_of("users"), ["users"])
+    saved.model.embed.set_tables({"users": users, **empty})
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.split(saved)[1])
+    graph, like = nnx.split(nnx.eval_shape(lambda: make("items", "users")))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "state", like))
+    assert_same_bits(restored.model.embed.tables, {"users": users, **empty})
+
+
+def test_the_bits_of_keys_stand_in_the_names_of_arrays():
+    def names(table):
+        leaves = jax.tree_util.tree_leaves_with_path(table)
+        return " ".join(jax.tree_util.keystr(path) for path, _ in leaves)
+
+    (fused,) = collection_of("users", "items", table_bits=3).create().values()
+    (alone,) = collection_of("users").create().values()
+    assert ".keys(choices=1, namespace=3 bits)" in names(fused)
+    assert ".keys(choices=1)" in names(alone) and names(alone) == names(
+        ADAGRAD.init(hkv.create(512, DIM))
+    )
+
+
+def test_flax_refuses_bytes_of_tables_of_other_bits():
+    (saved,) = collection_of("users", "items").create().values()
+    (like,) = collection_of("users", "items", table_bits=4).create().values()
+    text = flax.serialization.to_bytes(saved)
+    with pytest.raises(ValueError, match="namespace"):
+        flax.serialization.from_bytes(like, text)
+
+
+def test_entries_go_into_tables_that_have_their_keys(tmp_path):
+    """Through files and Orbax; with other tables behind, but in no other order."""
+    old, new = collection_of("users", "items", table_bits=2), collection_of(*NAMES, table_bits=2)
+    table = trained(old, NAMES[:2])
+    exported = sharding.export_entries(table)
+    sharding.save_entries(tmp_path / "entries", exported)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", exported)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = sharding.Exported(**checkpointer.restore(tmp_path / "orbax"))
+    expected = rows_of(old, table, NAMES[:2])
+    for given in (exported, sharding.load_entries(tmp_path / "entries"), restored):
+        assert_same_bits(given.namespace, exported.namespace)
+        for collection in (old, new):
+            (empty,) = collection.create().values()
+            moved, counts = sharding.import_entries(None, empty, given)
+            assert int(counts.inserted) == 2 * len(HASHES)
+            assert_same_bits(rows_of(collection, moved, NAMES[:2]), expected)
+    back = sharding.export_entries(moved)
+    (empty,) = old.create().values()
+    message = r"like the table's, keys of \['users', 'items'\] told apart by 2 bits, got keys of \["
+    with pytest.raises(ValueError, match=message):
+        sharding.import_entries(None, empty, back)
+    with pytest.raises(ValueError, match=r"join_entries: .*'words'\] told apart"):
+        sharding.join_entries([exported, back])
+
+
+WRONG = {
+    "another order": collection_of("items", "users"),
+    "more bits": collection_of("users", "items", table_bits=4),
+    "one of them": collection_of("items"),
+    "a table of that place": collection_of("items", table_bits=1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_entries_with_other_keys_are_refused(name):
+    exported = sharding.export_entries(trained(collection_of("users", "items"), NAMES[:2]))
+    (table,) = WRONG[name].create().values()
+    with pytest.raises(ValueError, match=r"import_entries: exported must have keys .*group\.take"):
+        sharding.import_entries(None, table, exported)
+    plain = sharding.export_entries(ADAGRAD.init(hkv.create(128, DIM)))
+    if name != "one of them":  # whose keys are ids
+        with pytest.raises(ValueError, match=r"got keys that are ids: .*namespace=group"):
+            sharding.import_entries(None, table, plain)
+
+
+@pytest.mark.parametrize("names", [("items",), ("words", "items"), ("users", "words"), NAMES])
+def test_a_group_takes_what_another_one_has_of_its_tables(names):
+    """Folded ids too, with the rows and optimizer rows that they had, and nothing of the others."""
+    whole, part = collection_of(*NAMES), collection_of(*names, table_bits=2)
+    table = trained(whole, NAMES)
+    exported = sharding.export_entries(table)
+    (source,), (group,) = whole.groups, part.groups
+    taken = group.take(exported, of=source)
+    assert len(taken.keys) == len(names) * len(HASHES)
+    moved, counts = sharding.import_entries(None, group.create(), taken)
+    assert int(counts.inserted) == len(taken.keys)
+    inputs = {
+        name: own for name, own in inputs_of(NAMES).items() if name.removeprefix("f_") in names
+    }
+    _, found = part.lookup({group.name: moved}, inputs, fill=0.0)
+    rows, expected = part.spread(found.rows, found.parts), rows_of(whole, table, NAMES)
+    for name in inputs:
+        assert_same_bits(np.asarray(rows[name]), expected[name])
+        assert expected[name].any()
+    sums = {tuple(row) for row in exported.optimizer["sum_of_squares"].tolist()}
+    assert {tuple(row) for row in taken.optimizer["sum_of_squares"].tolist()} <= sums
+    sizes = {name: int(size) for name, size in part.sizes({group.name: moved}).items()}
+    assert sizes == dict.fromkeys(names, len(HASHES))
+
+
+def test_what_a_group_cannot_take_is_named():
+    whole = collection_of("users", "items")
+    exported = sharding.export_entries(trained(whole, NAMES[:2]))
+    (source,), (other,) = whole.groups, collection_of("items", table_bits=4).groups
+    with pytest.raises(ValueError, match=r"Group 'items'.take: .* 4 bits .*table_bits=1"):
+        other.take(exported, of=source)
+    with pytest.raises(ValueError, match=r"take: exported must be of the physical table of `of`"):
+        source.take(exported, of=other)
+
+
+def test_a_resized_table_keeps_its_namespace():
+    (table,) = collection_of("users", "items").create().values()
+    wider, _ = hkv.resize(table, 4096)
+    assert wider.index.namespace == table.index.namespace is not None
