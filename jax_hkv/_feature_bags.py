@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import pooled
-from jax_hkv._checks import flat_mask
+from jax_hkv._checks import as_mask, flat_mask
 from jax_hkv._keys import as_keys
 from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
 from jax_hkv.table import Bags, jitted
@@ -73,24 +73,21 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
         if weights is not None:
             weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
         ids = ids.ids
-    if combiner is None:
-        return _single(call, ids, weights, valid)
-    if not isinstance(ids, Jagged):
-        ids = as_keys(call, "ids", ids)
-        if len(ids.shape) == 1:
-            ids = ids.reshape(*ids.shape, 1)
-            weights = None if weights is None else weights[..., None]
-            valid = None if valid is None else valid[..., None]
-    return as_bagged(call, ids, weights, valid)
-
-
-def _single(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
-    """Without a combiner every id is a bag of its own."""
     if isinstance(ids, Jagged):
-        raise TypeError(
-            f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or give "
-            "padded ids (jax_hkv.Padded)"
-        )
+        if combiner is None:
+            raise TypeError(
+                f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or "
+                "give padded ids (jax_hkv.Padded)"
+            )
+        return as_bagged(call, ids, weights, valid)
     keys = as_keys(call, "ids", ids)
-    own = [None if array is None else array[..., None] for array in (weights, valid)]
-    return as_bagged(call, keys.reshape(*keys.shape, 1), *own)
+    valid = as_mask(call, "valid", valid, keys.shape)
+    if weights is not None and weights.shape != keys.shape:
+        raise TypeError(
+            f"{call}: weights must be float32{list(keys.shape)}, one for each id, got "
+            f"{weights.dtype}{list(weights.shape)}: reshape them"
+        )
+    if combiner is None or keys.ndim == 1:  # every id is a bag of its own
+        keys = keys.reshape(*keys.shape, 1)
+        weights, valid = (None if array is None else array[..., None] for array in (weights, valid))
+    return as_bagged(call, keys, weights, valid)

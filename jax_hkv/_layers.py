@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import math
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -24,12 +22,11 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._warnings import warn
 from jax_hkv.features import Bagged, Layout, as_splits, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Entries, Table
-
-_OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
 
 Unseen = Literal["initial", "zeros", "learned"]
 
@@ -517,18 +514,10 @@ def _check_changed(table: Any) -> None:
         )
 
 
-def _warn(message: str) -> None:
-    """Where the caller of this library (and of Flax, which may stand between) can see it."""
-    level, frame = 1, sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN_FRAMES):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
 def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
     """Warns of micro-steps of optax for dense parameters, beside tables updated every step."""
     if trainable and has_micro_steps(state):
-        _warn(
+        warn(
             f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "
             "once in several steps, but tables are updated in every step. To train both on several "
             "batches at once, make one batch of them, which train_step(micro_batches=4) goes "
@@ -539,7 +528,7 @@ def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
 
 def warn_of_no_update(layer: str) -> None:
     """Of nnx, whose own gradients pass tables by."""
-    _warn(
+    warn(
         f"{layer}: train=True outside hkv.nnx.train_step and hkv.nnx.value_and_grad inserts ids, "
         "but nothing trains their rows: nnx.grad and nnx.value_and_grad see dense parameters only. "
         "Take gradients with hkv.nnx.value_and_grad, and give them to hkv.nnx.update_tables; where "
@@ -555,11 +544,15 @@ def checked_table(layer: Any, attribute: str, dim: int) -> Table:
             f"{call}: {attribute} must be an nnx Variable, got a Table: change a layer's table by "
             f"layer.{attribute}.set_value(table), and read it by layer.{attribute}.get_value()"
         )
-    table = variable.get_value()
+    return of_dim(call, attribute, variable.get_value(), dim)
+
+
+def of_dim(call: str, name: str, table: Table, dim: int) -> Table:
+    """A layer's table, which its user may have put there, if its rows have so many elements."""
     if table.dim != dim:
         raise ValueError(
-            f"{call}: {attribute} must have rows of {dim} elements, got dim {table.dim}: give "
-            f"layer.{attribute}.set_value(table) one that was made with dim={dim}"
+            f"{call}: {name} must have rows of {dim} elements, got dim {table.dim}: put one there "
+            f"that was made with dim={dim}"
         )
     return table
 
@@ -585,7 +578,7 @@ def check_new_tables(
     )
     if devices.axes:
         raise ValueError(message)
-    _warn(f"{message}, or silence this with warnings.filterwarnings: they are made anew, empty")
+    warn(f"{message}, or silence this with warnings.filterwarnings: they are made anew, empty")
 
 
 def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
@@ -605,7 +598,7 @@ def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
             f"{remedy}"
         )
     if left:
-        _warn(
+        warn(
             f"train_step: loss_fn looked up {sorted(trained)} in training, but not {left}, which "
             f"stay as they are. If that is not meant, {remedy}"
         )

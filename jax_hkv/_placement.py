@@ -25,6 +25,7 @@ from jax_hkv._reports import (
     with_one_report,
     with_pair,
 )
+from jax_hkv._warnings import on_parts
 from jax_hkv.features import Jagged, is_jagged
 from jax_hkv.table import Entries, Table
 
@@ -212,7 +213,7 @@ class Placement:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
             these devices, or if JAX would cut 64-bit integers of a batch.
         """
-        fn = with_pair(fn)
+        fn = on_parts(with_pair(fn), self.devices)
         if self.mode == "pmap":
             pmapped = _Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)
             return _Checked(self, "Placement.step", pmapped)
@@ -244,7 +245,7 @@ class Placement:
           A function of (state, *batch) to the arrays of all devices, one after the other (with
           "pmap", along a leading axis).
         """
-        fn = with_leading_axes(fn)
+        fn = on_parts(with_leading_axes(fn), self.devices)
         if self.mode == "pmap":
             return _Checked(self, "Placement.run", _Pmapped(self, "Placement.run", fn))
 
@@ -605,9 +606,12 @@ def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
     """Raises if one of a state's leaves was donated to an earlier step."""
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            again = ""
+            if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
+                again = " (or by this one, in which JAX's debugging options have found a number)"
             raise RuntimeError(
-                f"{call}: state was used up by an earlier step, got arrays that were donated: go "
-                "on with the state that it returned, or make the step with donate=False"
+                f"{call}: state was used up by an earlier step{again}, got arrays that were "
+                "donated: go on with the state that it returned, or make the step with donate=False"
             )
 
 

@@ -29,7 +29,7 @@ from jax_hkv.features import Bagged
 from jax_hkv.table import (
     InsertResult,
     Table,
-    check_one_device,
+    check_table,
 )
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -146,12 +146,14 @@ class Collection:
         return {group.name: group.create(axis_name) for group in self.groups}
 
     def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
-        """Entries of each table, by its own name."""
+        """Entries of each table, by its own name; of all devices, seen from outside of them."""
         found = {}
         for group in self.groups:
             table = tables[group.name]
-            check_one_device("Collection.sizes", table)
-            sizes = whole_table.sizes_by(table, NumberOf(group.bits), len(group.tables))
+            check_table("Collection.sizes", table)
+            is_one = table.clock.shape == (2,)
+            count = whole_table.sizes_by if is_one else whole_table.sizes_over_devices
+            sizes = count(table, NumberOf(group.bits), len(group.tables))
             found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
 

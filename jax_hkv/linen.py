@@ -86,6 +86,11 @@ class _Layer(nn.Module):
             )
         return True
 
+    def _table(self, name: str, dim: int, *create: Any) -> Any:
+        variable = self.variable(TABLES, name, *create)
+        _layers.of_dim(type(self).__name__, name, variable.value, dim)
+        return variable
+
     def _store(self, variable: Any, table: Table) -> None:
         # After a read: the same entries; what comes later is ordered behind.
         if self.is_mutable_collection(TABLES) and not self.is_initializing():
@@ -154,7 +159,7 @@ class Embed(_Layer):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
-        variable = self.variable(TABLES, "table", self._create)
+        variable = self._table("table", self.features, self._create)
         is_training = self._begin(train)
         table, found = _layers.look_up(
             variable.value,
@@ -227,7 +232,7 @@ class EmbedBag(Embed):
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
         """
-        variable = self.variable(TABLES, "table", self._create)
+        variable = self._table("table", self.features, self._create)
         batch, layout = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
@@ -284,7 +289,7 @@ class EmbedCollection(_Layer):
         _layers.check_unseen(type(self).__name__, self.unseen)
         groups = self.collection.groups
         variables = {
-            g.name: self.variable(TABLES, g.name, g.create, self.axis_name) for g in groups
+            g.name: self._table(g.name, g.tables[0].dim, g.create, self.axis_name) for g in groups
         }
         is_training = self._begin(train)
         tables, looked_up = self.collection.lookup(

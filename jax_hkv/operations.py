@@ -21,6 +21,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
 from jax_hkv._inserts import insert_result, insert_rows, meant_entries
 from jax_hkv._keys import Keys, check_fixed, check_keys, keys_of
+from jax_hkv._warnings import warn_of_part
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import (
     Entries,
@@ -47,6 +48,7 @@ def _batch(
 ) -> tuple[_Given, jax.Array | None]:
     """Keys and mask as they were given, checked."""
     check_one_device(call, table)
+    warn_of_part(call)
     given = check_keys(call, "keys", keys)
     if merges:
         check_fixed(call, "keys", given.shape)
@@ -103,13 +105,7 @@ def find(
     """
     touches = _checks.as_bool("find", "touch", touch)
     given, mask = _batch("find", table, keys, valid, merges=touches)
-    if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
-        raise ValueError(
-            f'find: fill must be a number of Python or "initial", got {fill!r}: put anything else '
-            "in place of absent keys' rows by jnp.where(result.found[..., None], result.values, "
-            "other)"
-        )
-    number = None if isinstance(fill, str) else _bits_of("find", fill)
+    number = fill_of("find", fill)
     if touches:
         _checks.check_scores("find with touch=True", table.policy, None)
         return _find_and_touch(table, given, mask, fill=number)
@@ -117,8 +113,19 @@ def find(
     return after_read(table, clock), result
 
 
-def _bits_of(call: str, fill: Any) -> int:
-    """Static arguments are compared, and NaN is not equal to itself: its bits are."""
+def fill_of(call: str, fill: Any) -> int | None:
+    """The bits of a number to fill with; None: first rows.
+
+    Static arguments are compared, and NaN is not equal to itself: its bits are.
+    """
+    if not (fill == "initial" if isinstance(fill, str) else _checks.is_number(fill)):
+        raise ValueError(
+            f'{call}: fill must be a number of Python or "initial", got {fill!r}: put anything '
+            "else in place of absent keys' rows by jnp.where(result.found[..., None], "
+            "result.values, other)"
+        )
+    if isinstance(fill, str):
+        return None
     number = _checks.as_number(call, "fill", fill)
     with np.errstate(over="ignore"):
         rounded = np.float32(number)
@@ -130,7 +137,8 @@ def _bits_of(call: str, fill: Any) -> int:
     return int(rounded.view(np.uint32))
 
 
-def _as_number(fill: int | None) -> float:
+def as_number(fill: int | None) -> float:
+    """The number of the bits that :func:`fill_of` gives, 0 for none."""
     return float(np.uint32(fill or 0).view(np.float32))
 
 
@@ -139,7 +147,7 @@ def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None
     keys, valid = _checks.flat_batch(given, valid)
     initial = (table.initializer, table.seed) if fill is None else None
     index, slots, values = _index.find_rows(
-        table.index, keys, valid, table.values, fill=_as_number(fill), initial=initial
+        table.index, keys, valid, table.values, fill=as_number(fill), initial=initial
     )
     return index.clock, _found(given, values, slots)
 
@@ -149,7 +157,7 @@ def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: 
     keys, valid = _checks.flat_batch(given, valid)
     table, slots = _inserts.touch(table, keys, valid)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    table, values = gather_values(table, slots, fill=_as_number(fill), initial=initial)
+    table, values = gather_values(table, slots, fill=as_number(fill), initial=initial)
     return table, _found(given, values, slots)
 
 
@@ -226,8 +234,8 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
       >>> initial_rows(table, np.array([5], np.int32)).tolist()
       [[0.5, 0.5]]
     """
-    given, _ = _batch("initial_rows", table, keys, None, merges=False)
-    return _initial_rows(table, given)
+    check_one_device("initial_rows", table)
+    return _initial_rows(table, check_keys("initial_rows", "keys", keys))
 
 
 @jitted()

@@ -23,6 +23,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying, replicated
 from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys, check_fixed
+from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
@@ -80,6 +81,7 @@ def find_pooled(
       [[2.0, 3.0], [0.0, 0.0]]
     """
     check_one_device("find_pooled", table)
+    warn_of_part("find_pooled")
     initial = is_initial("find_pooled", fill)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
     clock, result = _find_bags(table, batch, initial=initial, layout=layout)
@@ -139,6 +141,7 @@ def find_or_insert_pooled(
     """
     call = "find_or_insert_pooled"
     check_one_device(call, table)
+    warn_of_part(call)
     batch, layout = as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)

@@ -52,6 +52,7 @@ from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
 from jax_hkv.index import Status
+from jax_hkv.operations import as_number, fill_of
 from jax_hkv.table import Bags, Entries, Table, WriteResult, check_one_device, no_counts
 
 __all__ = [
@@ -196,8 +197,8 @@ def find(
       axis_name: of the mesh axis, or an :class:`Exchange`.
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
       touch: whether hits are scored as if they had been inserted again (this changes the table).
-      fill: the row of absent keys: 0, or "initial" for the row that a key starts with. The default
-        is 0.0 here, and "initial" in :func:`find_pooled`.
+      fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
+        default is 0.0 here, and "initial" in :func:`find_pooled`.
 
     Returns:
       The table, and rows with `found` and `overflow`.
@@ -206,17 +207,20 @@ def find(
       TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM.
     """
     call = "sharding.find"
-    initial = pooled.is_initial(call, fill)
+    number = fill_of(call, fill)
     touches = _checks.as_bool(call, "touch", touch)
     exchange = _exchange(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
     table, result = _sharded.look_up(
-        exchange, table, flat, pools=False, train=False, touches=touches, initial=initial
+        exchange, table, flat, pools=False, train=False, touches=touches, initial=number is None
     )
-    values = result.values.reshape(*given.shape, table.dim)
-    return table, ShardedRows(values, _has_row(result).reshape(given.shape), result.overflow)
+    values, found = result.values, _has_row(result)
+    if number:
+        values = jnp.where(found[:, None], values, jnp.asarray(as_number(number), table.dtype))
+    values = values.reshape(*given.shape, table.dim)
+    return table, ShardedRows(values, found.reshape(given.shape), result.overflow)
 
 
 def contains(

@@ -435,6 +435,15 @@ def sizes_by(
     return _over_chunks(table, body, _zeros(table, kinds))[1]
 
 
+@jitted("kind_of", "kinds")
+def sizes_over_devices(
+    table: Table, kind_of: Callable[[Keys], Int32[Array, " c"]], kinds: int
+) -> Int32[Array, " kinds"]:
+    """As :func:`sizes_by`, of a table over devices seen from outside: XLA sums their parts."""
+    kind = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
+    return jnp.stack([jnp.sum(kind == number, dtype=jnp.int32) for number in range(kinds)])
+
+
 @jitted("predicate")
 def _size_if(table: Table, predicate: Predicate) -> jax.Array:
     def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:

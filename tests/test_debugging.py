@@ -404,6 +404,12 @@ def test_sightings_are_halved_only_where_they_are_counted():
         hkv.halve_sightings(table)
 
 
+def test_copies_are_looked_for_where_numbers_are_debugged():
+    """JAX donates nothing then, so that every table would be copied."""
+    with jax.debug_nans(True):
+        hkv.testing.assert_no_table_copies(hkv.find_or_insert, hkv.create(1024, 8), IDS)
+
+
 def test_a_touching_read_can_give_absent_keys_their_first_rows():
     table, _ = hkv.find_or_insert(hkv.create(128, DIM), IDS[:1])
     _, found = hkv.find(table, IDS, touch=True, fill="initial", valid=IDS != 2)

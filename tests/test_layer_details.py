@@ -355,11 +355,83 @@ def test_masks_and_weights_of_single_ids_count(combiner):
         np.testing.assert_allclose(spread, wanted, rtol=1e-6, err_msg=name)
 
 
-def test_sizes_of_tables_over_devices_are_refused():
-    declared = hkv.Collection([hkv.TableConfig("a", 128, DIM)], [hkv.Feature("f", "a")])
-    placement = hkv.sharding.Placement(jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2]))
-    with pytest.raises(TypeError, match="Collection.sizes: table must be that of one device"):
-        declared.sizes(placement.create(declared.create))
+def one_of(name, combiner=None):
+    return hkv.Collection(
+        [hkv.TableConfig(name, 256, DIM)], [hkv.Feature(f"f_{name}", name, combiner)]
+    )
+
+
+@pytest.mark.parametrize("layer", ["Embed", "EmbedBag", "EmbedCollection"])
+def test_a_table_that_does_not_fit_a_linen_layer_is_refused(layer):
+    """Put there by hand: its rows would go on into the model."""
+    if layer == "EmbedCollection":
+        model, name, inputs = hkv.linen.EmbedCollection(one_of("a")), "a", {"f_a": IDS}
+    else:
+        model, name, inputs = getattr(hkv.linen, layer)(256, DIM), "table", IDS[:, None]
+    model.init(jax.random.key(0), inputs)
+    with pytest.raises(ValueError, match=rf"{layer}: {name} must have rows of {DIM} .*dim={DIM}"):
+        model.apply({"tables": {name: hkv.create(256, DIM + 1)}}, inputs)
+
+
+PADDED = {
+    "a mask": ({"valid": np.ones((2, 2), bool)}, r"valid must be bool\[2, 3\] .*got bool\[2, 2\]"),
+    "a mask of integers": (
+        {"valid": np.ones((2, 3), int)},
+        r"valid must be bool\[2, 3\] .*got int",
+    ),
+    "weights": ({"weights": np.ones((2, 1), "f")}, r"weights must be float32\[2, 3\].*\[2, 1\]"),
+}
+
+
+@pytest.mark.parametrize("combiner", [None, "mean"])
+@pytest.mark.parametrize("name", PADDED)
+def test_what_does_not_fit_padded_ids_is_named_by_their_shape(name, combiner):
+    """Not by the shape of their bags, which have an axis more."""
+    given, message = PADDED[name]
+    declared = one_of("a", combiner)
+    inputs = {"f_a": hkv.Padded(np.ones((2, 3), np.int32), **given)}
+    with pytest.raises(TypeError, match=message):
+        declared.lookup(declared.create(), inputs)
+
+
+def test_a_flat_mask_of_ids_with_a_combiner_is_named_by_its_shape():
+    declared = one_of("a", "sum")
+    inputs = {"f_a": hkv.Padded(np.ones(3, np.int32), valid=np.ones((3, 1), bool))}
+    with pytest.raises(TypeError, match=r"valid must be bool\[3\] .*got bool\[3, 1\]"):
+        declared.lookup(declared.create(), inputs)
+
+
+def test_a_step_that_debugging_runs_again_is_not_said_to_be_an_earlier_one():
+    """JAX runs a step again to find where a NaN comes from, which has used its state up."""
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(lambda apply, ids, factor: (apply(ids, train=True) * factor).sum())
+    state, _ = step(state, IDS, np.float32(1))
+    with jax.debug_nans(True), pytest.raises(RuntimeError, match="or by this one, in which JAX"):
+        step(state, IDS, np.float32("nan"))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_sizes_of_tables_over_devices_are_those_of_all_parts(mode):
+    names = ("a", "b", "c")
+    declared = hkv.Collection(
+        [hkv.TableConfig(name, 512, DIM) for name in names],
+        [hkv.Feature(f"f_{name}", name, None) for name in names],
+    )
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2])
+    placement = hkv.sharding.Placement(mesh, mode=mode)
+    ids = {name: np.arange(20 * (n + 1), dtype=np.int32) for n, name in enumerate(names)}
+
+    def insert(tables, ids):
+        insert = hkv.sharding.find_or_insert
+        tables, found = declared.on_tables(insert, tables, ids, axis_name="d")
+        return tables, found["a"].counts
+
+    tables = placement.create(lambda: declared.create(axis_name="d"))
+    assert [int(size) for size in declared.sizes(tables).values()] == [0] * 3
+    tables, _ = placement.step(insert)(tables, placement.put(ids))
+    sizes = {name: int(size) for name, size in declared.sizes(tables).items()}
+    assert sizes == {"a": 20, "b": 40, "c": 60}
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing trains their rows")

@@ -1,0 +1,51 @@
+"""Warnings, where whoever called the library can see them, and what says that a table is a part."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
+_PARTS: contextvars.ContextVar[int] = contextvars.ContextVar("parts", default=1)
+
+
+def warn(message: str) -> None:
+    """Where the caller of this library (and of Flax, which may stand between) can see it."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN_FRAMES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def on_parts(fn: Callable[..., Result], devices: int) -> Callable[..., Result]:
+    """A function whose tables are parts of tables over so many devices."""
+
+    @functools.wraps(fn)
+    def on_part(*args: Any) -> Result:
+        token = _PARTS.set(devices)
+        try:
+            return fn(*args)
+        finally:
+            _PARTS.reset(token)
+
+    return on_part
+
+
+def warn_of_part(call: str) -> None:
+    """Warns where an operation on ids is given a device's part: it meets what lies there alone."""
+    devices = _PARTS.get()
+    if devices == 1:
+        return
+    twin = "insert_or_assign" if call == "insert_and_evict" else call
+    warn(
+        f"{call}: inside a function of Placement a table is one device's part of {devices}, of "
+        "which alone its entries are read or changed, by that device's own ids: call "
+        f"jax_hkv.sharding.{twin}(..., axis_name=), or, where every device holds the whole table "
+        "or a part is meant, silence this with warnings.filterwarnings"
+    )
