@@ -53,7 +53,8 @@ class Exported(NamedTuple):
       counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
       policy: the :class:`jax_hkv.Policy` that the scores are of, as an integer.
       namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
-        say whose it is, as text in ``uint8``. None: keys are ids.
+        say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
+        ids.
     """
 
     keys: np.ndarray
@@ -65,7 +66,7 @@ class Exported(NamedTuple):
     epoch: int
     counters: np.ndarray | None
     policy: int
-    namespace: np.ndarray | None = None
+    namespace: np.ndarray | Namespace | None = None
 
 
 def export_entries(
@@ -136,7 +137,7 @@ def export_entries(
 def _first_change(parts: Sequence[Table], earlier: Exported) -> int:
     """The lowest score of what was scored after an export."""
     call, policy = "sharding.export_entries", parts[0].policy
-    _check_exported(call, "changed_since", earlier, "it is an export of this table")
+    check_exported(call, "changed_since", earlier, "it is an export of this table")
     if policy in (Policy.LFU, Policy.CUSTOM):
         raise ValueError(
             f"{call}: changed_since needs scores that tell the time, and those of a table under "
@@ -178,7 +179,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     """
     parts = list(parts)
     for number, part in enumerate(parts):
-        _check_exported(
+        check_exported(
             "sharding.join_entries", f"parts[{number}]", part, "parts are a list of exports"
         )
     if not parts:
@@ -188,13 +189,13 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     kinds = [
         f"{forms_of(part.values, part.optimizer, part.shared)}, sightings "
         f"{getattr(part.counters, 'shape', None)}, scores of Policy.{Policy(part.policy).name} and "
-        f"{_keys_are(_namespace_of(part))}"
+        f"{keys_are(namespace_of(part))}"
         for part in parts
     ]
     if len(set(kinds)) > 1:
         raise ValueError(
-            "sharding.join_entries: parts must be of one table, with the same rows, optimizer rows "
-            f"sightings and policy, got {kinds}"
+            "sharding.join_entries: parts must be of one table, with the same rows, optimizer "
+            f"rows, sightings and policy, got {kinds}"
         )
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(parts, key=lambda part: part.clock)
@@ -229,7 +230,7 @@ def save_entries(path: Any, exported: Exported) -> None:
       >>> load_entries(path).values.shape
       (0, 2)
     """
-    _check_exported("sharding.save_entries", "exported", exported, "make one by export_entries")
+    check_exported("sharding.save_entries", "exported", exported, "make one by export_entries")
     rows: dict[str, Any] = {"values": exported.values}
     rows |= {f"{_OPTIMIZER}{name}": leaf for name, leaf in exported.optimizer.items()}
     rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
@@ -246,8 +247,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
     arrays |= {"policy": np.uint64(exported.policy)}
-    if exported.namespace is not None:
-        arrays["namespace"] = exported.namespace
+    if (namespace := namespace_of(exported)) is not None:
+        arrays["namespace"] = namespace.as_array()
     unfinished = f"{os.fspath(path)}.writing"
     with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
         np.savez(file, **arrays)
@@ -305,23 +306,28 @@ def _text_of(part: Table) -> np.ndarray | None:
     return None if namespace is None else namespace.as_array()
 
 
-def _namespace_of(exported: Exported) -> Namespace | None:
-    return None if exported.namespace is None else from_array(exported.namespace)
+def namespace_of(exported: Exported) -> Namespace | None:
+    given = exported.namespace
+    return given if given is None or isinstance(given, Namespace) else from_array(given)
+
+
+def _latest_score(exported: Exported) -> int:
+    return int(exported.scores.max(initial=0))
 
 
 def is_of(exported: Exported, namespace: Namespace | None) -> bool:
     """Whether keys mean in an export what they mean in a table of some namespace."""
-    given = _namespace_of(exported)
+    given = namespace_of(exported)
     if namespace is None or given is None:
         return namespace is given
     return namespace.begins_with(given)
 
 
-def _keys_are(namespace: Namespace | None) -> str:
+def keys_are(namespace: Namespace | None) -> str:
     """What keys are, for errors."""
     if namespace is None:
         return "keys that are ids"
-    return f"keys of {list(namespace.tables)} told apart by {namespace.bits} bits"
+    return f"keys of {list(namespace.tables)} told apart by {namespace}"
 
 
 def without_entries(part: Table) -> Exported:
@@ -393,7 +399,8 @@ def import_entries(
     for one key the one with the highest score counts, and of equal ones the last: where scores are
     times (LRU and the epoch policies), an export joined with a later one of what has changed gives
     the later rows; where they are not, import one after the other. Of the table's own
-    clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold;
+    clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold
+    (under LRU the latest score is such a time too: that of :func:`jax_hkv.import_batch`, say);
     what rows share of the optimizer's state (a step count) comes from the side whose clock is
     later. So a fresh table takes all that was exported. Entries come in order of score, from the
     highest, so that a bucket without room keeps its highest ones (with two candidates, nearly:
@@ -412,8 +419,8 @@ def import_entries(
 
     Raises:
       TypeError: naming the argument.
-      ValueError: if rows, optimizer rows or sightings have another shape than the table's, or if
-        scores are of another policy.
+      ValueError: if rows, optimizer rows or sightings have another shape than the table's, if
+        scores are of another policy, or if keys are other ids in the table's collection.
 
     Example:
       >>> import jax_hkv as hkv
@@ -429,9 +436,11 @@ def import_entries(
             f"device, got {type(placement).__name__}: the order is (placement, table, exported)"
         )
     check_table(call, table)
-    _check_exported(
+    check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
     )
+    # Of all parts together: their clocks are equal.
+    latest = _latest_score(exported) if table.policy is Policy.LRU else 0
     with on_one_device():
         # A table of one device may have NumPy's leaves, after jax.device_get.
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
@@ -443,13 +452,13 @@ def import_entries(
         numbers = [0] if placement is None else placement.local_parts
         for number, part in zip(numbers, parts, strict=True):
             mine = _owned(exported, number % devices, devices)
-            part, counts = _fill(part, mine)
+            part, counts = _fill(part, mine, latest)
             filled.append(part)
             total = _plus(total, counts)
         return (filled[0] if placement is None else placement.join(filled)), total
 
 
-def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
+def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
     """Raises unless it is an export, whose arrays have names and are of the same entries."""
     if not isinstance(exported, Exported):
         if isinstance(exported, Entries):
@@ -485,6 +494,13 @@ def _check_exported(call: str, argument: str, exported: Any, remedy: str) -> Non
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
     as_integer(call, f"{argument}.policy", exported.policy, 0, max(Policy))
+    try:
+        namespace_of(exported)
+    except (TypeError, ValueError, AttributeError):
+        raise TypeError(
+            f"{call}: {argument}.namespace must be as it was exported, or the `namespace` of a "
+            f"collection's group, got {type(exported.namespace).__name__}"
+        ) from None
     counters = exported.counters
     if counters is not None and getattr(counters, "dtype", None) != np.uint32:
         raise TypeError(
@@ -515,25 +531,23 @@ def check_fits(table: Table, exported: Exported) -> None:
         raise ValueError(
             f"sharding.import_entries: exported must have scores of Policy.{own} like the table's, "
             f"got those of Policy.{given}, which mean something else: give each entry a score that "
-            "the table understands (under LRU a time up to the export's clock, under LFU a count) "
+            "the table understands (under LRU a time, under LFU a count) "
             f"by exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
         )
-    latest = int(exported.scores.max(initial=0))
-    if table.policy is Policy.LRU and latest > exported.clock:
+    if table.policy is Policy.LRU and _latest_score(exported) >= 2**63:
         raise ValueError(
-            "sharding.import_entries: exported must have scores up to its clock under Policy.LRU, "
-            f"where they are times, got a score of {latest} at clock {exported.clock}: entries of "
-            "a later time than the table's own stay as if they were always in use. Give entries "
-            "of another origin scores of 0, or the clock that they are of"
+            "sharding.import_entries: exported must have scores below 2**63 under Policy.LRU, "
+            "where they are times, which go on from the latest one, got "
+            f"{_latest_score(exported)}: give entries of another origin scores of 0"
         )
-    own, given = table.index.namespace, _namespace_of(exported)
+    own, given = table.index.namespace, namespace_of(exported)
     if not is_of(exported, own):
         raise ValueError(
-            f"sharding.import_entries: exported must have keys like the table's, {_keys_are(own)}, "
-            f"got {_keys_are(given)}: declare the same tables in the same order (others may stand "
+            f"sharding.import_entries: exported must have keys like the table's, {keys_are(own)}, "
+            f"got {keys_are(given)}: declare the same tables in the same order (others may stand "
             "behind them) with the same table_bits, give what the group of the table makes of it, "
             "group.take(exported, of=its_group), or, of keys by group.keys, "
-            "exported._replace(namespace=group.namespace.as_array())"
+            "exported._replace(namespace=group.namespace)"
         )
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
@@ -599,7 +613,7 @@ def _room(entries: int) -> int:
     return 1 << max(0, entries - 1).bit_length()
 
 
-def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
+def _fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
     (device,) = table.values.devices()
     size = min(most_at_once(table, _CHUNK), _room(len(exported.keys)))
     total = no_counts()
@@ -612,7 +626,7 @@ def _fill(table: Table, exported: Exported) -> tuple[Table, Counts]:
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
         table, counts = _write(table, *jax.device_put(batch, device))
         total = _plus(total, counts)
-    return _with_common(table, exported, device), total
+    return _with_common(table, exported, device, latest), total
 
 
 def _plus(a: Counts, b: Counts) -> Counts:
@@ -630,9 +644,9 @@ def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
     return table, result.counts
 
 
-def _with_common(table: Table, exported: Exported, device: Any) -> Table:
+def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
     own_clock, own_epoch = _number(table.clock), int(np.asarray(table.epoch)[0])
-    clock = max(own_clock, exported.clock)
+    clock = max(own_clock, exported.clock, latest)
     epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)
     index = dataclasses.replace(
         table.index,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import initializers
 from jax_hkv._checks import as_integer
-from jax_hkv._entries import Exported, is_of
+from jax_hkv._entries import Exported, check_exported, is_of, keys_are, namespace_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._namespaces import Namespace, NumberOf, in_namespace, outside_namespace
@@ -163,7 +163,8 @@ class Group:
         """Those entries of another group's table that are of this group's tables, with its keys.
 
         So a collection that serves some of the tables, or has others beside them, takes what was
-        trained: :func:`jax_hkv.sharding.import_entries` puts it into this group's table.
+        trained: :func:`jax_hkv.sharding.import_entries` puts it into this group's table. Sightings
+        of absent keys come along only between groups of the same tables.
 
         Args:
           exported: of the other group's table.
@@ -171,6 +172,7 @@ class Group:
             folded for another number of bits are not to be had back.
 
         Raises:
+          TypeError: if it is no export, or `of` no group.
           ValueError: if the export is of another group, or if bits differ.
 
         Example:
@@ -187,10 +189,16 @@ class Group:
           [True]
         """
         call = f"Group {self.name!r}.take"
+        check_exported(call, "exported", exported, "make one by export_entries")
+        if not isinstance(of, Group):
+            raise TypeError(
+                f"{call}: of must be the group whose table was exported, got {type(of).__name__}: "
+                "give collection.group_of(table)"
+            )
         if not is_of(exported, of.namespace):
             raise ValueError(
-                f"{call}: exported must be of the physical table of `of`, {of.name!r}, got keys "
-                "that are told apart in another way: give the group whose table was exported"
+                f"{call}: exported must be of the table of `of`, {keys_are(of.namespace)}, got "
+                f"{keys_are(namespace_of(exported))}: give the group whose table was exported"
             )
         if of.bits != self.bits:
             raise ValueError(
@@ -208,14 +216,14 @@ class Group:
             positions.append(own)
             words.append(self.keys(config.name, ids).to_numpy().astype(np.uint64)[own])
         kept = np.concatenate([*positions, np.zeros(0, np.int64)])
-        namespace = self.namespace
+        is_same = [config.name for config in of.tables] == [config.name for config in self.tables]
         return exported._replace(
             keys=np.concatenate([*words, np.zeros(0, np.uint64)]),
             scores=exported.scores[kept],
             values=exported.values[kept],
             optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
-            counters=exported.counters if of.tables == self.tables else None,
-            namespace=None if namespace is None else namespace.as_array(),
+            counters=exported.counters if is_same else None,
+            namespace=None if self.namespace is None else self.namespace.as_array(),
         )
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:

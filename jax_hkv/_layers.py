@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,7 +23,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._placement import Placement, check_not_used_up
-from jax_hkv._warnings import warn
+from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import Bagged, Layout, as_splits, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
@@ -200,12 +201,16 @@ def look_up(
     if exchange is not None:
         options["axis_name"] = exchange
         operations = sharding
+    if train:
+        options |= {"scores": scores, "return_evicted": evicted}
+    else:
+        options["fill"] = "initial"
+    with contextlib.nullcontext() if exchange else lookup_of_layer("Embed"):
+        lookup = operations.find_or_insert if train else operations.find
+        table, result = lookup(table, ids, **options)
     if not train:
-        table, found = operations.find(table, ids, fill="initial", **options)
-        slots = jnp.where(found.found, jnp.int32(0), NO_SLOT)
-        return table, Found(found.values, slots, None)
-    options |= {"scores": scores, "return_evicted": evicted}
-    table, result = operations.find_or_insert(table, ids, **options)
+        slots = jnp.where(result.found, jnp.int32(0), NO_SLOT)
+        return table, Found(result.values, slots, None)
     if dtype is not None and jnp.dtype(dtype) != table.dtype:
         result = result._replace(values=widened(result.values))
     slots = result.slots if exchange is None else _sharded.slots_like(result.status)

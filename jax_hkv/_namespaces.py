@@ -27,7 +27,7 @@ class Namespace:
         object.__setattr__(self, "tables", tuple(self.tables))  # of JSON
 
     def __str__(self) -> str:
-        return f"{self.bits} bits"
+        return "1 bit" if self.bits == 1 else f"{self.bits} bits"
 
     def begins_with(self, other: Namespace) -> bool:
         """Whether the keys of the other one mean the same here: tables may stand behind its."""
@@ -40,7 +40,7 @@ class Namespace:
 
 def from_array(text: np.ndarray) -> Namespace:
     """What :meth:`Namespace.as_array` wrote."""
-    bits, *tables = json.loads(np.asarray(text).tobytes())
+    bits, *tables = json.loads(np.asarray(text, np.uint8).tobytes())
     return Namespace(tuple(tables), bits)
 
 

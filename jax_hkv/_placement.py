@@ -608,7 +608,7 @@ def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
             again = ""
             if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
-                again = " (or by this one, in which JAX's debugging options have found a number)"
+                again = " (or by this one, in which JAX has found a NaN or an infinity)"
             raise RuntimeError(
                 f"{call}: state was used up by an earlier step{again}, got arrays that were "
                 "donated: go on with the state that it returned, or make the step with donate=False"

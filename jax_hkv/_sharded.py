@@ -39,6 +39,7 @@ from jax_hkv._exchange import (
 )
 from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
 from jax_hkv._keys import Keys
+from jax_hkv._warnings import lookup_of_layer
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status, is_new
@@ -265,9 +266,10 @@ def of_batch(
 ) -> tuple[Table, pooled.BagRows]:
     """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
     if exchange is None:
-        return pooled.of_batch(
-            call, table, batch, train=train, fill=fill, scores=scores, evicted=evicted
-        )
+        with lookup_of_layer(call):
+            return pooled.of_batch(
+                call, table, batch, train=train, fill=fill, scores=scores, evicted=evicted
+            )
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -39,13 +40,27 @@ def on_parts(fn: Callable[..., Result], devices: int) -> Callable[..., Result]:
 
 def warn_of_part(call: str) -> None:
     """Warns where an operation on ids is given a device's part: it meets what lies there alone."""
-    devices = _PARTS.get()
-    if devices == 1:
-        return
     twin = "insert_or_assign" if call == "insert_and_evict" else call
-    warn(
-        f"{call}: inside a function of Placement a table is one device's part of {devices}, of "
-        "which alone its entries are read or changed, by that device's own ids: call "
-        f"jax_hkv.sharding.{twin}(..., axis_name=), or, where every device holds the whole table "
-        "or a part is meant, silence this with warnings.filterwarnings"
-    )
+    _warn_of_part(call, f"call jax_hkv.sharding.{twin}(..., axis_name=)")
+
+
+@contextlib.contextmanager
+def lookup_of_layer(call: str) -> Iterator[None]:
+    """Warns, in the name of a layer or a collection that has no axis name, once for its lookup."""
+    _warn_of_part(call, "give axis_name=")
+    token = _PARTS.set(1)
+    try:
+        yield
+    finally:
+        _PARTS.reset(token)
+
+
+def _warn_of_part(call: str, remedy: str) -> None:
+    devices = _PARTS.get()
+    if devices > 1:
+        warn(
+            f"{call}: inside a function of Placement a table is one device's part of {devices}, of "
+            "which alone its entries are read or changed, by that device's own ids: "
+            f"{remedy}, or, where every device holds the whole table or a part is meant, silence "
+            "this with warnings.filterwarnings"
+        )

@@ -208,8 +208,44 @@ def test_what_a_group_cannot_take_is_named():
     (source,), (other,) = whole.groups, collection_of("items", table_bits=4).groups
     with pytest.raises(ValueError, match=r"Group 'items'.take: .* 4 bits .*table_bits=1"):
         other.take(exported, of=source)
-    with pytest.raises(ValueError, match=r"take: exported must be of the physical table of `of`"):
+    with pytest.raises(
+        ValueError, match=r"take: exported must be of the table of `of`.*by 4 bits.*1 bit:"
+    ):
         source.take(exported, of=other)
+
+    with pytest.raises(TypeError, match=r"take: of must be the group .* got str: give coll"):
+        source.take(exported, of="items")
+    with pytest.raises(TypeError, match=r"take: exported must be what export_entries returned"):
+        source.take(source.create(), of=source)
+    wrong = exported._replace(namespace=np.zeros(3, np.uint8))
+    with pytest.raises(TypeError, match=r"exported\.namespace must be as it was exported, or the"):
+        sharding.import_entries(None, source.create(), wrong)
+
+
+def test_an_export_made_by_hand_may_have_what_a_group_says(tmp_path):
+    """As the guide's warm start does; files hold it as text."""
+    (group,) = collection_of("users", "items").groups
+    exported = sharding.export_entries(trained(collection_of("users", "items"), NAMES[:2]))
+    by_hand = exported._replace(namespace=group.namespace)
+    sharding.save_entries(tmp_path / "entries", by_hand)
+    for given in (by_hand, sharding.load_entries(tmp_path / "entries")):
+        _, counts = sharding.import_entries(None, group.create(), given)
+        assert int(counts.inserted) == 2 * len(HASHES)
+
+
+def test_sightings_come_along_between_groups_of_the_same_tables():
+    rule = hkv.admission.frequency(3, width=64)
+
+    def group_of(*names, capacity=512):
+        configs = [hkv.TableConfig(name, capacity, DIM, admission=rule) for name in names]
+        return hkv.Collection(configs, [hkv.Feature(name, name) for name in names]).groups[0]
+
+    source, wider, other = group_of("a", "b"), group_of("a", "b", capacity=1024), group_of("b", "a")
+    table, _ = hkv.find_or_insert(source.create(), source.keys("a", np.arange(9, dtype=np.int32)))
+    exported = sharding.export_entries(table)
+    assert exported.counters.sum() > 0
+    assert_same_bits(wider.take(exported, of=source).counters, exported.counters)
+    assert other.take(exported, of=source).counters is None
 
 
 def test_a_resized_table_keeps_its_namespace():

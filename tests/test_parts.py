@@ -10,6 +10,7 @@ import pytest
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
+import jax_hkv.linen
 from jax_hkv import sharding
 from jax_hkv.sharding import Placement
 
@@ -50,6 +51,27 @@ def test_an_operation_of_one_device_warns_of_a_part(call, mode):
         run = placement.run(lambda t, k: ON_A_PART[call](t, k)[0].clock)
         with pytest.warns(UserWarning, match=message):
             run(table, keys)
+
+
+COLLECTION = hkv.Collection([hkv.TableConfig("a", 1024, 4)], [hkv.Feature("f", "a")])
+LAYERS = {
+    "Embed": lambda t, k: hkv.linen.Embed(1024, 4).apply({"tables": {"table": t}}, k),
+    "EmbedBag": lambda t, k: hkv.linen.EmbedBag(1024, 4).apply(
+        {"tables": {"table": t}}, k[:, None]
+    ),
+    "Collection.lookup of 'a'": lambda t, k: COLLECTION.lookup({"a": t}, {"f": k})[1].rows["a"],
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_without_an_axis_name_warns_of_a_part(layer):
+    """Once, in its own name: of correct rows it would find one device's share."""
+    placement = Placement(mesh_of(4))
+    keys = placement.put(hkv.Keys.from_numpy(np.arange(8)))
+    run = placement.run(lambda t, k: jnp.zeros(1) + jnp.sum(jnp.asarray(LAYERS[layer](t, k))))
+    with pytest.warns(UserWarning, match=rf"^{layer}: .* part of 4.* give axis_name=") as warned:
+        run(one_part(placement), keys)
+    assert [one.filename for one in warned] == [__file__]
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])

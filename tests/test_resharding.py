@@ -560,9 +560,6 @@ def test_scores_of_another_policy_are_refused_unless_they_are_made_its_own(tmp_p
     with pytest.raises(ValueError, match=message):
         sharding.import_entries(None, hkv.create(128, 2), exported)
     times = exported._replace(scores=exported.scores + np.uint64(100), policy=int(hkv.Policy.LRU))
-    with pytest.raises(ValueError, match=r"up to its clock.* a score of 102 at clock 1: .* of 0"):
-        sharding.import_entries(None, hkv.create(128, 2), times)
-    times = times._replace(clock=102)
     other, counts = sharding.import_entries(None, hkv.create(128, 2), times)
     assert int(counts.inserted) == 2
     assert sorted(sharding.export_entries(other).scores.tolist()) == [101, 102]
@@ -570,6 +567,39 @@ def test_scores_of_another_policy_are_refused_unless_they_are_made_its_own(tmp_p
         sharding.join_entries([exported, times])
     with pytest.raises(ValueError, match=r"exported\.policy must be from 0 to 4, got 7"):
         sharding.import_entries(None, other, times._replace(policy=7))
+
+
+def test_an_lru_table_goes_on_from_the_latest_score_that_it_is_given(tmp_path):
+    """`import_batch` keeps scores of another table's time, and one by hand may have any."""
+    small, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(100, dtype=np.int32))
+    for _ in range(5):
+        small, _ = hkv.find_or_insert(small, np.arange(8, dtype=np.int32))
+    store, _ = hkv.import_batch(hkv.create(128, 2), hkv.export_batch(small, 0, 128))
+    exported = sharding.export_entries(store)
+    assert exported.clock == 1 and exported.scores.max() == 6
+    copy, counts = sharding.import_entries(None, hkv.create(128, 2), exported)
+    assert int(counts.inserted) == 100 and copy.clock.tolist() == [6, 0]
+    far = exported._replace(scores=exported.scores + np.uint64(2**40))
+    copy, _ = sharding.import_entries(None, hkv.create(128, 2), far)
+    assert copy.clock.tolist() == [6, 2**8]
+    for first in range(1000, 1400, 100):  # what is inserted is newer, so those have to go
+        copy, _ = hkv.find_or_insert(copy, np.arange(first, first + 100, dtype=np.int32))
+    assert not hkv.contains(copy, np.arange(100, dtype=np.int32))[1].any()
+    endless = exported._replace(scores=exported.scores + np.uint64(2**63))
+    with pytest.raises(ValueError, match=r"scores below 2\*\*63 under Policy\.LRU.*scores of 0"):
+        sharding.import_entries(None, hkv.create(128, 2), endless)
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_all_parts_go_on_from_the_same_score(mode):
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    placement = sharding.Placement(mesh, mode=mode)
+    table, _ = hkv.find_or_insert(hkv.create(256, 2), np.arange(100, dtype=np.int32))
+    exported = sharding.export_entries(table)
+    scores = np.arange(100, dtype=np.uint64) + np.uint64(50)
+    spread = placement.create(lambda: hkv.create(128, 2))
+    spread, _ = sharding.import_entries(placement, spread, exported._replace(scores=scores))
+    assert [part.clock.tolist() for part in placement.shards(spread)] == [[149, 0]] * 4
 
 
 def test_files_keep_names_that_are_none_of_files(tmp_path):
