@@ -91,19 +91,22 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
     return found
 
 
+def _as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
+    try:
+        return replicated(jnp.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} ({error})"
+        ) from None
+
+
 def as_mask(
     call: str, argument: str, mask: Any, shape: tuple[int, ...]
 ) -> Bool[Array, "*shape"] | None:
     """A mask of the given shape, or None."""
     if mask is None:
         return None
-    try:
-        array = replicated(jnp.asarray(mask))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{call}: {argument} must be bool{list(shape)} like the keys, got "
-            f"{type(mask).__name__} ({error})"
-        ) from None
+    array = _as_array(call, argument, mask, f"bool{list(shape)} like the keys")
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
@@ -156,13 +159,7 @@ def as_rows(
     call: str, argument: str, rows: Any, shape: tuple[int, ...], dtype: Any
 ) -> Float[Array, "*batch dim"]:
     """Rows of the given shape and type."""
-    try:
-        array = replicated(jnp.asarray(rows))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{call}: {argument} must be an array of {np.dtype(dtype).name}, got "
-            f"{type(rows).__name__} ({error})"
-        ) from None
+    array = _as_array(call, argument, rows, f"an array of {np.dtype(dtype).name}")
     if array.shape != shape:
         raise ValueError(
             f"{call}: {argument} must have shape {list(shape)} (the keys' shape, then dim), got "

@@ -17,7 +17,7 @@ from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
-from jax_hkv._namespaces import Namespace, from_array
+from jax_hkv._namespaces import Namespace, as_array, from_array
 from jax_hkv._placement import Placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
@@ -247,8 +247,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
     arrays |= {"policy": np.uint64(exported.policy)}
-    if (namespace := namespace_of(exported)) is not None:
-        arrays["namespace"] = namespace.as_array()
+    if (namespace := as_array(namespace_of(exported))) is not None:
+        arrays["namespace"] = namespace
     unfinished = f"{os.fspath(path)}.writing"
     with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
         np.savez(file, **arrays)
@@ -297,13 +297,8 @@ def _exported(part: Table, min_score: int | None) -> Exported:
         epoch=_epoch(part),
         counters=None if counters is None else np.asarray(counters),
         policy=int(part.policy),
-        namespace=_text_of(part),
+        namespace=as_array(part.index.namespace),
     )
-
-
-def _text_of(part: Table) -> np.ndarray | None:
-    namespace = part.index.namespace
-    return None if namespace is None else namespace.as_array()
 
 
 def namespace_of(exported: Exported) -> Namespace | None:
@@ -311,8 +306,18 @@ def namespace_of(exported: Exported) -> Namespace | None:
     return given if given is None or isinstance(given, Namespace) else from_array(given)
 
 
-def _latest_score(exported: Exported) -> int:
-    return int(exported.scores.max(initial=0))
+def _latest_time(exported: Exported) -> int:
+    """The latest score under LRU, 0 under other policies; raises if time could not go on."""
+    if exported.policy != Policy.LRU:
+        return 0
+    latest = int(exported.scores.max(initial=0))
+    if latest >= 2**63:
+        raise ValueError(
+            "sharding.import_entries: exported must have scores below 2**63 under Policy.LRU, "
+            f"where they are times, which go on from the latest one, got {latest}: give entries of "
+            "another origin scores of 0"
+        )
+    return latest
 
 
 def is_of(exported: Exported, namespace: Namespace | None) -> bool:
@@ -346,7 +351,7 @@ def without_entries(part: Table) -> Exported:
         epoch=0,
         counters=counters,
         policy=int(part.policy),
-        namespace=_text_of(part),
+        namespace=as_array(part.index.namespace),
     )
 
 
@@ -439,13 +444,12 @@ def import_entries(
     check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
     )
-    # Of all parts together: their clocks are equal.
-    latest = _latest_score(exported) if table.policy is Policy.LRU else 0
     with on_one_device():
         # A table of one device may have NumPy's leaves, after jax.device_get.
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
             check_fits(part, exported)
+        latest = _latest_time(exported)  # of all parts together: their clocks are equal
         total = no_counts()
         filled = []
         devices = 1 if placement is None or replicas else placement.devices
@@ -533,12 +537,6 @@ def check_fits(table: Table, exported: Exported) -> None:
             f"got those of Policy.{given}, which mean something else: give each entry a score that "
             "the table understands (under LRU a time, under LFU a count) "
             f"by exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
-        )
-    if table.policy is Policy.LRU and _latest_score(exported) >= 2**63:
-        raise ValueError(
-            "sharding.import_entries: exported must have scores below 2**63 under Policy.LRU, "
-            "where they are times, which go on from the latest one, got "
-            f"{_latest_score(exported)}: give entries of another origin scores of 0"
         )
     own, given = table.index.namespace, namespace_of(exported)
     if not is_of(exported, own):

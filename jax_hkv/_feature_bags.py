@@ -68,8 +68,7 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
     """The bags of one feature, with the weights as they were given."""
     weights, valid = None, None
     if isinstance(ids, Padded):
-        valid = None if ids.valid is None else jnp.asarray(ids.valid)
-        weights = ids.weights
+        valid, weights = ids.valid, ids.weights
         if weights is not None:
             weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
         ids = ids.ids

@@ -14,7 +14,7 @@ from jax_hkv._checks import as_integer
 from jax_hkv._entries import Exported, check_exported, is_of, keys_are, namespace_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
-from jax_hkv._namespaces import Namespace, NumberOf, in_namespace, outside_namespace
+from jax_hkv._namespaces import Namespace, NumberOf, as_array, in_namespace, outside_namespace
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
@@ -223,7 +223,7 @@ class Group:
             values=exported.values[kept],
             optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
             counters=exported.counters if is_same else None,
-            namespace=None if self.namespace is None else self.namespace.as_array(),
+            namespace=as_array(self.namespace),
         )
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:

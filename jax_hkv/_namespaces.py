@@ -33,13 +33,16 @@ class Namespace:
         """Whether the keys of the other one mean the same here: tables may stand behind its."""
         return self.bits == other.bits and self.tables[: len(other.tables)] == other.tables
 
-    def as_array(self) -> np.ndarray:
-        """As checkpoints hold it: text in ``uint8``."""
-        return np.frombuffer(json.dumps([self.bits, *self.tables]).encode(), np.uint8)
+
+def as_array(namespace: Namespace | None) -> np.ndarray | None:
+    """As checkpoints hold it: text in ``uint8``."""
+    if namespace is None:
+        return None
+    return np.frombuffer(json.dumps([namespace.bits, *namespace.tables]).encode(), np.uint8)
 
 
 def from_array(text: np.ndarray) -> Namespace:
-    """What :meth:`Namespace.as_array` wrote."""
+    """What :func:`as_array` wrote."""
     bits, *tables = json.loads(np.asarray(text, np.uint8).tobytes())
     return Namespace(tuple(tables), bits)
 

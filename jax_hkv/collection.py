@@ -26,11 +26,7 @@ from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, in_namespace
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.features import Bagged
-from jax_hkv.table import (
-    InsertResult,
-    Table,
-    check_table,
-)
+from jax_hkv.table import InsertResult, Table, check_table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 

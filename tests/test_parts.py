@@ -7,17 +7,13 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_sharding_edges import one_part
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 import jax_hkv.linen
 from jax_hkv import sharding
 from jax_hkv.sharding import Placement
-
-
-def one_part(placement):
-    return placement.create(lambda: hkv.create(1024, 4))
-
 
 ON_A_PART = {
     "find": lambda t, k: hkv.find(t, k),

@@ -172,11 +172,12 @@ def test_reading_finds_what_one_table_finds_and_inserts_nothing(mode, fill, rng)
     other = zipf_batch(rng, (40, 3))
     asked = on_device(Batch(other.keys, other.slopes, other.valid))
 
+    fill_of_bags = fill if fill == "initial" else 0.0
+
     def read(table, batch):
         args = {"axis_name": case.exchange, "valid": batch.valid, "fill": fill}
         table, rows = sharding.find(table, batch.keys, **args)
-        pooled = args | {"fill": fill if fill == "initial" else 0.0}
-        _, bags = sharding.find_pooled(table, batch.keys, **pooled)
+        _, bags = sharding.find_pooled(table, batch.keys, **args | {"fill": fill_of_bags})
         _, touched = sharding.find(table, batch.keys, touch=True, **args)
         del args["fill"]
         _, present = sharding.contains(table, batch.keys, **args)
@@ -187,8 +188,7 @@ def test_reading_finds_what_one_table_finds_and_inserts_nothing(mode, fill, rng)
         outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
     values, found, pooled, pooled_found, *again, present = outputs
     _, rows = hkv.find(one.table, asked.keys, valid=asked.valid, fill=fill)
-    pooled_fill = fill if fill == "initial" else 0.0
-    _, bags = hkv.find_pooled(one.table, asked.keys, valid=asked.valid, fill=pooled_fill)
+    _, bags = hkv.find_pooled(one.table, asked.keys, valid=asked.valid, fill=fill_of_bags)
     assert_same_bits((values, found, pooled_found), (rows.values, rows.found, bags.found))
     assert_same_bits((again, present), ([rows.values, rows.found], rows.found))
     np.testing.assert_allclose(pooled, bags.values, atol=NEAR)
