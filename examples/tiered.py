@@ -1,88 +1,58 @@
 """The DLRM over a table on the accelerator, before a larger one in the host's memory."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from dlrm import Dlrm, Inputs, loss_and_logits
 from learners import Learner, Outcome, State
 
 import jax_hkv as hkv
 
-# The others refuse a key whose score is low, whatever the store has of it.
-POLICIES = (hkv.Policy.LRU, hkv.Policy.LFU, hkv.Policy.EPOCH_LRU)
 
-
-class Tiers(NamedTuple):
-    """A learner's state over the smaller table, and the store, which lies in the host's memory."""
+class Tiered(NamedTuple):
+    """A learner's state over the smaller table, and the store behind it."""
 
     near: State
     store: hkv.Table
 
 
-def tiered_learner(
-    near: Learner, make_store: Callable[[], hkv.Table], optimizer: optax.GradientTransformation
-) -> Learner:
+def tiered_learner(near: Learner, capacity: int) -> Learner:
     """Returns a learner that trains as over one table of the store's capacity, bit for bit.
 
-    Before a step its keys get places in the smaller table. What had to go for them goes to the
-    store, with scores and optimizer rows, and what the store has of them comes back, so that the
-    step finds all of its keys. Nothing is lost as long as a batch finds room in the smaller table
-    (none of its keys is refused) and everything in the store: an outcome's `evicted` counts what
-    is lost, that of refused keys which the step itself puts in the place of others included.
+    Nothing is lost as long as a batch finds room in the smaller table (none of its keys is refused)
+    and everything in the store: an outcome's `evicted` counts what is lost, that of refused keys
+    which the step itself puts in the place of others included.
 
     Args:
-        near: of `table_learner`, over the smaller table, under one of `POLICIES`.
-        make_store: () -> the larger table, empty.
-        optimizer: of the smaller one.
+        near: of `table_learner`, over the smaller table.
+        capacity: of the store.
     """
-    device = next(iter(near.state.table.keys.devices()))
-    host = jax.local_devices(backend="cpu")[-1]
-    with jax.default_device(host):
-        store = jax.device_put(hkv.optim.sparse(optimizer).init(make_store()), host)
-    model = Dlrm(store.dim)
+    table = near.state.table
+    store = hkv.tiered.create_store(table, capacity, device=jax.local_devices(backend="cpu")[-1])
+    model = Dlrm(table.dim)
 
-    @partial(jax.jit, donate_argnums=0)
-    def admit(table: hkv.Table, inputs: Inputs) -> Any:
+    def step(state: Tiered, inputs: Inputs) -> tuple[Tiered, Outcome]:
         valid = jnp.broadcast_to(inputs.valid[:, None], inputs.keys.shape)
-        table, found = hkv.find_or_insert(table, inputs.keys, valid=valid, return_evicted=True)
-        is_new = hkv.is_new(found.status)
-        return table, (found.keys, is_new, found.evicted), found.counts
-
-    @partial(jax.jit, donate_argnums=0)
-    def exchange(store: hkv.Table, keys: Any, is_new: Any, evicted: Any) -> Any:
-        store, back = hkv.export_keys(store, keys, valid=is_new)
-        store, kept = hkv.import_batch(store, evicted)
-        return store, back, kept.counts
-
-    @partial(jax.jit, donate_argnums=0)
-    def restore(table: hkv.Table, entries: hkv.Entries) -> Any:
-        return hkv.import_batch(table, entries)[0]
-
-    def step(state: Tiers, inputs: Inputs) -> tuple[Tiers, Outcome]:
-        table, leaving, counts = admit(state.near.table, inputs)
-        store, back, kept = exchange(state.store, *jax.device_put(leaving, host))
-        table = restore(table, jax.device_put(back, device))
+        tiers = hkv.tiered.Tiers(state.near.table, state.store)
+        (table, store), counts = hkv.tiered.prefetch(tiers, inputs.keys, valid=valid)
         after, outcome = near.step(state.near._replace(table=table), inputs)
-        lost = jax.device_put(kept.evicted + kept.refused, device) + outcome.counts.evicted
-        return Tiers(after, store), outcome._replace(counts=counts._replace(evicted=lost))
+        counts = hkv.Counts(
+            unique=counts.unique,
+            hits=counts.hits,
+            inserted=counts.inserted,
+            evicted=counts.dropped + outcome.counts.evicted,
+            refused=counts.refused,
+        )
+        return Tiered(after, store), outcome._replace(counts=counts)
 
     @jax.jit
-    def rows_of(table: hkv.Table, inputs: Inputs) -> Any:
-        found = hkv.find(table, inputs.keys, fill="initial")[1]
-        return found.values, found.found
-
-    @jax.jit
-    def logits_of(params: Any, inputs: Inputs, rows: Any, is_near: Any, stored: Any) -> jax.Array:
-        rows = jnp.where(is_near[..., None], rows, stored)
+    def logits_of(params: Any, inputs: Inputs, rows: jax.Array) -> jax.Array:
         return loss_and_logits(model, inputs, params, rows)[1]
 
-    def logits(state: Tiers, inputs: Inputs) -> jax.Array:
-        stored, _ = rows_of(state.store, jax.device_put(inputs, host))
-        rows, is_near = rows_of(state.near.table, inputs)
-        return logits_of(state.near.params, inputs, rows, is_near, jax.device_put(stored, device))
+    def logits(state: Tiered, inputs: Inputs) -> jax.Array:
+        tiers = hkv.tiered.Tiers(state.near.table, state.store)
+        _, found = hkv.tiered.find(tiers, inputs.keys, fill="initial")
+        return logits_of(state.near.params, inputs, found.values)
 
-    return near._replace(state=Tiers(near.state, store), step=step, logits=logits)
+    return near._replace(state=Tiered(near.state, store), step=step, logits=logits)

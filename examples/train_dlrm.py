@@ -23,7 +23,7 @@ from dlrm import INITIAL_STDDEV
 from learners import Learner, dense_learner, table_learner
 from options import DEFAULT_ROWS, make_optimizer, parse, report
 from sharded import placement_on, sharded_learner
-from tiered import POLICIES, tiered_learner
+from tiered import tiered_learner
 from training import split_of, train_and_evaluate
 
 import jax_hkv as hkv
@@ -95,7 +95,7 @@ def _make_learner(args: Namespace, log: ClickLog | CriteoFile, rows: int) -> Lea
         if args.store is None:
             return learner
         try:
-            return tiered_learner(learner, partial(make_table, args.store), optimizer)
+            return tiered_learner(learner, args.store)
         except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
             raise UserError(f"--store {args.store} --dim {args.dim}: {error}") from error
     placement = placement_on(args.devices, args.mode)
@@ -110,9 +110,6 @@ def _check_table(args: Namespace) -> None:
         raise UserError("--devices: a dense embedding is on one device; use --embedding table")
     if args.store and (args.devices > 1 or args.embedding == "dense"):
         raise UserError("--store: stands behind a table of one device; use --embedding table")
-    if args.store and hkv.Policy[args.policy.upper()] not in POLICIES:
-        names = ", ".join(policy.name.lower() for policy in POLICIES)
-        raise UserError(f"--store: wants one of the policies {names}, got {args.policy}")
     if args.batch % args.devices:
         raise UserError(f"--batch {args.batch}: must be a multiple of --devices {args.devices}")
 

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax_hkv import _serialization as _serialization
-from jax_hkv import admission, initializers, metrics, optim, sharding, testing
+from jax_hkv import admission, initializers, metrics, optim, sharding, testing, tiered
 from jax_hkv._ffi import CUSTOM_CALLS
 from jax_hkv._growth import grow
 from jax_hkv._keys import Keys, equal, less, less_equal
@@ -120,6 +120,7 @@ __all__ = [
     "size",
     "size_if",
     "testing",
+    "tiered",
     "unique",
     "zero_empty_rows",
 ]

@@ -129,12 +129,12 @@ def export_entries(
                 f"sharding.export_entries: changed_since makes a min_score, got one of {min_score} "
                 "too: give one of them"
             )
-        min_score = _first_change(parts, changed_since)
+        min_score = first_change(parts, changed_since)
     with on_one_device():
         return join_entries([_exported(part, min_score) for part in parts])
 
 
-def _first_change(parts: Sequence[Table], earlier: Exported) -> int:
+def first_change(parts: Sequence[Table], earlier: Exported) -> int:
     """The lowest score of what was scored after an export."""
     call, policy = "sharding.export_entries", parts[0].policy
     check_exported(call, "changed_since", earlier, "it is an export of this table")
@@ -306,7 +306,7 @@ def namespace_of(exported: Exported) -> Namespace | None:
     return given if given is None or isinstance(given, Namespace) else from_array(given)
 
 
-def _latest_time(exported: Exported) -> int:
+def latest_time(exported: Exported) -> int:
     """The latest score under LRU, 0 under other policies; raises if time could not go on."""
     if exported.policy != Policy.LRU:
         return 0
@@ -449,7 +449,7 @@ def import_entries(
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
             check_fits(part, exported)
-        latest = _latest_time(exported)  # of all parts together: their clocks are equal
+        latest = latest_time(exported)  # of all parts together: their clocks are equal
         total = no_counts()
         filled = []
         devices = 1 if placement is None or replicas else placement.devices
@@ -624,7 +624,7 @@ def _fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
         table, counts = _write(table, *jax.device_put(batch, device))
         total = _plus(total, counts)
-    return _with_common(table, exported, device, latest), total
+    return with_common(table, exported, device, latest), total
 
 
 def _plus(a: Counts, b: Counts) -> Counts:
@@ -642,7 +642,7 @@ def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
     return table, result.counts
 
 
-def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
+def with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
     own_clock, own_epoch = _number(table.clock), int(np.asarray(table.epoch)[0])
     clock = max(own_clock, exported.clock, latest)
     epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)

@@ -211,13 +211,14 @@ def import_rows(
     *,
     evicted: bool,
     is_ticked: bool = False,
+    admits: bool = True,
 ) -> tuple[Table, WriteResult]:
-    """Puts in entries as they are; of equal keys the last."""
+    """Puts in entries as they are, absent ones if it admits them; of equal keys the last."""
     groups = _index.unique(keys, valid)
     # Whatever the policy, the scores are those given.
     as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
     index, upserted = _index.upsert(
-        as_given, groups, scores, admit=True, report_evicted=evicted, is_ticked=is_ticked
+        as_given, groups, scores, admit=admits, report_evicted=evicted, is_ticked=is_ticked
     )
     table = dataclasses.replace(table, index=dataclasses.replace(index, policy=table.policy))
     table, entries = _evicted(table, upserted) if evicted else (table, None)

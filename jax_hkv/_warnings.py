@@ -38,10 +38,10 @@ def on_parts(fn: Callable[..., Result], devices: int) -> Callable[..., Result]:
     return on_part
 
 
-def warn_of_part(call: str) -> None:
+def warn_of_part(call: str, remedy: str | None = None) -> None:
     """Warns where an operation on ids is given a device's part: it meets what lies there alone."""
     twin = "insert_or_assign" if call == "insert_and_evict" else call
-    _warn_of_part(call, f"call jax_hkv.sharding.{twin}(..., axis_name=)")
+    _warn_of_part(call, remedy or f"call jax_hkv.sharding.{twin}(..., axis_name=)")
 
 
 @contextlib.contextmanager

@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, pooled, whole_table
-from jax_hkv._checks import as_integer
+from jax_hkv import _sharded, _tiers, pooled, whole_table
+from jax_hkv._checks import as_bool, as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, in_namespace
 from jax_hkv._sharded import ShardedResult
+from jax_hkv._tiers import PrefetchCounts
 from jax_hkv.features import Bagged
 from jax_hkv.table import InsertResult, Table, check_table
 
@@ -219,9 +220,9 @@ class Collection:
     ) -> dict[str, tuple[Keys, Bool[Array, " n"] | None]]:
         """The ids of a batch as keys of the physical tables: those that :meth:`lookup` looks up.
 
-        What has to be done with all of them before a step (see docs/guide.md, "A second tier") is
-        done in one call for each physical table. (Those without an optimizer are among them, which
-        a training lookup leaves as they are.)
+        What has to be done with all of them before a step is done in one call for each physical
+        table. (Those without an optimizer are among them, which a training lookup leaves as they
+        are.)
 
         Args:
           inputs: as for :meth:`lookup`.
@@ -238,6 +239,75 @@ class Collection:
                 batch, _, _ = _batch(group, inputs)
                 of_groups[group.name] = (batch.keys, batch.valid)
         return of_groups
+
+    def prefetch(
+        self,
+        tables: Mapping[str, Table],
+        stores: Mapping[str, Table],
+        inputs: Mapping[str, Any],
+        *,
+        partial: bool = False,
+        insert: bool = True,
+    ) -> tuple[dict[str, Table], dict[str, Table], dict[str, PrefetchCounts]]:
+        """Sees to it that the ids of a batch are in tables that have stores behind them.
+
+        It comes before the step that looks them up, see :func:`jax_hkv.tiered.prefetch`. The places
+        of all tables are made before the first table is waited for.
+
+        Args:
+          tables: of :meth:`create`, or those of a model; those with a store are used up outside of
+            jit.
+          stores: of :func:`jax_hkv.tiered.create_store`, by the names of their groups: of tables
+            with an optimizer, not necessarily of all. They are used up like these.
+          inputs: as for :meth:`lookup`.
+          partial: as for :meth:`lookup`.
+          insert: whether ids that neither a table nor its store has are inserted; False before an
+            evaluation.
+
+        Returns:
+          The tables, the stores, and the counts of each group with a store of which there are
+          inputs.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+          RuntimeError: if tables were used up before.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> collection = Collection(
+          ...     [TableConfig("items", 128, 2, optimizer=hkv.optim.sgd(0.1))],
+          ...     [Feature("item", "items")])
+          >>> tables = collection.create()
+          >>> stores = {name: hkv.tiered.create_store(table, 1000)
+          ...           for name, table in tables.items()}
+          >>> inputs = {"item": jnp.arange(100)}
+          >>> tables, stores, counts = collection.prefetch(tables, stores, inputs)
+          >>> int(counts["items"].inserted)
+          100
+        """
+        call = "Collection.prefetch"
+        self.check_tables(call, tables)
+        names = [group.name for group in self.groups if group.optimizer is not None]
+        if not isinstance(stores, Mapping) or not set(stores) <= set(names):
+            given = sorted(stores) if isinstance(stores, Mapping) else type(stores).__name__
+            raise ValueError(
+                f"{call}: stores must be a dict by names of physical tables that are trained, "
+                f"{names}, got {given}: make them by {{name: tiered.create_store(tables[name], "
+                "capacity) for name in ...}"
+            )
+        inserts = as_bool(call, "insert", insert)
+        batches = {}
+        for name, (keys, valid) in self.keys(inputs, partial=partial).items():
+            if name in stores:
+                tiers = _tiers.Tiers(tables[name], stores[name])
+                _tiers.check(f"{call} of {name!r}", tiers)
+                batches[name] = (tiers, *_tiers.batch_of(call, keys, valid))
+        after = dict(zip(batches, _tiers.prefetch(list(batches.values()), inserts), strict=True))
+        return (
+            dict(tables) | {name: tiers.cache for name, (tiers, _) in after.items()},
+            dict(stores) | {name: tiers.store for name, (tiers, _) in after.items()},
+            {name: counts for name, (_, counts) in after.items()},
+        )
 
     def lookup(
         self,

@@ -222,7 +222,7 @@ def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
 
 @jitted("buckets")
 def _resize(table: Table, buckets: int) -> Any:
-    wider = _emptied(table, buckets)
+    wider = emptied(table, buckets)
     # Every chunk visits all buckets of the new table: of a large one there are no more than these.
     chunk = min(max(_CHUNK_SLOTS, table.capacity // _MOST_CHUNKS), table.capacity)
     chunk = most_at_once(wider, chunk)
@@ -238,7 +238,7 @@ def _resize(table: Table, buckets: int) -> Any:
     return _over_chunks(table, body, (wider, none), chunk)[1]
 
 
-def _emptied(table: Table, buckets: int) -> Table:
+def emptied(table: Table, buckets: int) -> Table:
     """A table of another number of buckets without entries, else as this one is."""
     clock, epoch = table.index.clock, table.index.epoch
     settings = table.policy, table.choices, table.name, table.index.namespace

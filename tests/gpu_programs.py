@@ -160,6 +160,13 @@ def programs():
         lambda table, entries: hkv.import_batch(table, entries, return_evicted=True),
         (trained, entries),
     )
+    store = jax.eval_shape(lambda table: hkv.resize(table, 4 * CAPACITY)[0], trained)
+    tiers = hkv.tiered.Tiers(trained, shapes(store))
+    _, admitted = shapes(jax.eval_shape(hkv.tiered.admit, trained, batch()))
+    _, fetched = shapes(jax.eval_shape(hkv.tiered.exchange, tiers.store, admitted))
+    yield "tiered_admit", hkv.tiered.admit, (trained, batch())
+    yield "tiered_restore", lambda *args: (hkv.tiered.restore(*args),), (trained, fetched)
+    yield "tiered_prefetch", hkv.tiered.prefetch, (tiers, batch())
     for choices in (1, 2):
         table = make(choices=choices)
         for name, function, rest in (

@@ -106,13 +106,14 @@ def test_the_code_in_the_guide_runs():
     left = (jax_hkv.sharding.export_entries(after[name]).keys for name in ("serving", "table"))
     assert set(next(left)) == set(next(left))
     np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
-    assert int(after["info"].tables["embed/table"].inserted) == 2
+    assert int(after["info"].tables["embed/table"].hits) == 2  # the second time, of a prefetch
     assert int(after["state"].tables["embed"]["table"].epoch[0]) == 1  # a day later
     assert [group.name for group in after["collection"].groups] == ["users+items"]
     assert int(after["written"]["items"].counts.inserted) == 2
     assert int(after["forgotten"]["users"].counts.hits) == 0
     assert int(after["collection"].sizes(after["tables"])["items"]) == 2
-    assert int(jax_hkv.size(after["small"])) == 2 and not int(after["lost"])
+    assert jax_hkv.tiered.size(after["tiers"]) == 4  # `ids`, and two that came after them
+    assert [int(counts.unique) for counts in after["counts"].values()] == [4]
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)
     assert after["logits"].shape == (2,)

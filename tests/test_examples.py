@@ -384,7 +384,11 @@ def test_skipped_rows_are_counted_once_whatever_the_epochs(
         ([b"bad"] * 9, ["--devices", 32], "--devices 32: there are "),
         ([b"bad"] * 9, ["--devices", 2, "--embedding", "dense"], "is on one device"),
         ([b"bad"] * 9, ["--devices", 2, "--store", 4096], "--store: stands behind a table of one"),
-        ([b"bad"] * 9, ["--store", 4096, "--policy", "custom"], "--store: wants one of the "),
+        (
+            [b"bad"] * 9,
+            ["--store", 4096, "--policy", "custom"],
+            "policy that admits every newcomer",
+        ),
         ([b"bad"] * 9, ["--store", 2**40], "--store 1099511627776 --dim 4: "),
     ],
 )

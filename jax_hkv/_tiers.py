@@ -1,0 +1,312 @@
+"""What two tables that are one are made of, and how entries move between them.
+
+See :mod:`jax_hkv.tiered`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jax_hkv import _checks, _inserts, operations
+from jax_hkv import index as _index
+from jax_hkv._compat import is_traced
+from jax_hkv._keys import Keys, check_fixed, check_keys
+from jax_hkv._placement import check_not_used_up
+from jax_hkv._warnings import warn_of_part
+from jax_hkv.index import Policy
+from jax_hkv.table import Counts, Entries, Table, check_one_device, forms_of
+
+# The others refuse a key whose score is low, whatever the store has of it.
+POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
+
+_LEAST = 256  # entries moved at a time, so that few programs serve all numbers of them
+
+
+class Tiers(NamedTuple):
+    """Two tables that are one: what stands in the cache counts, whatever the store has of it.
+
+    Attributes:
+      cache: the smaller one, which is trained.
+      store: the larger one, of :func:`create_store`.
+    """
+
+    cache: Table
+    store: Table
+
+
+class PrefetchCounts(NamedTuple):
+    """What became of the distinct keys of a batch; ``int32`` scalars.
+
+    Attributes:
+      unique: distinct keys, the sum of the next four.
+      hits: of them, those that the cache had.
+      restored: those that the store had, as far as they found room in the cache.
+      inserted: those that neither had; they have their first rows.
+      refused: those that found no room in the cache, where the keys of the batch had filled their
+        buckets. A training step gives them their first rows, or trains them for nothing: take a
+        larger cache, or smaller batches.
+      evicted: entries that moved from the cache to the store.
+      dropped: entries that found no room in the store, or were evicted there. They are lost, but
+        for those that the cache has, too: take a larger store.
+    """
+
+    unique: Int32[Array, ""]
+    hits: Int32[Array, ""]
+    restored: Int32[Array, ""]
+    inserted: Int32[Array, ""]
+    refused: Int32[Array, ""]
+    evicted: Int32[Array, ""]
+    dropped: Int32[Array, ""]
+
+
+class Admitted(NamedTuple):
+    """What :func:`admit` tells the store.
+
+    Attributes:
+      keys: that were not in the cache, the first `count`.
+      count: of them.
+      evicted: the entries that made room.
+      time: the score of this batch, where scores are times; None under LFU.
+      counts: of the distinct keys of the batch.
+    """
+
+    keys: Keys
+    count: Int32[Array, ""]
+    evicted: Entries
+    time: Keys | None
+    counts: Counts
+
+
+class Fetched(NamedTuple):
+    """What :func:`exchange` gives back: entries for the cache, and what became of the batch."""
+
+    entries: Entries | None
+    counts: PrefetchCounts
+
+
+def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """One program that changes its first argument's arrays, inlined into a caller's that traces."""
+    compiled = jax.jit(fn, donate_argnums=0)
+
+    @functools.wraps(fn)
+    def call(table: Table, *args: Any) -> Any:
+        return (fn if is_traced(table.values) else compiled)(table, *args)
+
+    return call
+
+
+@in_place
+def admit(cache: Table, given: Any, mask: jax.Array | None) -> tuple[Table, Admitted]:
+    keys, valid = _checks.flat_batch(given, mask)
+    no_counts = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
+    cache, inserted = _inserts.insert_rows(cache, keys, valid, no_counts, None, True)
+    assert inserted.evicted is not None
+    counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
+    # The new ones side by side.
+    new = _index.unique(Keys(inserted.groups.keys), inserted.upserted.new_slots >= 0)
+    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, _time(cache), counts)
+
+
+def _time(table: Table) -> Keys | None:
+    """The score of the latest batch, where it is the same for all of its keys."""
+    if table.policy is Policy.LRU:
+        return Keys(table.clock)
+    if table.policy is Policy.EPOCH_LRU:
+        return Keys(jnp.stack([table.clock[0], table.epoch[0]]))
+    return None
+
+
+def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
+    if is_traced(store.values) or is_traced(admitted.count):
+        store, entries = _read(store, admitted.keys, admitted.count)
+        store, dropped = _keep(store, admitted.evicted)
+        restored = entries.count
+        entries = _scored(entries, admitted.time)
+    else:
+        store, entries, restored, dropped = _exchanged_of_two(store, admitted)
+    own = admitted.counts
+    return store, Fetched(
+        entries,
+        PrefetchCounts(
+            unique=own.unique,
+            hits=own.hits,
+            restored=restored,
+            inserted=own.inserted - restored,
+            refused=own.refused,
+            evicted=own.evicted,
+            dropped=dropped,
+        ),
+    )
+
+
+def _exchanged_of_two(
+    store: Table, admitted: Admitted
+) -> tuple[Table, Entries | None, jax.Array, jax.Array]:
+    """What moves between two devices is as much as there is, and nothing where there is nothing."""
+    device, near = device_of(store), admitted.count.device
+    entries, restored, dropped = None, np.int32(0), np.int32(0)
+    wanted, leaving = jax.device_get((admitted.count, admitted.evicted.count))
+    if wanted:
+        asked = in_front(admitted.keys, wanted), admitted.count, admitted.time
+        keys, count, time = jax.device_put(asked, device)
+        store, entries = _read(store, keys, count)
+    if leaving:
+        evicted = jax.device_put(in_front(admitted.evicted, leaving), device)
+        store, dropped = _keep(store, evicted)
+    if entries is not None:
+        restored = np.asarray(entries.count)
+        entries = _scored(in_front(entries, restored), time) if restored else None
+    return store, entries, *jax.device_put((restored, dropped), near)
+
+
+def _scored(entries: Entries, time: Keys | None) -> Entries:
+    """Entries that a batch has looked up at some time."""
+    if time is None:
+        return entries
+    return entries._replace(scores=Keys(jnp.broadcast_to(time.words, entries.keys.words.shape)))
+
+
+@in_place
+def _read(store: Table, keys: Keys, count: jax.Array) -> tuple[Table, Entries]:
+    is_meant = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+    store, entries, _ = _inserts.export_keys(store, keys, is_meant)
+    return store, entries
+
+
+@in_place
+def _keep(store: Table, evicted: Entries) -> tuple[Table, jax.Array]:
+    store, kept = _imported(store, evicted, admits=True)
+    return store, kept.counts.evicted + kept.counts.refused
+
+
+def restore(cache: Table, fetched: Fetched) -> Table:
+    entries = fetched.entries
+    if entries is None:
+        return cache
+    if not is_traced(cache.values) and not is_traced(entries.values):
+        entries = jax.device_put(entries, device_of(cache))
+    return _give_back(cache, entries)
+
+
+@in_place
+def _give_back(cache: Table, entries: Entries) -> Table:
+    return _imported(cache, entries, admits=False)[0]
+
+
+def _imported(table: Table, entries: Entries, *, admits: bool) -> tuple[Table, Any]:
+    is_meant = jnp.arange(entries.keys.shape[0], dtype=jnp.int32) < entries.count
+    return _inserts.import_rows(
+        table, *entries[:-1], is_meant, evicted=False, is_ticked=True, admits=admits
+    )
+
+
+def in_front(tree: Any, count: Any) -> Any:
+    """What stands in front of arrays, so many elements or some more; scalars as they are."""
+    most = max((leaf.shape[0] for leaf in jax.tree.leaves(tree) if leaf.ndim), default=0)
+    room = min(max(_LEAST, 1 << (int(count) - 1).bit_length()), most)
+    return tree if room == most else _cut(tree, room)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut(tree: Any, room: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[:room] if leaf.ndim else leaf, tree)
+
+
+def prefetch(
+    batches: Sequence[tuple[Tiers, Any, jax.Array | None]], inserts: bool
+) -> list[tuple[Tiers, PrefetchCounts]]:
+    """Keys of several tables go to their caches, all of them before the first one is waited for."""
+    given_places = [
+        admit(tiers.cache, given, mask if inserts else known(tiers, given, mask))
+        for tiers, given, mask in batches
+    ]
+    after = []
+    for (tiers, _, _), (cache, admitted) in zip(batches, given_places, strict=True):
+        store, fetched = exchange(tiers.store, admitted)
+        after.append((Tiers(restore(cache, fetched), store), fetched.counts))
+    return after
+
+
+def known(tiers: Tiers, given: Any, mask: jax.Array | None) -> Bool[Array, "*batch"]:
+    """Which keys of a batch are in one of the tables."""
+    near = operations.contains(tiers.cache, given, valid=mask)[1]
+    asked = ~near if mask is None else mask & ~near
+    if is_traced(tiers.store.values) or is_traced(near):
+        return near | operations.contains(tiers.store, given, valid=asked)[1]
+    given, asked = jax.device_put((given, asked), device_of(tiers.store))
+    behind = operations.contains(tiers.store, given, valid=asked)[1]
+    return near | jax.device_put(behind, device_of(tiers.cache))
+
+
+# --- Checks --------------------------------------------------------------------------------------
+
+
+def batch_of(call: str, keys: Any, valid: Any) -> tuple[Any, jax.Array | None]:
+    warn_of_part(call, "call the operations of jax_hkv.sharding that tiers over devices take")
+    given = check_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
+    return given, _checks.as_mask(call, "valid", valid, given.shape)
+
+
+def check(call: str, tiers: Any) -> None:
+    if not isinstance(tiers, Tiers):
+        raise TypeError(
+            f"{call}: tiers must be jax_hkv.tiered.Tiers, got {type(tiers).__name__}: make them by "
+            "Tiers(cache, tiered.create_store(cache, capacity)); operations return (tiers, result)"
+        )
+    for name, table in tiers._asdict().items():
+        check_table(call, f"tiers.{name}", table)
+    cache, store = tiers
+    for what, near, behind in (
+        ("rows and optimizer rows", rows_of(cache), rows_of(store)),
+        ("a policy", cache.policy.name, store.policy.name),
+        ("a namespace", cache.index.namespace, store.index.namespace),
+    ):
+        if near != behind:
+            raise ValueError(
+                f"{call}: tiers.store must have {what} like the cache's, {near}, got {behind}: "
+                "make it by tiered.create_store(cache, capacity), after opt.init(cache)"
+            )
+
+
+def check_table(call: str, argument: str, table: Any) -> None:
+    if not isinstance(table, Table):
+        raise TypeError(
+            f"{call}: {argument} must be a jax_hkv Table, got {type(table).__name__}: operations "
+            "return (table, result), unpack them"
+        )
+    check_not_used_up(call, jax.tree.leaves(table))
+    check_one_device(call, table)
+    devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
+    if not is_traced(table.values) and len(devices) != 1:
+        raise ValueError(
+            f"{call}: {argument} must lie on one device, got one that {len(devices)} hold: put it "
+            "on one by jax.device_put(table, device)"
+        )
+    if table.policy not in POLICIES:
+        raise ValueError(
+            f"{call}: {argument} must have a policy that admits every newcomer, "
+            f"{', '.join(policy.name for policy in POLICIES)}, got {table.policy.name}: under it "
+            "the cache would refuse ids that the store knows"
+        )
+    if table.admission is not None:
+        raise ValueError(
+            f"{call}: {argument} must have no admission rule, got {table.admission.rule}, which "
+            "would turn ids away that the store knows: create the table without one"
+        )
+
+
+def rows_of(table: Table) -> str:
+    return forms_of(table.values, table.optimizer.rows if table.optimizer else {})
+
+
+def device_of(table: Table) -> Any:
+    (device,) = table.values.devices()
+    return device

@@ -1,0 +1,521 @@
+"""A table on the accelerator before a larger one in the host's memory.
+
+What the small table, the cache, gives up goes to the large one, the store, with its score and
+optimizer rows, and comes back when its key does. So the two train as one table of the store's
+capacity does, with the same bits in every row, as long as a batch finds room in the cache and all
+entries in the store.
+
+    tiers = hkv.tiered.Tiers(cache, hkv.tiered.create_store(cache, 10**8))
+    for keys, labels in batches:
+        tiers, counts = hkv.tiered.prefetch(tiers, keys)       # all of them are in the cache now
+        cache, loss = train_step(tiers.cache, keys, labels)    # as if there were no store
+        tiers = tiers._replace(cache=cache)
+
+Both tables lie whole on one device each, the store with an index of its own. docs/guide.md, "A
+second tier", has the loops of Flax's layers, and the one in which the host works while the
+accelerator trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from jax_hkv import _checks, _entries, _inserts, _tiers, operations, whole_table
+from jax_hkv import index as _index
+from jax_hkv._compat import is_traced
+from jax_hkv._entries import Exported
+from jax_hkv._keys import Keys
+from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
+from jax_hkv.index import Status
+from jax_hkv.table import (
+    Counts,
+    EraseResult,
+    FindResult,
+    Table,
+    buckets_of,
+    forms_of,
+)
+
+_CHUNK = 65536  # keys looked up at a time, between steps
+
+__all__ = [
+    "Admitted",
+    "Fetched",
+    "PrefetchCounts",
+    "Tiers",
+    "admit",
+    "contains",
+    "create_store",
+    "erase",
+    "exchange",
+    "export_entries",
+    "find",
+    "import_entries",
+    "prefetch",
+    "restore",
+    "size",
+]
+
+
+def create_store(table: Table, capacity: int, *, device: Any = None) -> Table:
+    """An empty table to stand behind another one, in the host's memory.
+
+    Args:
+      table: the cache, with its optimizer's rows; it is only read. The store has its settings,
+        and rows and optimizer rows like its.
+      capacity: entries, of cache and store together; rounded up to whole buckets of 128. Where all
+        are to be kept, buckets want room: one and a half times the expected entries with one
+        candidate bucket, 1.1 times with two.
+      device: of the store; None: the first one of JAX's backend "cpu".
+
+    Raises:
+      TypeError, ValueError: naming the argument; also for a table under a policy that refuses
+        newcomers (EPOCH_LFU, CUSTOM) or with an admission rule, which would turn ids away that the
+        store knows.
+      RuntimeError: if JAX was told to do without the CPU.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.optim.adam(1e-3).init(hkv.create(1024, 8))
+      >>> store = create_store(cache, 100_000)
+      >>> store.capacity, store.policy.name, sorted(store.optimizer.rows)
+      (100096, 'LRU', ['mu', 'nu'])
+    """
+    call = "tiered.create_store"
+    _tiers.check_table(call, "table", table)
+    buckets = buckets_of(call, capacity)
+    if device is None:
+        try:
+            device = jax.local_devices(backend="cpu")[0]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{call}: device is the host's CPU if none is given, and JAX has none here "
+                f'({error}): start it with JAX_PLATFORMS="cuda,cpu", or without that variable'
+            ) from None
+    # Through a table of one bucket: of the large one nothing may lie on the accelerator.
+    small = jax.tree.map(jnp.copy, whole_table.emptied(table, 1))  # of buffers of its own
+    small = jax.device_put(small, device)
+    with jax.default_device(device):
+        return jax.device_put(whole_table.emptied(small, buckets), device)
+
+
+# --- Before a step -------------------------------------------------------------------------------
+
+
+def prefetch(
+    tiers: Tiers, keys: Any, *, valid: Any = None, insert: bool = True
+) -> tuple[Tiers, PrefetchCounts]:
+    """Sees to it that the keys of a batch are in the cache, before a step looks them up there.
+
+    It is :func:`admit`, :func:`exchange` and :func:`restore`, one after the other. For one table
+    it would be a `find_or_insert`: new keys get their first rows, and under LRU and EPOCH_LRU
+    known ones the time of now. Under LFU it counts nothing: the step that follows does. Called
+    inside of jit it is part of the program, the store on the same device; outside, it waits for
+    the device to know how many entries have to move, and moves those.
+
+    Args:
+      tiers: which are used up outside of jit, as by a donating step.
+      keys: of any shape: Keys, or an integer array.
+      valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
+      insert: whether keys that neither table has are inserted. False is for an evaluation through
+        a layer or a step that looks into the cache alone: rows come to where it finds them, and
+        unseen keys stay unseen.
+
+    Returns:
+      The tables, and :class:`PrefetchCounts`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> for ids in np.arange(400, dtype=np.int32).reshape(4, 100):
+      ...     tiers, counts = prefetch(tiers, ids)
+      >>> int(counts.inserted), int(counts.evicted), size(tiers)
+      (100, 100, 400)
+      >>> tiers, counts = prefetch(tiers, np.array([5, 6, 1000]), insert=False)
+      >>> int(counts.restored), int(counts.inserted), hkv.contains(tiers.cache, ids[:1])[1].tolist()
+      (2, 0, [True])
+    """
+    call = "tiered.prefetch"
+    _tiers.check(call, tiers)
+    given, mask = _tiers.batch_of(call, keys, valid)
+    inserts = _checks.as_bool(call, "insert", insert)
+    (after,) = _tiers.prefetch([(tiers, given, mask)], inserts)
+    return after
+
+
+def admit(cache: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Admitted]:
+    """Gives the keys of a batch places in the cache, those that it does not have with first rows.
+
+    The first third of :func:`prefetch`, on the cache's device. It waits for nothing. Until
+    :func:`restore` is called the cache has first rows of keys that the store knows: what is done
+    with the cache meanwhile must look up other keys, a step those of the batch before, say. Give
+    the keys of that batch as well, ``Keys.concatenate([keys, before])``, and they stay.
+
+    Args:
+      cache: which is used up outside of jit.
+      keys: of any shape.
+      valid: see :func:`prefetch`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if the table was used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache, admitted = admit(hkv.create(128, 2), np.array([5, 6, 5], np.int32))
+      >>> int(admitted.count), int(admitted.evicted.count)
+      (2, 0)
+    """
+    call = "tiered.admit"
+    _tiers.check_table(call, "cache", cache)
+    return _tiers.admit(cache, *_tiers.batch_of(call, keys, valid))
+
+
+def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
+    """Puts what has left the cache into the store, and reads what the store has of new keys.
+
+    The second third of :func:`prefetch`, on the store's device. Outside of jit it waits for
+    `admitted`, and moves as many entries as there are, rounded up to a power of two.
+
+    Args:
+      store: which is used up outside of jit.
+      admitted: of :func:`admit`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if the table was used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> store = create_store(cache, 1024)
+      >>> for ids in (np.arange(128), np.arange(128, 256)):
+      ...     cache, admitted = admit(cache, ids.astype(np.int32))
+      ...     store, fetched = exchange(store, admitted)
+      ...     cache = restore(cache, fetched)
+      >>> int(fetched.counts.evicted), int(hkv.size(store))
+      (128, 128)
+    """
+    call = "tiered.exchange"
+    _tiers.check_table(call, "store", store)
+    if not isinstance(admitted, Admitted):
+        raise TypeError(
+            f"{call}: admitted must be what tiered.admit returned, got {type(admitted).__name__}: "
+            "the order is (store, admitted), and admit returns (cache, admitted)"
+        )
+    own, given = (
+        _tiers.rows_of(store),
+        forms_of(admitted.evicted.values, admitted.evicted.optimizer),
+    )
+    if own != given:
+        raise ValueError(
+            f"{call}: admitted must have entries like the store's, {own}, got {given}: make the "
+            "store by tiered.create_store(cache, capacity)"
+        )
+    return _tiers.exchange(store, admitted)
+
+
+def restore(cache: Table, fetched: Fetched) -> Table:
+    """Gives the keys that the store knew their rows, scores and optimizer rows.
+
+    The last third of :func:`prefetch`, on the cache's device, before another :func:`admit`.
+
+    Args:
+      cache: which is used up outside of jit.
+      fetched: of :func:`exchange`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if the table was used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> cache, admitted = admit(cache, np.array([5], np.int32))
+      >>> store, fetched = exchange(create_store(cache, 1024), admitted)
+      >>> hkv.find(restore(cache, fetched), np.array([5], np.int32))[1].found.tolist()
+      [True]
+    """
+    call = "tiered.restore"
+    _tiers.check_table(call, "cache", cache)
+    if not isinstance(fetched, Fetched):
+        raise TypeError(
+            f"{call}: fetched must be what tiered.exchange returned, got {type(fetched).__name__}: "
+            "the order is (cache, fetched), and exchange returns (store, fetched)"
+        )
+    return _tiers.restore(cache, fetched)
+
+
+# --- Reads and removals, of both -----------------------------------------------------------------
+
+
+def find(
+    tiers: Tiers, keys: Any, *, valid: Any = None, fill: float | str = 0.0
+) -> tuple[Tiers, FindResult]:
+    """Looks up rows in both tables, which stay as they are: for evaluation and serving.
+
+    Args:
+      tiers: to look in. Outside of jit what the cache has not is asked of the store's device.
+      keys: of any shape.
+      valid: see :func:`prefetch`.
+      fill: the row of absent keys, see :func:`jax_hkv.find`.
+
+    Returns:
+      The tables, and rows ``[*keys.shape, dim]``, found and slots: of the cache, -1 for what the
+      store has.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2, init=hkv.initializers.constant(0.5))
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
+      ...     tiers, _ = prefetch(tiers, ids)
+      >>> tiers, result = find(tiers, np.arange(300, dtype=np.int32))
+      >>> int(result.found.sum()), result.values[198:201, 0].tolist()
+      (200, [0.5, 0.5, 0.0])
+    """
+    call = "tiered.find"
+    _tiers.check(call, tiers)
+    given, mask = _tiers.batch_of(call, keys, valid)
+    cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill)
+    (words, inverse, count), store = _missing(given, mask, near.found), tiers.store
+    if is_traced(store.values) or is_traced(count):
+        store, behind = operations.find(store, Keys(words), valid=_is_in_front(words, count))
+        return Tiers(cache, store), _with_rows(near, inverse, behind.values, behind.found)
+    if not int(count):
+        return Tiers(cache, store), near
+    words, count = jax.device_put((_tiers.in_front(words, count), count), _tiers.device_of(store))
+    store, behind = operations.find(store, Keys(words), valid=_is_in_front(words, count))
+    rows, found = jax.device_put((behind.values, behind.found), _tiers.device_of(cache))
+    return Tiers(cache, store), _with_rows(near, inverse, rows, found)
+
+
+@jax.jit
+def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> tuple[jax.Array, ...]:
+    """The distinct keys that were asked for and not found, their places, how many they are."""
+    keys, valid = _checks.flat_batch(given, mask)
+    asked = ~found.reshape(-1) if valid is None else valid & ~found.reshape(-1)
+    groups = _index.unique(keys, asked)
+    return groups.keys, groups.inverse, groups.count[0]
+
+
+def _is_in_front(words: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.arange(words.shape[0], dtype=jnp.int32) < count
+
+
+@jax.jit
+def _with_rows(near: FindResult, inverse: jax.Array, rows: jax.Array, found: jax.Array) -> Any:
+    has_row = ((inverse >= 0) & _index.take(found, inverse)).reshape(near.found.shape)
+    rows = _index.take(rows, inverse).reshape(near.values.shape)
+    values = jnp.where(has_row[..., None], rows, near.values)
+    return FindResult(values, near.found | has_row, near.slots)
+
+
+def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool[Array, "*batch"]]:
+    """Whether keys are present in one of the tables; masked positions are not.
+
+    Args:
+      tiers: to look in.
+      keys: of any shape.
+      valid: see :func:`prefetch`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> tiers, _ = prefetch(Tiers(cache, create_store(cache, 1024)), np.array([5], np.int32))
+      >>> contains(tiers, np.array([5, 6], np.int32))[1].tolist()
+      [True, False]
+    """
+    call = "tiered.contains"
+    _tiers.check(call, tiers)
+    return tiers, _tiers.known(tiers, *_tiers.batch_of(call, keys, valid))
+
+
+def erase(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, EraseResult]:
+    """Removes keys from both tables.
+
+    Args:
+      tiers: which are used up outside of jit.
+      keys: of any shape.
+      valid: see :func:`prefetch`.
+
+    Returns:
+      The tables, and FOUND for what one of them had; `counts.hits` distinct keys were there.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
+      ...     tiers, _ = prefetch(tiers, ids)
+      >>> tiers, result = erase(tiers, np.arange(150, 250, dtype=np.int32))
+      >>> int(result.counts.hits), size(tiers)
+      (50, 150)
+    """
+    call = "tiered.erase"
+    _tiers.check(call, tiers)
+    given, mask = _tiers.batch_of(call, keys, valid)
+    there = given, mask
+    is_local = is_traced(tiers.cache.values) or is_traced(tiers.store.values)
+    if not is_local:
+        there = jax.device_put(there, _tiers.device_of(tiers.store))
+    store, behind = _erased(tiers.store, *there)
+    cache, near = _erased(tiers.cache, given, mask)
+    if not is_local:
+        behind = jax.device_put(behind, _tiers.device_of(cache))
+    return Tiers(cache, store), _either(given, near, behind)
+
+
+@_tiers.in_place
+def _erased(table: Table, given: Any, mask: jax.Array | None) -> tuple[Table, jax.Array]:
+    table, result = _inserts.erase(table, *_checks.flat_batch(given, mask))
+    return table, result.status
+
+
+@jax.jit
+def _either(given: Any, near: jax.Array, behind: jax.Array) -> EraseResult:
+    keys, _ = _checks.flat_batch(given, None)
+    is_gone = (near == Status.FOUND) | (behind == Status.FOUND)
+    hits = _index.unique(keys, is_gone).count[0]
+    status = jnp.where(is_gone, jnp.int32(Status.FOUND), near).reshape(given.shape)
+    return EraseResult(status, Counts(hits, hits, *(jnp.zeros_like(hits),) * 3))
+
+
+# --- Between steps -------------------------------------------------------------------------------
+
+
+def size(tiers: Tiers) -> int:
+    """Entries of both tables, those that stand in both once. For use between steps.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> size(Tiers(cache, create_store(cache, 1024)))
+      0
+    """
+    _tiers.check("tiered.size", tiers)
+    is_entry = np.asarray(tiers.cache.digests).reshape(-1) != 0
+    keys = Keys(np.asarray(tiers.cache.keys).reshape(-1, 2)[is_entry]).to_numpy()
+    return int(whole_table.size(tiers.store)) + int(np.sum(~_is_in(tiers.store, keys)))
+
+
+def export_entries(
+    tiers: Tiers, *, min_score: int | None = None, changed_since: Exported | None = None
+) -> Exported:
+    """The entries of both tables as those of one, each once. For use between steps.
+
+    Args:
+      tiers: to read.
+      min_score: see :func:`jax_hkv.sharding.export_entries`.
+      changed_since: an earlier export of the tiers, see there.
+
+    Returns:
+      The entries, for :func:`import_entries`, or for `jax_hkv.sharding.import_entries` into one
+      table.
+
+    Raises:
+      TypeError, ValueError: as that of one table.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2)
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
+      ...     tiers, _ = prefetch(tiers, ids)
+      >>> len(export_entries(tiers).keys)
+      200
+    """
+    _tiers.check("tiered.export_entries", tiers)
+    cache, store = tiers
+    near = _entries.export_entries(cache, min_score=min_score, changed_since=changed_since)
+    if changed_since is not None:
+        min_score = _entries.first_change([cache], changed_since)
+    behind = _entries.export_entries(store, min_score=min_score)
+    chosen = ~_is_in(cache, behind.keys)
+    entries = [
+        jax.tree.map(lambda *leaves: np.concatenate([leaves[0][chosen], leaves[1]]), *pair)
+        for pair in zip(behind[:4], near[:4], strict=True)
+    ]
+    return Exported(*entries, *near[len(entries) :])
+
+
+def import_entries(tiers: Tiers, exported: Exported) -> tuple[Tiers, Counts]:
+    """Puts exported entries into the store, from where they come when they are looked up.
+
+    What the cache has of their keys is removed, and clock, epoch and step counts are brought up to
+    date in both tables, as those of one table would be. For use between steps.
+
+    Args:
+      tiers: which are used up.
+      exported: of :func:`export_entries`, or of `jax_hkv.sharding.export_entries` of one table.
+
+    Returns:
+      The tables, and the store's counts: `evicted` and `refused` entries found no room.
+
+    Raises:
+      TypeError, ValueError: as `jax_hkv.sharding.import_entries`, before anything is changed.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(1024, 2), np.arange(500, dtype=np.int32))
+      >>> cache = hkv.create(128, 2)
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> tiers, counts = import_entries(tiers, hkv.sharding.export_entries(table))
+      >>> int(counts.inserted), size(tiers)
+      (500, 500)
+    """
+    _tiers.check("tiered.import_entries", tiers)
+    store, counts = _entries.import_entries(None, tiers.store, exported)
+    cache = tiers.cache
+    device = _tiers.device_of(cache)
+    for keys, valid in _chunks(exported.keys):
+        cache, _ = _erased(cache, *jax.device_put((keys, valid), device))
+    latest = _entries.latest_time(exported)
+    return Tiers(_entries.with_common(cache, exported, device, latest), store), counts
+
+
+def _is_in(table: Table, keys: np.ndarray) -> np.ndarray:
+    """Which of some keys, uint64 on the host, a table has."""
+    device = _tiers.device_of(table)
+    found = [
+        np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
+        for part, valid in _chunks(keys)
+    ]
+    return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
+
+
+def _chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
+    room = min(_CHUNK, 1 << max(0, len(keys) - 1).bit_length())
+    for start in range(0, len(keys), room):
+        part = keys[start : start + room]
+        padded = np.pad(part, (0, room - len(part)))
+        yield Keys.from_numpy(padded), np.arange(room) < len(part)

@@ -1,0 +1,449 @@
+"""Two tables that are one: a small one before a store on another device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from many_devices import assert_same_bits, entries_of
+
+import jax_hkv as hkv
+from jax_hkv import sharding, tiered
+from jax_hkv.testing import assert_no_table_copies
+
+DIM = 4
+POLICIES = [hkv.Policy.LRU, hkv.Policy.LFU, hkv.Policy.EPOCH_LRU]
+OPTIMIZERS = {
+    "adam": hkv.optim.adam(0.1),
+    "rowwise_adagrad": hkv.optim.rowwise_adagrad(0.1),
+    "optax": hkv.optim.sparse(optax.adam(0.1), count_per_row=True),
+}
+
+
+def made(capacity, optimizer="adam", **options):
+    table = hkv.create(capacity, DIM, **options)
+    return OPTIMIZERS[optimizer].init(table) if optimizer else table
+
+
+def host():
+    """Another device than the cache's, if there is one."""
+    return jax.local_devices(backend="cpu")[-1]
+
+
+def tiers_of(capacity, store, *args, **options):
+    cache = made(capacity, *args, **options)
+    return tiered.Tiers(cache, tiered.create_store(cache, store, device=host()))
+
+
+def counting(table):
+    """What a prefetch counts an id as, of one table."""
+    return np.zeros(1, np.uint32) if table.policy is hkv.Policy.LFU else None
+
+
+@jax.jit(donate_argnums=0)
+def touched(table, ids, valid=None):
+    """What a prefetch is for one table."""
+    scores = jnp.zeros(ids.shape, jnp.uint32) if table.policy is hkv.Policy.LFU else None
+    return hkv.find_or_insert(table, ids, scores=scores, valid=valid)[0]
+
+
+def trainer(optimizer):
+    opt = OPTIMIZERS[optimizer]
+
+    @jax.jit(donate_argnums=0)
+    def train(table, ids, valid=None):
+        table, found = hkv.find_or_insert(table, ids, valid=valid)
+        return opt.update(table, found, 0.5 * found.values), found.counts
+
+    return train
+
+
+def by_key(exported):
+    """An export in an order that does not depend on slots, as arrays."""
+    order = np.argsort(exported.keys)
+    rows = jax.tree.map(lambda leaf: leaf[order], exported[:4])
+    return jax.tree.map(np.asarray, (rows, exported[4:]))
+
+
+def assert_same_table(tiers, one):
+    assert_same_bits(by_key(tiered.export_entries(tiers)), by_key(sharding.export_entries(one)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tiers_train_as_one_table_of_the_stores_capacity(policy, choices, rng):
+    """Rows, optimizer rows, scores, clock and step counts in every bit, most ids in the store."""
+    tiers = tiers_of(512, 8192, policy=policy, choices=choices)
+    one = made(8192, policy=policy, choices=choices)
+    train = trainer("adam")
+    total = np.zeros(len(tiered.PrefetchCounts._fields), np.int64)
+    for step in range(60):
+        ids = rng.integers(0, 2000, 160).astype(np.int32)
+        known = np.asarray(hkv.contains(one, np.unique(ids))[1])
+        tiers, counts = tiered.prefetch(tiers, ids)
+        one = touched(one, ids)
+        assert int(counts.hits) + int(counts.restored) == known.sum()
+        assert int(counts.inserted) == (~known).sum()
+        assert int(counts.unique) == len(known)
+        cache, of_step = train(tiers.cache, ids)
+        one, _ = train(one, ids)
+        assert int(of_step.hits) == int(of_step.unique)
+        tiers = tiers._replace(cache=cache)
+        if step % 10 == 0:
+            tiers = tiered.Tiers(*map(hkv.advance_epoch, tiers))
+            one = hkv.advance_epoch(one)
+        total += [int(count) for count in counts]
+    total = tiered.PrefetchCounts(*total)
+    assert total.evicted > 1000 and total.restored > 1000
+    assert total.refused == total.dropped == 0
+    assert tiers.store.values.devices() == {host()}
+    assert_same_table(tiers, one)
+    assert tiered.size(tiers) == int(hkv.size(one))
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "optax"])
+def test_optimizers_of_every_kind_move_with_their_rows(optimizer, rng):
+    tiers, one = tiers_of(256, 4096, optimizer), made(4096, optimizer)
+    train = trainer(optimizer)
+    for _ in range(20):
+        ids = rng.integers(0, 900, 96).astype(np.int32)
+        tiers, counts = tiered.prefetch(tiers, ids)
+        assert int(counts.refused) == int(counts.dropped) == 0
+        tiers = tiers._replace(cache=train(tiers.cache, ids)[0])
+        one = train(touched(one, ids), ids)[0]
+    assert_same_table(tiers, one)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inside_of_jit_a_prefetch_is_part_of_the_program(policy, rng):
+    """The store on the same device: a scan of steps, without a copy of either table."""
+    batches = rng.integers(0, 900, (20, 96)).astype(np.int32)
+    train = trainer("adam")
+
+    def step(tiers, ids):
+        tiers, counts = tiered.prefetch(tiers, ids)
+        cache, of_step = train(tiers.cache, ids)
+        return tiers._replace(cache=cache), (counts, of_step.hits)
+
+    def scanned(tiers, batches):
+        return jax.lax.scan(step, tiers, batches)
+
+    def start():
+        cache = made(256, policy=policy)
+        (device,) = cache.values.devices()
+        return tiered.Tiers(cache, tiered.create_store(cache, 4096, device=device))
+
+    assert_no_table_copies(scanned, start(), batches)
+    tiers, (counts, hits) = jax.jit(scanned, donate_argnums=0)(start(), batches)
+    assert_same_bits(hits, counts.unique)
+    eager, of_all = tiers_of(256, 4096, policy=policy), []
+    for ids in batches:
+        eager, (own, _) = step(eager, ids)
+        of_all.append(own)
+    assert_same_bits(counts, jax.tree.map(lambda *each: jnp.stack(each), *of_all))
+    assert int(counts.restored.sum()) > 100
+    assert_same_bits(by_key(entries_of(tiers.cache)), by_key(entries_of(eager.cache)))
+    assert_same_bits(by_key(entries_of(tiers.store)), by_key(entries_of(eager.store)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_host_may_work_while_the_batch_before_is_trained(policy, rng):
+    """Ids of a batch get their places before the step of the last one, which keeps its own."""
+    tiers, one = tiers_of(1024, 8192, policy=policy), made(8192, policy=policy)
+    train = trainer("adam")
+    batches = [rng.integers(0, 2500, 96).astype(np.int32) for _ in range(50)]
+    tiers, _ = tiered.prefetch(tiers, batches[0])
+    one = touched(one, batches[0])
+    cache, store = tiers
+    restored = 0
+    for ids, coming in itertools.pairwise([*batches, batches[-1]]):
+        both = np.concatenate([coming, ids])
+        cache, admitted = tiered.admit(cache, both)
+        cache, of_step = train(cache, ids)
+        store, fetched = tiered.exchange(store, admitted)
+        cache = tiered.restore(cache, fetched)
+        one, _ = train(touched(one, both), ids)
+        assert int(of_step.hits) == int(of_step.unique)
+        assert int(fetched.counts.refused) == int(fetched.counts.dropped) == 0
+        restored += int(fetched.counts.restored)
+    assert restored > 500
+    assert_same_table(tiered.Tiers(cache, store), one)
+
+
+def filled(rng, policy=hkv.Policy.LRU, batches=12):
+    """Tiers and one table of the same entries, of which the cache has some."""
+    tiers, one = tiers_of(256, 4096, policy=policy), made(4096, policy=policy)
+    train = trainer("adam")
+    for _ in range(batches):
+        ids = rng.integers(0, 1000, 96).astype(np.int32)
+        tiers, _ = tiered.prefetch(tiers, ids)
+        tiers = tiers._replace(cache=train(tiers.cache, ids)[0])
+        one = train(touched(one, ids), ids)[0]
+    return tiers, one
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("fill", [0.0, -1.5, "initial"])
+def test_lookups_see_both_tables(fill, is_jitted, rng):
+    tiers, one = filled(rng)
+    ids = rng.integers(0, 1500, (40, 8)).astype(np.int32)
+    valid = rng.random(ids.shape) < 0.8
+    lookup, has = tiered.find, tiered.contains
+    if is_jitted:
+        tiers = tiers._replace(store=jax.device_put(tiers.store, *tiers.cache.values.devices()))
+        lookup, has = jax.jit(lookup, static_argnames="fill"), jax.jit(has)
+    after, found = lookup(tiers, ids, valid=valid, fill=fill)
+    _, wanted = hkv.find(one, ids, valid=valid, fill=fill)
+    assert_same_bits(found[:2], wanted[:2])
+    assert_same_bits(found.slots >= 0, hkv.contains(tiers.cache, ids, valid=valid)[1])
+    assert_same_bits(has(tiers, ids, valid=valid)[1], wanted.found)
+    assert 0 < int((found.slots >= 0).sum()) < int(found.found.sum()) < found.found.size
+    assert_same_bits(jax.tree.leaves(after), jax.tree.leaves(tiers))
+    assert is_jitted or all(x is y for x, y in zip(after, tiers, strict=True))
+
+
+def test_lookups_of_what_the_cache_has_do_not_ask_the_store(rng):
+    tiers, _ = filled(rng)
+    ids = np.sort(entries_of(tiers.cache).keys)[:20].astype(np.int32)
+    values = tiered.find(tiers, ids)[1].values
+    gone = dataclasses.replace(tiers.store, values=jax.tree.map(jnp.copy, tiers.store.values))
+    assert_same_bits(tiered.find(tiers._replace(store=hkv.clear(gone)), ids)[1].values, values)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_evaluation_brings_known_ids_and_inserts_none(policy, rng):
+    """A layer that looks into the cache alone finds what one table has."""
+    tiers, one = filled(rng, policy)
+    ids = rng.integers(0, 1500, 96).astype(np.int32)
+    valid = rng.random(ids.shape) < 0.8
+    known = np.asarray(hkv.contains(one, ids, valid=valid)[1])
+    tiers, counts = tiered.prefetch(tiers, ids, valid=valid, insert=False)
+    assert int(counts.inserted) == int(counts.refused) == 0
+    assert int(counts.unique) == len(np.unique(ids[known]))
+    found = hkv.find(tiers.cache, ids, valid=valid, fill="initial")[1]
+    wanted = hkv.find(one, ids, valid=valid, fill="initial")[1]
+    assert_same_bits(found[:2], wanted[:2])
+    assert_same_table(tiers, touched(one, ids, jnp.asarray(known)))
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_removed_ids_are_gone_from_both(is_jitted, rng):
+    tiers, one = filled(rng)
+    ids = rng.integers(0, 1500, (30, 8)).astype(np.int32)
+    valid = rng.random(ids.shape) < 0.8
+    erase = tiered.erase
+    if is_jitted:
+        tiers = tiers._replace(store=jax.device_put(tiers.store, *tiers.cache.values.devices()))
+        erase = jax.jit(erase, donate_argnums=0)
+    one, wanted = hkv.erase(one, ids, valid=valid)
+    tiers, erased = erase(tiers, ids, valid=valid)
+    assert_same_bits(erased.status, wanted.status)
+    assert int(erased.counts.hits) == int(wanted.counts.hits) > 50
+    assert_same_table(tiers, one)
+    assert not tiered.contains(tiers, ids, valid=valid)[1].any()
+    tiers, counts = tiered.prefetch(tiers, ids[:4])
+    assert int(counts.inserted) == len(np.unique(ids[:4])) - int(
+        np.isin(np.unique(ids[:4]), ids[:4][~valid[:4] & hkv.contains(one, ids[:4])[1]]).sum()
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_exports_go_into_one_table_and_back_into_tiers(policy, rng):
+    """As those of one table do, and what is trained afterwards too."""
+    tiers, one = filled(rng, policy)
+    exported = tiered.export_entries(tiers)
+    assert len(exported.keys) == len(np.unique(exported.keys)) == tiered.size(tiers)
+    table, counts = sharding.import_entries(None, made(4096, policy=policy), exported)
+    assert int(counts.inserted) == len(exported.keys)
+    assert_same_bits(by_key(entries_of(table)), by_key(entries_of(one)))
+    other, counts = tiered.import_entries(tiers_of(512, 4096, policy=policy), exported)
+    assert int(counts.inserted) == len(exported.keys) and not int(hkv.size(other.cache))
+    assert_same_table(other, one)
+    train = trainer("adam")
+    for _ in range(5):
+        ids = rng.integers(0, 1200, 96).astype(np.int32)
+        other, _ = tiered.prefetch(other, ids)
+        other = other._replace(cache=train(other.cache, ids)[0])
+        one = train(touched(one, ids), ids)[0]
+    assert_same_table(other, one)
+
+
+@pytest.mark.parametrize("policy", [hkv.Policy.LRU, hkv.Policy.EPOCH_LRU])
+def test_increments_say_what_has_changed_in_both(policy, rng):
+    tiers, one = filled(rng, policy)
+    earlier = tiered.export_entries(tiers)
+    train = trainer("adam")
+    for _ in range(6):
+        ids = rng.integers(0, 1000, 96).astype(np.int32)
+        tiers, _ = tiered.prefetch(tiers, ids)
+        tiers = tiers._replace(cache=train(tiers.cache, ids)[0])
+        one = train(touched(one, ids), ids)[0]
+    changed = tiered.export_entries(tiers, changed_since=earlier)
+    wanted = sharding.export_entries(one, changed_since=earlier)
+    assert_same_bits(by_key(changed), by_key(wanted))
+    assert int(hkv.size(tiers.cache)) < len(changed.keys) < tiered.size(tiers)
+    lowest = int(np.median(changed.scores))
+    assert_same_bits(
+        by_key(tiered.export_entries(tiers, min_score=lowest)),
+        by_key(sharding.export_entries(one, min_score=lowest)),
+    )
+
+
+def test_imported_entries_count_and_not_what_the_cache_had_of_them(rng):
+    tiers, one = filled(rng)
+    held = entries_of(tiers.cache)
+    new = held._replace(values=held.values + 1, scores=held.scores + np.uint64(10**6))
+    tiers, _ = tiered.import_entries(tiers, new)
+    one, _ = sharding.import_entries(None, one, new)
+    assert not int(hkv.size(tiers.cache))
+    assert_same_table(tiers, one)
+    ids = new.keys[:50].astype(np.int32)
+    tiers, counts = tiered.prefetch(tiers, ids)
+    assert int(counts.restored) == 50
+    assert_same_bits(hkv.find(tiers.cache, ids)[1].values, new.values[:50])
+    assert_same_table(tiers, touched(one, ids))  # whose clock went on from the latest score
+
+
+@pytest.mark.parametrize(
+    ("capacity", "store", "batch", "choices"),
+    [(256, 512, 128, 1), (128, 4096, 300, 1), (256, 384, 128, 2)],
+)
+def test_what_finds_no_room_is_counted(capacity, store, batch, choices, rng):
+    tiers = tiers_of(capacity, store, choices=choices)
+    totals = np.zeros(2, int)
+    for _ in range(12):
+        ids = rng.integers(0, 2000, batch).astype(np.int32)
+        before = np.union1d(tiered.export_entries(tiers).keys, ids.astype(np.uint64))
+        tiers, counts = tiered.prefetch(tiers, ids)
+        after = tiered.export_entries(tiers).keys
+        assert sum(map(int, counts[1:5])) == int(counts.unique) == len(np.unique(ids))
+        lost = len(np.setdiff1d(before, after))
+        assert lost <= int(counts.dropped) + int(counts.refused)
+        totals += int(counts.dropped), int(counts.refused)
+    assert totals.sum() > 0
+
+
+def test_a_batch_of_known_ids_moves_nothing(rng):
+    tiers, _ = filled(rng)
+    ids = entries_of(tiers.cache).keys[:30].astype(np.int32)
+    store = tiers.store
+    tiers, counts = tiered.prefetch(tiers, ids)
+    assert tiers.store is store and int(counts.hits) == 30
+    assert [int(count) for count in counts] == [30, 30, 0, 0, 0, 0, 0]
+
+
+def test_masked_ids_and_batches_of_none_change_nothing():
+    tiers = tiers_of(128, 1024)
+    for ids in (np.zeros(0, np.int32), np.arange(5, dtype=np.int32)):
+        tiers, counts = tiered.prefetch(tiers, ids, valid=np.zeros(ids.shape, bool))
+        assert not any(map(int, counts)) and tiered.size(tiers) == 0
+        tiers, found = tiered.find(tiers, ids)
+        assert found.values.shape == (*ids.shape, DIM) and not found.found.any()
+        tiers, erased = tiered.erase(tiers, ids)
+        assert not int(erased.counts.hits)
+
+
+def test_a_store_has_the_tables_settings_and_no_entries():
+    cache = hkv.optim.adam(0.1).init(
+        hkv.create(1000, 8, dtype=jnp.bfloat16, choices=2, seed=7, name="items")
+    )
+    cache, _ = hkv.find_or_insert(cache, np.arange(50, dtype=np.int32))
+    store = tiered.create_store(cache, 5000, device=host())
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(table)] for table in (cache, store)]
+    assert dtypes[0] == dtypes[1]
+    assert (store.capacity, store.choices, store.seed, store.name) == (5120, 2, 7, "items")
+    assert int(hkv.size(store)) == 0 and int(hkv.size(cache)) == 50
+    assert {device for leaf in jax.tree.leaves(store) for device in leaf.devices()} == {host()}
+    default = tiered.create_store(cache, 5000)
+    assert default.values.devices() == {jax.local_devices(backend="cpu")[0]}
+
+
+class Model:
+    """Tiers and one table that the same operations go through."""
+
+    def __init__(self, rng, policy, choices):
+        self.rng, self.policy, self.choices = rng, policy, choices
+        self.tiers = tiers_of(384, 4096, policy=policy, choices=choices)
+        self.one = made(4096, policy=policy, choices=choices)
+        self.train = trainer("adam")
+
+    def ids(self, most=1500):
+        return self.rng.integers(0, most, 96).astype(np.int32)
+
+    def both(self, fn):
+        self.tiers, self.one = tiered.Tiers(*map(fn, self.tiers)), fn(self.one)
+
+    def learns(self):
+        ids = self.ids()
+        valid = self.rng.random(ids.shape) < 0.9
+        self.tiers, counts = tiered.prefetch(self.tiers, ids, valid=valid)
+        assert not int(counts.refused) + int(counts.dropped)
+        self.tiers = self.tiers._replace(cache=self.train(self.tiers.cache, ids, valid)[0])
+        self.one = self.train(touched(self.one, ids, valid), ids, valid)[0]
+
+    def writes(self):
+        ids = self.ids()
+        rows = self.rng.random((*ids.shape, DIM), np.float32)
+        self.tiers, _ = tiered.prefetch(self.tiers, ids)
+        cache, _ = hkv.insert_or_assign(self.tiers.cache, ids, rows)
+        self.tiers = self.tiers._replace(cache=cache)
+        self.one, _ = hkv.insert_or_assign(touched(self.one, ids), ids, rows)
+
+    def forgets(self):
+        ids = self.ids()
+        self.tiers, erased = tiered.erase(self.tiers, ids)
+        self.one, wanted = hkv.erase(self.one, ids)
+        assert_same_bits(erased.status, wanted.status)
+        assert int(erased.counts.hits) == int(wanted.counts.hits)
+
+    def evaluates(self):
+        ids = self.ids(2000)
+        known = hkv.contains(self.one, ids)[1]
+        self.tiers, counts = tiered.prefetch(self.tiers, ids, insert=False)
+        self.one = touched(self.one, ids, known)
+        assert not int(counts.inserted)
+
+    def reads(self):
+        ids = self.ids(2000)
+        _, found = tiered.find(self.tiers, ids, fill="initial")
+        assert_same_bits(found[:2], hkv.find(self.one, ids, fill="initial")[1][:2])
+
+    def ages(self):
+        self.both(hkv.advance_epoch)
+
+    def expires(self):
+        if self.policy is hkv.Policy.EPOCH_LRU:
+            self.both(lambda table: hkv.expire(table, 2)[0])
+
+    def grows(self):
+        if self.tiers.store.capacity < 8192:
+            store, counts = hkv.resize(self.tiers.store, 2 * self.tiers.store.capacity)
+            assert not int(counts.refused) + int(counts.evicted)
+            self.tiers = self.tiers._replace(store=store)
+
+    def moves(self):
+        exported = tiered.export_entries(self.tiers)
+        fresh = tiers_of(512, 4096, policy=self.policy, choices=self.choices)
+        self.tiers, counts = tiered.import_entries(fresh, exported)
+        assert int(counts.inserted) == len(exported.keys)
+
+
+DEEDS = ["learns"] * 6 + [
+    *("writes", "forgets", "evaluates", "reads", "ages", "expires", "grows", "moves")
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("choices", [1, 2])
+def test_whatever_is_done_with_tiers_one_table_has_the_same_bits(policy, choices, rng):
+    model = Model(rng, policy, choices)
+    for _ in range(40):
+        name = str(rng.choice(DEEDS))
+        getattr(model, name)()
+        assert tiered.size(model.tiers) == int(hkv.size(model.one)), name
+    assert_same_table(model.tiers, model.one)
