@@ -455,7 +455,7 @@ def import_entries(
         devices = 1 if placement is None or replicas else placement.devices
         numbers = [0] if placement is None else placement.local_parts
         for number, part in zip(numbers, parts, strict=True):
-            mine = _owned(exported, number % devices, devices)
+            mine = owned(exported, number % devices, devices)
             part, counts = _fill(part, mine, latest)
             filled.append(part)
             total = _plus(total, counts)
@@ -574,7 +574,7 @@ def _remedy(table: Table, exported: Exported) -> str:
     )
 
 
-def _owned(exported: Exported, number: int, devices: int) -> Exported:
+def owned(exported: Exported, number: int, devices: int) -> Exported:
     """The entries of a part, the highest score first: of a call's keys the first find room.
 
     Equal ones come in an order that has nothing to do with the slots that they come from: two

@@ -34,11 +34,12 @@ class Tiers(NamedTuple):
 
     Attributes:
       cache: the smaller one, which is trained.
-      store: the larger one, of :func:`create_store`.
+      store: the larger one, of :func:`create_store`. Of a cache over devices there is one for each
+        of this process's parts.
     """
 
     cache: Table
-    store: Table
+    store: Any
 
 
 class PrefetchCounts(NamedTuple):
@@ -123,60 +124,65 @@ def _time(table: Table) -> Keys | None:
     return None
 
 
-def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
-    if is_traced(store.values) or is_traced(admitted.count):
-        store, entries = _read(store, admitted.keys, admitted.count)
-        store, dropped = _keep(store, admitted.evicted)
-        restored = entries.count
-        entries = _scored(entries, admitted.time)
-    else:
-        store, entries, restored, dropped = _exchanged_of_two(store, admitted)
-    own = admitted.counts
-    return store, Fetched(
-        entries,
-        PrefetchCounts(
-            unique=own.unique,
-            hits=own.hits,
-            restored=restored,
-            inserted=own.inserted - restored,
-            refused=own.refused,
-            evicted=own.evicted,
-            dropped=dropped,
-        ),
-    )
+def exchange(
+    stores: Sequence[Table], admitted: Sequence[Admitted]
+) -> tuple[list[Table], list[Fetched]]:
+    """What tables ask of their stores; it waits for an answer when all stores have been asked."""
+    asked = [_asked(*pair) for pair in zip(stores, admitted, strict=True)]
+    return [store for store, _, _ in asked], [
+        _fetched(own, entries, dropped)
+        for own, (_, entries, dropped) in zip(admitted, asked, strict=True)
+    ]
 
 
-def _exchanged_of_two(
-    store: Table, admitted: Admitted
-) -> tuple[Table, Entries | None, jax.Array, jax.Array]:
-    """What moves between two devices is as much as there is, and nothing where there is nothing."""
-    device, near = device_of(store), admitted.count.device
-    entries, restored, dropped = None, np.int32(0), np.int32(0)
-    wanted, leaving = jax.device_get((admitted.count, admitted.evicted.count))
-    if wanted:
-        asked = in_front(admitted.keys, wanted), admitted.count, admitted.time
-        keys, count, time = jax.device_put(asked, device)
-        store, entries = _read(store, keys, count)
-    if leaving:
-        evicted = jax.device_put(in_front(admitted.evicted, leaving), device)
+def _asked(store: Table, admitted: Admitted) -> tuple[Table, Entries | None, Any]:
+    """A store, what it has of the keys, and how many entries found no room in it.
+
+    What moves between two devices is as much as there is, and nothing where there is nothing.
+    """
+    evicted, asked = admitted.evicted, (admitted.keys, admitted.count, admitted.time)
+    entries, dropped = None, np.int32(0)
+    wants = leaves = True
+    if not (is_traced(store.values) or is_traced(admitted.count)):
+        wants, leaves = jax.device_get((admitted.count, evicted.count))
+        if wants:
+            asked = jax.device_put((in_front(asked[0], wants), *asked[1:]), device_of(store))
+        if leaves:
+            evicted = jax.device_put(in_front(evicted, leaves), device_of(store))
+    if wants:
+        store, entries = _read(store, *asked)
+    if leaves:
         store, dropped = _keep(store, evicted)
-    if entries is not None:
-        restored = np.asarray(entries.count)
-        entries = _scored(in_front(entries, restored), time) if restored else None
-    return store, entries, *jax.device_put((restored, dropped), near)
+    return store, entries, dropped
 
 
-def _scored(entries: Entries, time: Keys | None) -> Entries:
-    """Entries that a batch has looked up at some time."""
-    if time is None:
-        return entries
-    return entries._replace(scores=Keys(jnp.broadcast_to(time.words, entries.keys.words.shape)))
+def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetched:
+    own = admitted.counts
+    restored: Any = np.int32(0) if entries is None else entries.count
+    if not is_traced(own.unique) and not is_traced(restored):
+        restored, dropped = np.asarray(restored), np.asarray(dropped)
+        entries = in_front(entries, restored) if restored else None
+        restored, dropped = jax.device_put((restored, dropped), own.unique.device)
+    counts = PrefetchCounts(
+        unique=own.unique,
+        hits=own.hits,
+        restored=restored,
+        inserted=own.inserted - restored,
+        refused=own.refused,
+        evicted=own.evicted,
+        dropped=dropped,
+    )
+    return Fetched(entries, counts)
 
 
 @in_place
-def _read(store: Table, keys: Keys, count: jax.Array) -> tuple[Table, Entries]:
+def _read(store: Table, keys: Keys, count: jax.Array, time: Keys | None) -> tuple[Table, Entries]:
+    """The entries of keys in front, with the score of a batch that has looked them up."""
     is_meant = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
     store, entries, _ = _inserts.export_keys(store, keys, is_meant)
+    if time is not None:
+        words = jnp.broadcast_to(time.words, entries.keys.words.shape)
+        entries = entries._replace(scores=Keys(words))
     return store, entries
 
 
@@ -227,11 +233,13 @@ def prefetch(
         admit(tiers.cache, given, mask if inserts else known(tiers, given, mask))
         for tiers, given, mask in batches
     ]
-    after = []
-    for (tiers, _, _), (cache, admitted) in zip(batches, given_places, strict=True):
-        store, fetched = exchange(tiers.store, admitted)
-        after.append((Tiers(restore(cache, fetched), store), fetched.counts))
-    return after
+    stores, fetched = exchange(
+        [tiers.store for tiers, _, _ in batches], [admitted for _, admitted in given_places]
+    )
+    return [
+        (Tiers(restore(cache, back), store), back.counts)
+        for (cache, _), store, back in zip(given_places, stores, fetched, strict=True)
+    ]
 
 
 def known(tiers: Tiers, given: Any, mask: jax.Array | None) -> Bool[Array, "*batch"]:
@@ -249,7 +257,7 @@ def known(tiers: Tiers, given: Any, mask: jax.Array | None) -> Bool[Array, "*bat
 
 
 def batch_of(call: str, keys: Any, valid: Any) -> tuple[Any, jax.Array | None]:
-    warn_of_part(call, "call the operations of jax_hkv.sharding that tiers over devices take")
+    warn_of_part(call, "call it outside of steps, with placement=")
     given = check_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
     return given, _checks.as_mask(call, "valid", valid, given.shape)

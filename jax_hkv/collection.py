@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, _tiers, pooled, whole_table
+from jax_hkv import _sharded, _tier_parts, _tiers, pooled, whole_table
 from jax_hkv._checks import as_bool, as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, in_namespace
+from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts
 from jax_hkv.features import Bagged
@@ -243,12 +244,13 @@ class Collection:
     def prefetch(
         self,
         tables: Mapping[str, Table],
-        stores: Mapping[str, Table],
+        stores: Mapping[str, Any],
         inputs: Mapping[str, Any],
         *,
         partial: bool = False,
         insert: bool = True,
-    ) -> tuple[dict[str, Table], dict[str, Table], dict[str, PrefetchCounts]]:
+        placement: Placement | None = None,
+    ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts]]:
         """Sees to it that the ids of a batch are in tables that have stores behind them.
 
         It comes before the step that looks them up, see :func:`jax_hkv.tiered.prefetch`. The places
@@ -263,6 +265,7 @@ class Collection:
           partial: as for :meth:`lookup`.
           insert: whether ids that neither a table nor its store has are inserted; False before an
             evaluation.
+          placement: of tables over devices, outside of a step; `inputs` come from its `put` then.
 
         Returns:
           The tables, the stores, and the counts of each group with a store of which there are
@@ -296,16 +299,22 @@ class Collection:
                 "capacity) for name in ...}"
             )
         inserts = as_bool(call, "insert", insert)
-        batches = {}
-        for name, (keys, valid) in self.keys(inputs, partial=partial).items():
-            if name in stores:
-                tiers = _tiers.Tiers(tables[name], stores[name])
-                _tiers.check(f"{call} of {name!r}", tiers)
-                batches[name] = (tiers, *_tiers.batch_of(call, keys, valid))
-        after = dict(zip(batches, _tiers.prefetch(list(batches.values()), inserts), strict=True))
+        tiers = {name: _tiers.Tiers(tables[name], stores[name]) for name in stores}
+        if placement is not None:
+            placement = _tier_parts.check_placement(call, placement)
+            self._check_names(call, inputs, partial)
+            keys_of = _KeysOf(self, tuple(stores))
+            after = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
+        else:
+            keys = self.keys(inputs, partial=partial)
+            names = [name for name in keys if name in stores]
+            for name in names:
+                _tiers.check(f"{call} of {name!r}", tiers[name])
+            batches = [(tiers[name], *_tiers.batch_of(call, *keys[name])) for name in names]
+            after = dict(zip(names, _tiers.prefetch(batches, inserts), strict=True))
         return (
-            dict(tables) | {name: tiers.cache for name, (tiers, _) in after.items()},
-            dict(stores) | {name: tiers.store for name, (tiers, _) in after.items()},
+            dict(tables) | {name: own.cache for name, (own, _) in after.items()},
+            dict(stores) | {name: own.store for name, (own, _) in after.items()},
             {name: counts for name, (_, counts) in after.items()},
         )
 
@@ -460,6 +469,18 @@ class Collection:
             f"{known}; missing: {missing}, "
             f"unknown: {unknown}" + ("" if unknown or partial else "; of some with partial=True")
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeysOf:
+    """The keys of a batch, of some physical tables."""
+
+    collection: Collection
+    names: tuple[str, ...]
+
+    def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
+        keys = self.collection.keys(batch, partial=True)
+        return {name: own for name, own in keys.items() if name in self.names}
 
 
 @jax.tree_util.register_dataclass

@@ -11,13 +11,14 @@ entries in the store.
         cache, loss = train_step(tiers.cache, keys, labels)    # as if there were no store
         tiers = tiers._replace(cache=cache)
 
-Both tables lie whole on one device each, the store with an index of its own. docs/guide.md, "A
-second tier", has the loops of Flax's layers, and the one in which the host works while the
-accelerator trains.
+The store has an index of its own. Of a table over devices each part has a store (`placement=`).
+docs/guide.md, "A second tier", has the loops of Flax's layers, and the one in which the host works
+while the accelerator trains.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,13 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from jax_hkv import _checks, _entries, _inserts, _tiers, operations, whole_table
+from jax_hkv import _checks, _entries, _inserts, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced
 from jax_hkv._entries import Exported
 from jax_hkv._keys import Keys
+from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
-from jax_hkv.index import Status
+from jax_hkv.index import MAX_SLOTS, Status
 from jax_hkv.table import (
     Counts,
     EraseResult,
@@ -63,7 +65,9 @@ __all__ = [
 ]
 
 
-def create_store(table: Table, capacity: int, *, device: Any = None) -> Table:
+def create_store(
+    table: Table, capacity: int, *, device: Any = None, placement: Placement | None = None
+) -> Any:
     """An empty table to stand behind another one, in the host's memory.
 
     Args:
@@ -73,6 +77,11 @@ def create_store(table: Table, capacity: int, *, device: Any = None) -> Table:
         are to be kept, buckets want room: one and a half times the expected entries with one
         candidate bucket, 1.1 times with two.
       device: of the store; None: the first one of JAX's backend "cpu".
+      placement: of a cache over devices. Each of its parts in this process gets a store, of the
+        part of `capacity` that comes to it.
+
+    Returns:
+      The store; with a placement, a tuple of them.
 
     Raises:
       TypeError, ValueError: naming the argument; also for a table under a policy that refuses
@@ -88,16 +97,32 @@ def create_store(table: Table, capacity: int, *, device: Any = None) -> Table:
       (100096, 'LRU', ['mu', 'nu'])
     """
     call = "tiered.create_store"
-    _tiers.check_table(call, "table", table)
-    buckets = buckets_of(call, capacity)
-    if device is None:
-        try:
-            device = jax.local_devices(backend="cpu")[0]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{call}: device is the host's CPU if none is given, and JAX has none here "
-                f'({error}): start it with JAX_PLATFORMS="cuda,cpu", or without that variable'
-            ) from None
+    caches, share = [table], capacity
+    if placement is not None:
+        placement = _tier_parts.check_placement(call, placement)
+        caches = _tier_parts.caches_of(call, placement, table)
+        most = MAX_SLOTS * placement.devices
+        share = -(-_checks.as_integer(call, "capacity", capacity, 1, most) // placement.devices)
+    for cache in caches:
+        _tiers.check_table(call, "table", cache)
+    buckets = buckets_of(call, share)
+    device = _host(call) if device is None else device
+    stores = tuple(_emptied(cache, buckets, device) for cache in caches)
+    return stores[0] if placement is None else stores
+
+
+def _host(call: str) -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: device is the host's CPU if none is given, and JAX has none here "
+            f'({error}): start it with JAX_PLATFORMS="cuda,cpu", or without that variable'
+        ) from None
+
+
+def _emptied(table: Table, buckets: int, device: Any) -> Table:
+    """A table without entries on a device, otherwise as another one is."""
     # Through a table of one bucket: of the large one nothing may lie on the accelerator.
     small = jax.tree.map(jnp.copy, whole_table.emptied(table, 1))  # of buffers of its own
     small = jax.device_put(small, device)
@@ -109,7 +134,12 @@ def create_store(table: Table, capacity: int, *, device: Any = None) -> Table:
 
 
 def prefetch(
-    tiers: Tiers, keys: Any, *, valid: Any = None, insert: bool = True
+    tiers: Tiers,
+    keys: Any,
+    *,
+    valid: Any = None,
+    insert: bool = True,
+    placement: Placement | None = None,
 ) -> tuple[Tiers, PrefetchCounts]:
     """Sees to it that the keys of a batch are in the cache, before a step looks them up there.
 
@@ -126,9 +156,12 @@ def prefetch(
       insert: whether keys that neither table has are inserted. False is for an evaluation through
         a layer or a step that looks into the cache alone: rows come to where it finds them, and
         unseen keys stay unseen.
+      placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
+        devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
+        device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
 
     Returns:
-      The tables, and :class:`PrefetchCounts`.
+      The tables, and :class:`PrefetchCounts`, over this process's devices.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -147,9 +180,13 @@ def prefetch(
       (2, 0, [True])
     """
     call = "tiered.prefetch"
-    _tiers.check(call, tiers)
-    given, mask = _tiers.batch_of(call, keys, valid)
     inserts = _checks.as_bool(call, "insert", insert)
+    given, mask = _tiers.batch_of(call, keys, valid)
+    if placement is not None:
+        placement = _tier_parts.check_placement(call, placement)
+        batch = {"keys": (keys, valid)}  # as they were put
+        return _tier_parts.prefetch(call, placement, {"keys": tiers}, dict, batch, inserts)["keys"]
+    _tiers.check(call, tiers)
     (after,) = _tiers.prefetch([(tiers, given, mask)], inserts)
     return after
 
@@ -223,7 +260,8 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
             f"{call}: admitted must have entries like the store's, {own}, got {given}: make the "
             "store by tiered.create_store(cache, capacity)"
         )
-    return _tiers.exchange(store, admitted)
+    (store,), (fetched,) = _tiers.exchange([store], [admitted])
+    return store, fetched
 
 
 def restore(cache: Table, fetched: Fetched) -> Table:
@@ -350,13 +388,17 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
     return tiers, _tiers.known(tiers, *_tiers.batch_of(call, keys, valid))
 
 
-def erase(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, EraseResult]:
+def erase(
+    tiers: Tiers, keys: Any, *, valid: Any = None, placement: Placement | None = None
+) -> tuple[Tiers, EraseResult]:
     """Removes keys from both tables.
 
     Args:
       tiers: which are used up outside of jit.
       keys: of any shape.
       valid: see :func:`prefetch`.
+      placement: of a cache over devices, outside of a step; every process gives the same keys, on
+        the host, and gets what its own parts had.
 
     Returns:
       The tables, and FOUND for what one of them had; `counts.hits` distinct keys were there.
@@ -376,17 +418,27 @@ def erase(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, EraseRe
       (50, 150)
     """
     call = "tiered.erase"
-    _tiers.check(call, tiers)
+    parts = _parts_of(call, tiers, placement)
     given, mask = _tiers.batch_of(call, keys, valid)
-    there = given, mask
-    is_local = is_traced(tiers.cache.values) or is_traced(tiers.store.values)
+    after = [_erased_from_both(part, given, mask) for part in parts]
+    statuses = [status for _, both in after for status in both]
+    is_local = any(map(is_traced, statuses))
     if not is_local:
-        there = jax.device_put(there, _tiers.device_of(tiers.store))
-    store, behind = _erased(tiers.store, *there)
-    cache, near = _erased(tiers.cache, given, mask)
-    if not is_local:
-        behind = jax.device_put(behind, _tiers.device_of(cache))
-    return Tiers(cache, store), _either(given, near, behind)
+        given, statuses = jax.device_put((given, statuses), _tiers.device_of(after[0][0].cache))
+    return _joined([part for part, _ in after], placement), _either(given, statuses)
+
+
+def _erased_from_both(
+    tiers: Tiers, given: Any, mask: jax.Array | None
+) -> tuple[Tiers, tuple[jax.Array, jax.Array]]:
+    after = []
+    for table in tiers:
+        batch = given, mask
+        if not is_traced(table.values) and not is_traced(jax.tree.leaves(batch)[0]):
+            batch = jax.device_put(batch, _tiers.device_of(table))
+        after.append(_erased(table, *batch))
+    (cache, near), (store, behind) = after
+    return Tiers(cache, store), (near, behind)
 
 
 @_tiers.in_place
@@ -396,19 +448,23 @@ def _erased(table: Table, given: Any, mask: jax.Array | None) -> tuple[Table, ja
 
 
 @jax.jit
-def _either(given: Any, near: jax.Array, behind: jax.Array) -> EraseResult:
+def _either(given: Any, statuses: list[jax.Array]) -> EraseResult:
     keys, _ = _checks.flat_batch(given, None)
-    is_gone = (near == Status.FOUND) | (behind == Status.FOUND)
-    hits = _index.unique(keys, is_gone).count[0]
-    status = jnp.where(is_gone, jnp.int32(Status.FOUND), near).reshape(given.shape)
+    gone = functools.reduce(jnp.logical_or, [status == Status.FOUND for status in statuses])
+    hits = _index.unique(keys, gone).count[0]
+    status = jnp.where(gone, jnp.int32(Status.FOUND), statuses[0]).reshape(given.shape)
     return EraseResult(status, Counts(hits, hits, *(jnp.zeros_like(hits),) * 3))
 
 
 # --- Between steps -------------------------------------------------------------------------------
 
 
-def size(tiers: Tiers) -> int:
+def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
     """Entries of both tables, those that stand in both once. For use between steps.
+
+    Args:
+      tiers: to read.
+      placement: of a cache over devices, whose parts in this process are counted.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -420,14 +476,21 @@ def size(tiers: Tiers) -> int:
       >>> size(Tiers(cache, create_store(cache, 1024)))
       0
     """
-    _tiers.check("tiered.size", tiers)
+    return sum(map(_size, _parts_of("tiered.size", tiers, placement)))
+
+
+def _size(tiers: Tiers) -> int:
     is_entry = np.asarray(tiers.cache.digests).reshape(-1) != 0
     keys = Keys(np.asarray(tiers.cache.keys).reshape(-1, 2)[is_entry]).to_numpy()
     return int(whole_table.size(tiers.store)) + int(np.sum(~_is_in(tiers.store, keys)))
 
 
 def export_entries(
-    tiers: Tiers, *, min_score: int | None = None, changed_since: Exported | None = None
+    tiers: Tiers,
+    *,
+    min_score: int | None = None,
+    changed_since: Exported | None = None,
+    placement: Placement | None = None,
 ) -> Exported:
     """The entries of both tables as those of one, each once. For use between steps.
 
@@ -435,6 +498,8 @@ def export_entries(
       tiers: to read.
       min_score: see :func:`jax_hkv.sharding.export_entries`.
       changed_since: an earlier export of the tiers, see there.
+      placement: of a cache over devices, of whose parts in this process entries are exported;
+        those of several processes go together by `jax_hkv.sharding.join_entries`.
 
     Returns:
       The entries, for :func:`import_entries`, or for `jax_hkv.sharding.import_entries` into one
@@ -453,7 +518,11 @@ def export_entries(
       >>> len(export_entries(tiers).keys)
       200
     """
-    _tiers.check("tiered.export_entries", tiers)
+    parts = _parts_of("tiered.export_entries", tiers, placement)
+    return _entries.join_entries([_export(part, min_score, changed_since) for part in parts])
+
+
+def _export(tiers: Tiers, min_score: int | None, changed_since: Exported | None) -> Exported:
     cache, store = tiers
     near = _entries.export_entries(cache, min_score=min_score, changed_since=changed_since)
     if changed_since is not None:
@@ -467,7 +536,9 @@ def export_entries(
     return Exported(*entries, *near[len(entries) :])
 
 
-def import_entries(tiers: Tiers, exported: Exported) -> tuple[Tiers, Counts]:
+def import_entries(
+    tiers: Tiers, exported: Exported, *, placement: Placement | None = None
+) -> tuple[Tiers, Counts]:
     """Puts exported entries into the store, from where they come when they are looked up.
 
     What the cache has of their keys is removed, and clock, epoch and step counts are brought up to
@@ -476,9 +547,11 @@ def import_entries(tiers: Tiers, exported: Exported) -> tuple[Tiers, Counts]:
     Args:
       tiers: which are used up.
       exported: of :func:`export_entries`, or of `jax_hkv.sharding.export_entries` of one table.
+      placement: of a cache over devices; every process gives all entries.
 
     Returns:
-      The tables, and the store's counts: `evicted` and `refused` entries found no room.
+      The tables, and the counts of this process's stores: `evicted` and `refused` entries found no
+      room.
 
     Raises:
       TypeError, ValueError: as `jax_hkv.sharding.import_entries`, before anything is changed.
@@ -493,14 +566,41 @@ def import_entries(tiers: Tiers, exported: Exported) -> tuple[Tiers, Counts]:
       >>> int(counts.inserted), size(tiers)
       (500, 500)
     """
-    _tiers.check("tiered.import_entries", tiers)
-    store, counts = _entries.import_entries(None, tiers.store, exported)
-    cache = tiers.cache
-    device = _tiers.device_of(cache)
-    for keys, valid in _chunks(exported.keys):
-        cache, _ = _erased(cache, *jax.device_put((keys, valid), device))
+    call = "tiered.import_entries"
+    parts = _parts_of(call, tiers, placement)
+    _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
+    for part in parts:
+        _entries.check_fits(part.store, exported)
     latest = _entries.latest_time(exported)
+    numbers, devices = ([0], 1) if placement is None else (placement.local_parts, placement.devices)
+    after = [
+        _imported(part, exported, _entries.owned(exported, number, devices), latest)
+        for number, part in zip(numbers, parts, strict=True)
+    ]
+    counts = jax.device_get([counts for _, counts in after])
+    total = jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *counts)
+    return _joined([part for part, _ in after], placement), total
+
+
+def _imported(tiers: Tiers, exported: Exported, own: Exported, latest: int) -> tuple[Tiers, Counts]:
+    """Tiers of one device with their own of the entries, at the time of all of them."""
+    store, counts = _entries.import_entries(None, tiers.store, own)
+    cache, device = tiers.cache, _tiers.device_of(tiers.cache)
+    for keys, valid in _chunks(own.keys):
+        cache, _ = _erased(cache, *jax.device_put((keys, valid), device))
     return Tiers(_entries.with_common(cache, exported, device, latest), store), counts
+
+
+def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
+    """Tiers of one device each."""
+    if placement is None:
+        _tiers.check(call, tiers)
+        return [tiers]
+    return _tier_parts.parts_of(call, _tier_parts.check_placement(call, placement), tiers)
+
+
+def _joined(parts: list[Tiers], placement: Placement | None) -> Tiers:
+    return parts[0] if placement is None else _tier_parts.joined(placement, parts)
 
 
 def _is_in(table: Table, keys: np.ndarray) -> np.ndarray:

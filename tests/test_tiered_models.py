@@ -386,5 +386,7 @@ def test_a_prefetch_inside_of_placement_says_that_it_knows_one_part():
     placement = sharding.Placement(jax.make_mesh((2,), ("device",), devices=jax.devices()[:2]))
     parts = placement.create(lambda: tiered.Tiers(made(128), made(1024)))
     step = placement.step(lambda tiers, ids: (tiered.prefetch(tiers, ids)[0], None))
-    with pytest.warns(UserWarning, match=r"tiered\.prefetch: .* part of 2.*of jax_hkv\.sharding"):
+    with pytest.warns(
+        UserWarning, match=r"tiered\.prefetch: .* part of 2.*outside of steps, with placement="
+    ):
         step(parts, placement.put(np.arange(8, dtype=np.int32)))

@@ -1,0 +1,158 @@
+"""Tiers over devices: each device's part of the cache has a store of its own.
+
+The keys of all devices go to their owners; from then on each part is a table of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hkv import _checks, _tiers
+from jax_hkv import index as _index
+from jax_hkv._compat import vary
+from jax_hkv._exchange import Exchange, Items, outward, plan_of
+from jax_hkv._keys import Keys
+from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv.table import Table, check_table
+
+
+class KeysOf(Protocol):
+    """What knows the keys of a batch by the names of tables; two that are equal know the same."""
+
+    def __call__(self, batch: Any) -> Mapping[str, tuple[Any, jax.Array | None]]: ...
+
+    def __hash__(self) -> int: ...
+
+
+def check_placement(call: str, placement: Any) -> Placement:
+    if not isinstance(placement, Placement):
+        raise TypeError(
+            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a cache of one "
+            f"device, got {type(placement).__name__}"
+        )
+    if len(placement.local_devices) != len(placement.local_parts):
+        raise ValueError(
+            f"{call}: placement must have one device for each part of a table, got "
+            f"{len(placement.local_devices)} devices for {len(placement.local_parts)} parts: "
+            "spread the table over all axes of the mesh"
+        )
+    return placement
+
+
+def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
+    """The parts of a table over devices, as tables of one device each."""
+    check_table(call, cache)
+    check_not_used_up(call, jax.tree.leaves(cache))
+    pmapped = placement.mode == "pmap"
+    placement.check_tables(call, cache, (len(placement.local_devices),) if pmapped else ())
+    return placement.shards(cache)
+
+
+def stores_of(call: str, placement: Placement, stores: Any) -> list[Table]:
+    count = len(placement.local_parts)
+    if isinstance(stores, Table) or not isinstance(stores, Sequence) or len(stores) != count:
+        got = f"{len(stores)}" if isinstance(stores, (tuple, list)) else type(stores).__name__
+        raise TypeError(
+            f"{call}: tiers.store must have a table for each of the {count} parts that the "
+            f"placement has in this process, got {got}: make them by "
+            "tiered.create_store(cache, capacity, placement=placement)"
+        )
+    return list(stores)
+
+
+def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
+    """Tiers of one device each, checked."""
+    if not isinstance(tiers, Tiers):
+        _tiers.check(call, tiers)
+    stores = stores_of(call, placement, tiers.store)
+    pairs = zip(caches_of(call, placement, tiers.cache), stores, strict=True)
+    parts = [Tiers(*pair) for pair in pairs]
+    for part in parts:
+        _tiers.check(call, part)
+    return parts
+
+
+def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
+    """The inverse of :func:`parts_of`."""
+    stores: Any = tuple(part.store for part in parts)
+    return Tiers(placement.join([part.cache for part in parts]), stores)
+
+
+def owned(
+    placement: Placement, keys_of: KeysOf, batch: Any
+) -> dict[str, list[tuple[Keys, jax.Array]]]:
+    """The distinct keys of a batch with their owners: by table, of each part keys and their mask.
+
+    Args:
+      placement: of the tables.
+      keys_of: what finds them in a batch.
+      batch: of `Placement.put`, as of a step.
+    """
+    words, counts = _owning(placement, keys_of)((), batch)
+    after = {}
+    for name in words:
+        parts = placement.shards((words[name], counts[name]))
+        own = [int(np.max(count)) for count in jax.device_get([count for _, count in parts])]
+        after[name] = [
+            _in_front(part, count, max(own)) for (part, _), count in zip(parts, own, strict=True)
+        ]
+    return after
+
+
+def _in_front(words: jax.Array, count: int, room: int) -> tuple[Keys, jax.Array]:
+    """The keys of a part, and which of them are meant; as many places as all parts want."""
+    words = _tiers.in_front(words, room)
+    (device,) = words.devices()
+    return Keys(words), jax.device_put(np.arange(words.shape[0]) < count, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _owning(placement: Placement, keys_of: KeysOf) -> Any:
+    exchange = Exchange(placement.axes)
+
+    def own(nothing: Any, batch: Any) -> Any:
+        words, counts = {}, {}
+        for name, (keys, valid) in keys_of(batch).items():
+            flat, mask = _checks.flat_batch(keys, valid)
+            count = flat.shape[0]
+            plan = plan_of(exchange, count, merges=True, complete=True)
+            items = vary(Items(flat, _checks.flat_mask(mask, (count,))), exchange.axes)
+            _, arrived, _ = outward(plan, items)
+            groups = _index.unique(arrived.keys, arrived.valid)
+            words[name], counts[name] = groups.keys, groups.count
+        return words, counts
+
+    return placement.run(own)
+
+
+def prefetch(
+    call: str,
+    placement: Placement,
+    tiers: Mapping[str, Tiers],
+    keys_of: KeysOf,
+    batch: Any,
+    inserts: bool,
+) -> dict[str, tuple[Tiers, PrefetchCounts]]:
+    """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
+    parts = {name: parts_of(call, placement, own) for name, own in tiers.items()}
+    keys = owned(placement, keys_of, batch)
+    batches = [
+        (part, *own) for name in keys for part, own in zip(parts[name], keys[name], strict=True)
+    ]
+    after = iter(_tiers.prefetch(batches, inserts))
+    found = {}
+    for name in keys:
+        own = [next(after) for _ in parts[name]]
+        counts = jax.device_get([counts for _, counts in own])
+        found[name] = (
+            joined(placement, [part for part, _ in own]),
+            jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *counts),
+        )
+    return found
