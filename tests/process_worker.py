@@ -91,6 +91,45 @@ def restored(placement: Any, exported: Any) -> Any:
     return hkv.sharding.export_entries(placement.shards(table))
 
 
+class Stored:
+    """A step of a table whose parts have stores, to which everything goes now and then."""
+
+    PERIOD = 3  # steps
+
+    def __init__(self, placement: Any, step: Any, table: Any):
+        self.placement, self.step, self.steps = placement, step, 0
+        self.tiers = self.behind(table)
+        self.restored = 0
+
+    def behind(self, table: Any) -> Any:
+        store = hkv.tiered.create_store(table, CAPACITY, placement=self.placement)
+        return hkv.tiered.Tiers(table, store)
+
+    def __call__(self, table: Any, batch: Any) -> Any:
+        if self.steps % self.PERIOD == 1:
+            exported = hkv.tiered.export_entries(self.tiers, placement=self.placement)
+            table = self.placement.create(lambda: OPTIMIZER.init(hkv.create(own_capacity(), DIM)))
+            self.tiers, counts = hkv.tiered.import_entries(
+                self.behind(table), exported, placement=self.placement
+            )
+            assert int(counts.inserted) == len(exported.keys)
+        self.steps += 1
+        self.tiers, counts = hkv.tiered.prefetch(
+            self.tiers, batch.ids, valid=batch.valid, placement=self.placement
+        )
+        assert int(counts.refused) == int(counts.dropped) == 0
+        self.restored += int(counts.restored)
+        table, counts = self.step(self.tiers.cache, batch)
+        self.tiers = self.tiers._replace(cache=table)
+        return table, counts
+
+    def exported(self) -> Any:
+        """With the scores of a table that a prefetch has not looked up, at every second time."""
+        assert self.restored > IDS // 3
+        exported = hkv.tiered.export_entries(self.tiers, placement=self.placement)
+        return exported._replace(scores=exported.scores // 2)
+
+
 def check_growth(placement: Any, table: Any, exported: Any) -> None:
     """All processes see the entries of all, and double their parts together."""
     assert hkv.grow(table, 4 * CAPACITY, placement=placement) is table
@@ -117,6 +156,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mode", default="shard_map")
     parser.add_argument("--restore", action="store_true", help="what was exported, too")
+    parser.add_argument("--store", action="store_true", help="behind the table")
     parser.add_argument("--other-order", action="store_true")
     parser.add_argument("--death", nargs=2, metavar=("PROCESS", "HOW"), default=("-1", ""))
     parser.add_argument("--half", type=int, default=-1, help="a process with smaller batches")
@@ -134,6 +174,8 @@ def main() -> None:
     placement = hkv.sharding.Placement(jax.make_mesh((4,), ("device",)), mode=given.mode)
     table = placement.create(lambda: OPTIMIZER.init(hkv.create(own_capacity(), DIM)))
     step = placement.step(train_step)
+    stored = Stored(placement, step, table)
+    step = stored if given.store else step
     steps = 0
     part = 1 - own if given.other_order else own
     given_batches, none = batches(part), NONE
@@ -148,7 +190,10 @@ def main() -> None:
     assert [part.capacity for part in placement.shards(table)] == [CAPACITY // 4] * LOCAL_DEVICES
     digests = placement.digests(table)
     exported = hkv.sharding.export_entries(placement.shards(table))
-    check_growth(placement, table, exported)
+    if given.store:
+        exported = stored.exported()
+    else:
+        check_growth(placement, table, exported)
     again = restored(placement, exported) if given.restore else exported
     np.savez(
         given.folder / f"{own}.npz",

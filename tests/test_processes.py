@@ -115,6 +115,14 @@ def test_two_processes_train_the_table_that_one_would(mode, tmp_path, expected):
         assert all(map(np.array_equal, saved, again))
 
 
+def test_parts_of_two_processes_have_stores(tmp_path, expected):
+    """From which everything comes back, and goes there by exports."""
+    exports = train(tmp_path, "--store", "--restore")
+    assert_trained(exports, expected)
+    for export in exports:
+        assert set(export["restored"]) == set(export["keys"])
+
+
 def test_another_order_of_processes_and_of_ids_trains_the_same_table(tmp_path, expected):
     """Process 0 comes last, parts of the input and the ids of each batch are the other way."""
     assert_trained(train(tmp_path, "--other-order"), expected)
