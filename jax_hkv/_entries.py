@@ -456,7 +456,7 @@ def import_entries(
         numbers = [0] if placement is None else placement.local_parts
         for number, part in zip(numbers, parts, strict=True):
             mine = owned(exported, number % devices, devices)
-            part, counts = _fill(part, mine, latest)
+            part, counts = fill(part, mine, latest)
             filled.append(part)
             total = _plus(total, counts)
         return (filled[0] if placement is None else placement.join(filled)), total
@@ -583,9 +583,13 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
     from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
     from_here = _latest(exported, from_here)
     keys, scores = exported.keys[from_here], exported.scores[from_here]
-    from_here = from_here[np.lexsort((keys * _GOLDEN, ~scores))]
-    mine = jax.tree.map(lambda leaf: leaf[from_here], _entries_of(exported))
-    return Exported(*mine, *exported[len(mine) :])
+    return chosen(exported, from_here[np.lexsort((keys * _GOLDEN, ~scores))])
+
+
+def chosen(exported: Exported, rows: np.ndarray) -> Exported:
+    """Some of the entries, by their places or a mask."""
+    own = jax.tree.map(lambda leaf: leaf[rows], _entries_of(exported))
+    return Exported(*own, *exported[len(own) :])
 
 
 def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
@@ -611,7 +615,10 @@ def _room(entries: int) -> int:
     return 1 << max(0, entries - 1).bit_length()
 
 
-def _fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
+def fill(
+    table: Table, exported: Exported, latest: int, *, admits: bool = True
+) -> tuple[Table, Counts]:
+    """Puts entries into a table of one device, those that are absent if it admits them."""
     (device,) = table.values.devices()
     size = min(most_at_once(table, _CHUNK), _room(len(exported.keys)))
     total = no_counts()
@@ -622,9 +629,9 @@ def _fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]
         )
         valid = np.arange(size) < len(exported.keys) - start
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
-        table, counts = _write(table, *jax.device_put(batch, device))
+        table, counts = _write(table, admits, *jax.device_put(batch, device))
         total = _plus(total, counts)
-    return with_common(table, exported, device, latest), total
+    return _with_common(table, exported, device, latest), total
 
 
 def _plus(a: Counts, b: Counts) -> Counts:
@@ -636,13 +643,13 @@ def _padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
-    table, result = import_rows(table, *entries, evicted=False, is_ticked=True)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+def _write(table: Table, admits: bool, *entries: Any) -> tuple[Table, Counts]:
+    table, result = import_rows(table, *entries, evicted=False, is_ticked=True, admits=admits)
     return table, result.counts
 
 
-def with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
+def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
     own_clock, own_epoch = _number(table.clock), int(np.asarray(table.epoch)[0])
     clock = max(own_clock, exported.clock, latest)
     epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)

@@ -363,6 +363,7 @@ def insert_rows(
     evicted: bool,
     *,
     occurrences: jax.Array | None = None,
+    pinned: jax.Array | None = None,
     is_ticked: bool = False,
 ) -> tuple[Table, Inserted]:
     """Inserts absent keys with their initial or the given rows, and refreshes the others.
@@ -375,13 +376,16 @@ def insert_rows(
       offered: rows of the positions, or None.
       evicted: whether the evicted entries are wanted.
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.
+      pinned: slots that must not be evicted, besides those of the keys.
       is_ticked: whether the clock already stands at the time of this batch.
     """
     groups = seen = _index.unique(keys, valid)
     if table.admission is not None:
         counted = None if occurrences is None else _index.sum_by_key(seen, occurrences)
         table, groups = _let_in(table, keys, seen, counted, is_ticked)
-    table, upserted, entries = upsert(table, groups, scores, evicted, is_ticked=is_ticked)
+    table, upserted, entries = upsert(
+        table, groups, scores, evicted, pinned=pinned, is_ticked=is_ticked
+    )
     inserted = Inserted(groups, seen, upserted, entries)
     if offered is not None:
         return scatter_values(table, upserted.new_slots, groups.first, offered), inserted

@@ -602,7 +602,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
 
 
-def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
+def check_not_used_up(call: str, leaves: Sequence[Any], argument: str = "state") -> None:
     """Raises if one of a state's leaves was donated to an earlier step."""
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
@@ -610,8 +610,9 @@ def check_not_used_up(call: str, leaves: Sequence[Any]) -> None:
             if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
                 again = " (or by this one, in which JAX has found a NaN or an infinity)"
             raise RuntimeError(
-                f"{call}: state was used up by an earlier step{again}, got arrays that were "
-                "donated: go on with the state that it returned, or make the step with donate=False"
+                f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
+                f"donated: go on with the {argument} that it returned, or make the step with "
+                "donate=False"
             )
 
 

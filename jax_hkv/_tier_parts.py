@@ -49,7 +49,7 @@ def check_placement(call: str, placement: Any) -> Placement:
 def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
     """The parts of a table over devices, as tables of one device each."""
     check_table(call, cache)
-    check_not_used_up(call, jax.tree.leaves(cache))
+    check_not_used_up(call, jax.tree.leaves(cache), "cache")
     pmapped = placement.mode == "pmap"
     placement.check_tables(call, cache, (len(placement.local_devices),) if pmapped else ())
     return placement.shards(cache)
@@ -142,6 +142,14 @@ def prefetch(
 ) -> dict[str, tuple[Tiers, PrefetchCounts]]:
     """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
     parts = {name: parts_of(call, placement, own) for name, own in tiers.items()}
+    _tiers.check_apart(
+        call,
+        {
+            f"store {number} of {name!r}": part.store
+            for name, own in parts.items()
+            for number, part in enumerate(own)
+        },
+    )
     keys = owned(placement, keys_of, batch)
     batches = [
         (part, *own) for name in keys for part, own in zip(parts[name], keys[name], strict=True)

@@ -5,8 +5,9 @@ See :mod:`jax_hkv.tiered`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +18,18 @@ from jaxtyping import Array, Bool, Int32
 from jax_hkv import _checks, _inserts, operations
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced
+from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._placement import check_not_used_up
 from jax_hkv._warnings import warn_of_part
+from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, Entries, Table, check_one_device, forms_of
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
 
+_CHUNK = 65536  # keys looked up at a time, between steps
 _LEAST = 256  # entries moved at a time, so that few programs serve all numbers of them
 
 
@@ -56,6 +60,8 @@ class PrefetchCounts(NamedTuple):
       evicted: entries that moved from the cache to the store.
       dropped: entries that found no room in the store, or were evicted there. They are lost, but
         for those that the cache has, too: take a larger store.
+      absent: of other keys, which were to be kept (`keep` of :func:`admit`), those that the cache
+        did not have.
     """
 
     unique: Int32[Array, ""]
@@ -65,6 +71,7 @@ class PrefetchCounts(NamedTuple):
     refused: Int32[Array, ""]
     evicted: Int32[Array, ""]
     dropped: Int32[Array, ""]
+    absent: Int32[Array, ""]
 
 
 class Admitted(NamedTuple):
@@ -76,6 +83,7 @@ class Admitted(NamedTuple):
       evicted: the entries that made room.
       time: the score of this batch, where scores are times; None under LFU.
       counts: of the distinct keys of the batch.
+      absent: keys that were to be kept, and are not there.
     """
 
     keys: Keys
@@ -83,6 +91,7 @@ class Admitted(NamedTuple):
     evicted: Entries
     time: Keys | None
     counts: Counts
+    absent: Int32[Array, ""]
 
 
 class Fetched(NamedTuple):
@@ -104,15 +113,29 @@ def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @in_place
-def admit(cache: Table, given: Any, mask: jax.Array | None) -> tuple[Table, Admitted]:
+def admit(
+    cache: Table,
+    given: Any,
+    mask: jax.Array | None,
+    kept: tuple[Any, jax.Array | None] | None = None,
+) -> tuple[Table, Admitted]:
     keys, valid = _checks.flat_batch(given, mask)
     no_counts = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
-    cache, inserted = _inserts.insert_rows(cache, keys, valid, no_counts, None, True)
+    pinned, absent = None, jnp.int32(0)
+    if kept is not None:
+        others, are_meant = _checks.flat_batch(*kept)
+        index, pinned = _index.find(cache.index, others, are_meant)
+        cache = dataclasses.replace(cache, index=index)
+        is_absent = (pinned < 0) & _checks.flat_mask(are_meant, pinned.shape)
+        absent = _index.unique(others, is_absent).count[0]
+    cache, inserted = _inserts.insert_rows(cache, keys, valid, no_counts, None, True, pinned=pinned)
     assert inserted.evicted is not None
     counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
     # The new ones side by side.
     new = _index.unique(Keys(inserted.groups.keys), inserted.upserted.new_slots >= 0)
-    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, _time(cache), counts)
+    return cache, Admitted(
+        Keys(new.keys), counts.inserted, inserted.evicted, _time(cache), counts, absent
+    )
 
 
 def _time(table: Table) -> Keys | None:
@@ -171,6 +194,7 @@ def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetch
         refused=own.refused,
         evicted=own.evicted,
         dropped=dropped,
+        absent=admitted.absent,
     )
     return Fetched(entries, counts)
 
@@ -193,12 +217,21 @@ def _keep(store: Table, evicted: Entries) -> tuple[Table, jax.Array]:
 
 
 def restore(cache: Table, fetched: Fetched) -> Table:
-    entries = fetched.entries
-    if entries is None:
+    if fetched.entries is None:
         return cache
-    if not is_traced(cache.values) and not is_traced(entries.values):
-        entries = jax.device_put(entries, device_of(cache))
-    return _give_back(cache, entries)
+    return _give_back(cache, from_store(cache, fetched.entries))
+
+
+def from_store(cache: Table, tree: Any) -> Any:
+    """What a store gave, on the cache's device, and committed to it only if the cache is.
+
+    Otherwise the cache would be committed from there on, and steps that take it compiled anew.
+    """
+    if is_traced(cache.values) or any(map(is_traced, jax.tree.leaves(tree))):
+        return tree
+    if cache.values.committed:
+        return jax.device_put(tree, device_of(cache))
+    return jax.tree.map(np.asarray, tree)
 
 
 @in_place
@@ -245,22 +278,132 @@ def prefetch(
 def known(tiers: Tiers, given: Any, mask: jax.Array | None) -> Bool[Array, "*batch"]:
     """Which keys of a batch are in one of the tables."""
     near = operations.contains(tiers.cache, given, valid=mask)[1]
-    asked = ~near if mask is None else mask & ~near
-    if is_traced(tiers.store.values) or is_traced(near):
-        return near | operations.contains(tiers.store, given, valid=asked)[1]
-    given, asked = jax.device_put((given, asked), device_of(tiers.store))
-    behind = operations.contains(tiers.store, given, valid=asked)[1]
-    return near | jax.device_put(behind, device_of(tiers.cache))
+    asked = ask_store(tiers, given, mask, near)
+    if asked is None:
+        return near
+    store, keys, valid, inverse = asked
+    behind = operations.contains(store, keys, valid=valid)[1]
+    return _with_found(near, inverse, from_store(tiers.cache, behind))
+
+
+def ask_store(
+    tiers: Tiers, given: Any, mask: jax.Array | None, found: jax.Array
+) -> tuple[Table, Keys, jax.Array, jax.Array] | None:
+    """What a store is to be asked of a batch that a cache was asked.
+
+    Returns:
+      The store, the distinct keys that were not found, on the store's device, which of them are
+      meant, and the number of each position's key; None if there is nothing to be asked.
+    """
+    words, inverse, count = _missing(given, mask, found)
+    if not is_traced(tiers.store.values) and not is_traced(count):
+        if not int(count):
+            return None
+        words = in_front(words, count)
+        words, count = jax.device_put((words, count), device_of(tiers.store))
+    return tiers.store, Keys(words), jnp.arange(words.shape[0], dtype=jnp.int32) < count, inverse
+
+
+def put_near(cache: Table, tree: Any) -> Any:
+    """What a caller gave, on the cache's device."""
+    if is_traced(cache.values):
+        return tree
+    device = device_of(cache)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or is_traced(leaf) or leaf.devices() == {device}:
+            return leaf
+        return jax.device_put(leaf, device) if cache.values.committed else np.asarray(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+@jax.jit
+def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> tuple[jax.Array, ...]:
+    keys, valid = _checks.flat_batch(given, mask)
+    asked = ~found.reshape(-1) if valid is None else valid & ~found.reshape(-1)
+    groups = _index.unique(keys, asked)
+    return groups.keys, groups.inverse, groups.count[0]
+
+
+@jax.jit
+def _with_found(near: jax.Array, inverse: jax.Array, found: jax.Array) -> jax.Array:
+    return near | ((inverse >= 0) & _index.take(found, inverse)).reshape(near.shape)
+
+
+# --- Between steps -------------------------------------------------------------------------------
+
+
+def keys_of_cache_alone(tiers: Tiers) -> np.ndarray:
+    """The keys, uint64, that the cache has and the store has not."""
+    is_entry = np.asarray(tiers.cache.digests).reshape(-1) != 0
+    keys = Keys(np.asarray(tiers.cache.keys).reshape(-1, 2)[is_entry]).to_numpy()
+    return keys[~is_in(tiers.store, keys)]
+
+
+def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
+    """Which of some keys, uint64 on the host, a table has."""
+    device = device_of(table)
+    found = [
+        np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
+        for part, valid in _chunks(keys)
+    ]
+    return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
+
+
+def _chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
+    room = min(_CHUNK, 1 << max(0, len(keys) - 1).bit_length())
+    for start in range(0, len(keys), room):
+        part = keys[start : start + room]
+        padded = np.pad(part, (0, room - len(part)))
+        yield Keys.from_numpy(padded), np.arange(room) < len(part)
 
 
 # --- Checks --------------------------------------------------------------------------------------
 
 
-def batch_of(call: str, keys: Any, valid: Any) -> tuple[Any, jax.Array | None]:
+def batch_of(
+    call: str,
+    table: Table | None,
+    keys: Any,
+    valid: Any,
+    *,
+    bags: bool = False,
+    argument: str = "keys",
+) -> tuple[Any, jax.Array | None]:
+    """Keys and mask, checked, on the table's device, before a table is used up."""
     warn_of_part(call, "call it outside of steps, with placement=")
-    given = check_keys(call, "keys", keys)
-    check_fixed(call, "keys", given.shape)
-    return given, _checks.as_mask(call, "valid", valid, given.shape)
+    mask_name = "valid" if argument == "keys" else f"{argument}_valid"
+    if bags and isinstance(keys, (Jagged, Padded)):
+        if valid is not None:
+            raise TypeError(
+                f"{call}: {mask_name} must be None where {argument} are {type(keys).__name__}, "
+                f"which say themselves what is padding, got {type(valid).__name__}"
+            )
+        keys, valid = in_bags(keys)
+    given = check_keys(call, argument, keys)
+    check_fixed(call, argument, given.shape)
+    mask = _checks.as_mask(call, mask_name, valid, given.shape)
+    return (given, mask) if table is None else put_near(table, (given, mask))
+
+
+def in_bags(bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
+    """The keys of bags, and which are no padding."""
+    batch, _ = bags_of("tiered", bags, "sum")
+    return batch.keys, batch.valid
+
+
+def check_apart(call: str, tables: Mapping[str, Table]) -> None:
+    """Raises if two of some tables, which will be used up, are one."""
+    owners: dict[int, str] = {}
+    for name, table in tables.items():
+        for leaf in jax.tree.leaves(table):
+            other = owners.setdefault(id(leaf), name)
+            if other != name and not is_traced(leaf):
+                raise ValueError(
+                    f"{call}: {name} must be another table than {other}, got one with the same "
+                    "arrays: make a store for each by tiered.create_store(cache, capacity)"
+                )
 
 
 def check(call: str, tiers: Any) -> None:
@@ -282,6 +425,12 @@ def check(call: str, tiers: Any) -> None:
                 f"{call}: tiers.store must have {what} like the cache's, {near}, got {behind}: "
                 "make it by tiered.create_store(cache, capacity), after opt.init(cache)"
             )
+    if store.capacity < cache.capacity:
+        raise ValueError(
+            f"{call}: tiers.store must have room for what the cache gives up, {cache.capacity} "
+            f"entries at least, got {store.capacity}: the order is Tiers(cache, store)"
+        )
+    check_apart(call, {"tiers.cache": cache, "tiers.store": store})
 
 
 def check_table(call: str, argument: str, table: Any) -> None:
@@ -290,7 +439,7 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"{call}: {argument} must be a jax_hkv Table, got {type(table).__name__}: operations "
             "return (table, result), unpack them"
         )
-    check_not_used_up(call, jax.tree.leaves(table))
+    check_not_used_up(call, jax.tree.leaves(table), argument)
     check_one_device(call, table)
     devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
     if not is_traced(table.values) and len(devices) != 1:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _tier_parts, _tiers, pooled, whole_table
@@ -22,12 +23,12 @@ from jax_hkv._checks import as_bool, as_integer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, would_cut
 from jax_hkv._namespaces import NumberOf, in_namespace
 from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
-from jax_hkv._tiers import PrefetchCounts
-from jax_hkv.features import Bagged
+from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv.features import Bagged, Jagged, Padded
 from jax_hkv.table import InsertResult, Table, check_table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -143,34 +144,51 @@ class Collection:
         """
         return {group.name: group.create(axis_name) for group in self.groups}
 
-    def sizes(self, tables: Mapping[str, Table]) -> dict[str, Int32[Array, ""]]:
-        """Entries of each table, by its own name; of all devices, seen from outside of them."""
+    def sizes(self, tables: Mapping[str, Table | Tiers]) -> dict[str, Int32[Array, ""]]:
+        """Entries of each table, by its own name; of all devices, seen from outside of them.
+
+        Args:
+          tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those, for
+            use between steps, of which entries that stand in both tables count once.
+        """
+        self._check_some("Collection.sizes", tables)
         found = {}
         for group in self.groups:
-            table = tables[group.name]
-            check_table("Collection.sizes", table)
-            is_one = table.clock.shape == (2,)
-            count = whole_table.sizes_by if is_one else whole_table.sizes_over_devices
-            sizes = count(table, NumberOf(group.bits), len(group.tables))
-            found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
+            if group.name in tables:
+                sizes = self._sizes_of(group, tables[group.name])
+                found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
+
+    def _sizes_of(self, group: Group, table: Table | Tiers) -> Int32[Array, " tables"]:
+        number_of, kinds = NumberOf(group.bits), len(group.tables)
+        if isinstance(table, Tiers):
+            _tiers.check("Collection.sizes", table)
+            alone = number_of(Keys.from_numpy(_tiers.keys_of_cache_alone(table)))
+            behind = whole_table.sizes_by(table.store, number_of, kinds)
+            return behind + jnp.asarray(np.bincount(alone, minlength=kinds), jnp.int32)
+        check_table("Collection.sizes", table)
+        is_one = table.clock.shape == (2,)
+        count = whole_table.sizes_by if is_one else whole_table.sizes_over_devices
+        return count(table, number_of, kinds)
 
     def on_tables(
         self,
         operation: Callable[..., tuple[Table, Any]],
-        tables: Mapping[str, Table],
+        tables: Mapping[str, Any],
         ids: Mapping[str, Any],
         *arguments: Mapping[str, Any],
         **options: Any,
-    ) -> tuple[dict[str, Table], dict[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Calls an operation with ids of some tables, one table after the other as declared.
 
         Args:
           operation: of a table, keys and what else it takes, which returns a table and a result:
             ``jax_hkv.find``, ``contains``, ``insert_or_assign``, ``assign``, ``erase``,
             ``export_keys`` and others, or those of :mod:`jax_hkv.sharding`. Not jitted by itself:
-            what changes tables copies them, unless this whole call is jitted and donates them.
-          tables: of :meth:`create`.
+            what changes tables copies them, unless this whole call is jitted and donates them. Or
+            one of :mod:`jax_hkv.tiered`, of tiers: ``erase``, ``find``.
+          tables: of :meth:`create`, or some of them: those with a store, say. Or
+            :class:`jax_hkv.tiered.Tiers` of those, by the same names.
           ids: of each table, by its own name: Keys or integers, of any shape.
           *arguments: what else it takes of each table, by name: rows.
           **options: for all tables; a dict has one for each, by name (``valid``, ``scores``).
@@ -194,7 +212,7 @@ class Collection:
           [[1.0, 1.0], [1.0, 1.0]]
         """
         call = "Collection.on_tables"
-        self.check_tables(call, tables)
+        self._check_some(call, tables)
         by_table = {"ids": ids, **{f"arguments[{n}]": each for n, each in enumerate(arguments)}}
         by_table |= {name: each for name, each in options.items() if isinstance(each, Mapping)}
         for argument, given in by_table.items():
@@ -208,6 +226,11 @@ class Collection:
                 for option, value in options.items()
             }
             keys = group.keys(name, ids[name])
+            if group.name not in tables:
+                raise ValueError(
+                    f"{call}: tables must have {group.name!r}, which holds {name!r}, got "
+                    f"{list(tables)}: leave out the ids of tables that are not there"
+                )
             try:
                 pair = operation(tables[group.name], keys, *own, **own_options)
             except (TypeError, ValueError) as error:
@@ -299,24 +322,43 @@ class Collection:
                 "capacity) for name in ...}"
             )
         inserts = as_bool(call, "insert", insert)
-        tiers = {name: _tiers.Tiers(tables[name], stores[name]) for name in stores}
+        tiers = {name: Tiers(tables[name], stores[name]) for name in stores}
         if placement is not None:
             placement = _tier_parts.check_placement(call, placement)
             self._check_names(call, inputs, partial)
             keys_of = _KeysOf(self, tuple(stores))
             after = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
         else:
-            keys = self.keys(inputs, partial=partial)
+            keys = self._keys_at_once(inputs, partial)
             names = [name for name in keys if name in stores]
             for name in names:
                 _tiers.check(f"{call} of {name!r}", tiers[name])
-            batches = [(tiers[name], *_tiers.batch_of(call, *keys[name])) for name in names]
+            batches = [
+                (tiers[name], *_tiers.batch_of(call, tiers[name].cache, *keys[name]))
+                for name in names
+            ]
+            _tiers.check_apart(
+                call,
+                {f"tables[{name!r}]": tiers[name].cache for name in names}
+                | {f"stores[{name!r}]": tiers[name].store for name in names},
+            )
             after = dict(zip(names, _tiers.prefetch(batches, inserts), strict=True))
         return (
             dict(tables) | {name: own.cache for name, (own, _) in after.items()},
             dict(stores) | {name: own.store for name, (own, _) in after.items()},
             {name: counts for name, (_, counts) in after.items()},
         )
+
+    def _keys_at_once(self, inputs: Mapping[str, Any], partial: bool) -> dict[str, Any]:
+        """As :meth:`keys`, by one program unless there is something to be named."""
+        given = list(inputs.values()) if isinstance(inputs, Mapping) else [None]
+        arrays = (jax.Array, np.ndarray, Keys, Jagged, Padded)
+        is_plain = all(isinstance(each, arrays) for each in given)
+        if not is_plain or any(map(would_cut, jax.tree.leaves(given))):
+            return self.keys(inputs, partial=partial)
+        self._check_names("Collection.prefetch", inputs, partial)
+        names = tuple(group.name for group in self.groups)
+        return _keys_program(_KeysOf(self, names))(dict(inputs))
 
     def lookup(
         self,
@@ -433,6 +475,12 @@ class Collection:
                 f"{list(tables)}: were they made by a collection with other tables?"
             )
 
+    def _check_some(self, call: str, tables: Mapping[str, Any]) -> None:
+        """Raises unless they are named as some of those of :meth:`create`."""
+        is_some = isinstance(tables, Mapping) and {*tables} <= {g.name for g in self.groups}
+        if not is_some or not tables:
+            self.check_tables(call, tables)
+
     def _check_by_table(self, call: str, argument: str, given: Any, ids: Mapping[str, Any]) -> None:
         """Raises unless an argument is a dict of tables, the same as ids are given of."""
         known = [config.name for config in self.tables]
@@ -481,6 +529,11 @@ class _KeysOf:
     def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
         keys = self.collection.keys(batch, partial=True)
         return {name: own for name, own in keys.items() if name in self.names}
+
+
+@functools.lru_cache(maxsize=64)
+def _keys_program(keys_of: _KeysOf) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return jax.jit(keys_of)
 
 
 @jax.tree_util.register_dataclass
@@ -544,9 +597,9 @@ def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
         raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
 
 
-def _checked_pair(call: str, pair: Any) -> tuple[Table, Any]:
-    """A table and a result, as an operation has to return them."""
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Table)):
+def _checked_pair(call: str, pair: Any) -> tuple[Any, Any]:
+    """A table, or tiers, and a result, as an operation has to return them."""
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (Table, Tiers))):
         raise TypeError(
             f"{call}: operation must return a table and a result, as jax_hkv.find and "
             f"jax_hkv.erase do, got {type(pair).__name__}"

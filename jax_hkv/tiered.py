@@ -19,22 +19,20 @@ while the accelerator trains.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool
 
 from jax_hkv import _checks, _entries, _inserts, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
-from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
-from jax_hkv.index import MAX_SLOTS, Status
+from jax_hkv.features import Jagged, Padded
+from jax_hkv.index import LANES, MAX_SLOTS, Status
 from jax_hkv.table import (
     Counts,
     EraseResult,
@@ -43,8 +41,6 @@ from jax_hkv.table import (
     buckets_of,
     forms_of,
 )
-
-_CHUNK = 65536  # keys looked up at a time, between steps
 
 __all__ = [
     "Admitted",
@@ -90,7 +86,7 @@ def create_store(
       RuntimeError: if JAX was told to do without the CPU.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.optim.adam(1e-3).init(hkv.create(1024, 8))
       >>> store = create_store(cache, 100_000)
       >>> store.capacity, store.policy.name, sorted(store.optimizer.rows)
@@ -106,7 +102,17 @@ def create_store(
     for cache in caches:
         _tiers.check_table(call, "table", cache)
     buckets = buckets_of(call, share)
+    if buckets * LANES < caches[0].capacity:
+        raise ValueError(
+            f"{call}: capacity must be that of cache and store together, {table.capacity} at "
+            f"least as the cache's, got {capacity}"
+        )
     device = _host(call) if device is None else device
+    if not isinstance(device, jax.Device):
+        raise TypeError(
+            f"{call}: device must be one of jax.devices() or jax.devices('cpu'), or None for the "
+            f"host's CPU, got {type(device).__name__} {device!r}"
+        )
     stores = tuple(_emptied(cache, buckets, device) for cache in caches)
     return stores[0] if placement is None else stores
 
@@ -151,7 +157,8 @@ def prefetch(
 
     Args:
       tiers: which are used up outside of jit, as by a donating step.
-      keys: of any shape: Keys, or an integer array.
+      keys: of any shape: Keys, or an integer array; or bags of them, a :class:`jax_hkv.Jagged` or
+        :class:`jax_hkv.Padded`.
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
       insert: whether keys that neither table has are inserted. False is for an evaluation through
         a layer or a step that looks into the cache alone: rows come to where it finds them, and
@@ -168,7 +175,7 @@ def prefetch(
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> tiers = Tiers(cache, create_store(cache, 1024))
       >>> for ids in np.arange(400, dtype=np.int32).reshape(4, 100):
@@ -181,42 +188,59 @@ def prefetch(
     """
     call = "tiered.prefetch"
     inserts = _checks.as_bool(call, "insert", insert)
-    given, mask = _tiers.batch_of(call, keys, valid)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        batch = {"keys": (keys, valid)}  # as they were put
-        return _tier_parts.prefetch(call, placement, {"keys": tiers}, dict, batch, inserts)["keys"]
+        _tiers.batch_of(call, None, keys, valid, bags=True)
+        own, batch = {"keys": tiers}, {"keys": keys, "valid": valid}
+        return _tier_parts.prefetch(call, placement, own, _keys_of, batch, inserts)["keys"]
     _tiers.check(call, tiers)
+    given, mask = _tiers.batch_of(call, tiers.cache, keys, valid, bags=True)
     (after,) = _tiers.prefetch([(tiers, given, mask)], inserts)
     return after
 
 
-def admit(cache: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Admitted]:
+def _keys_of(batch: Any) -> dict[str, tuple[Any, Any]]:
+    keys = batch["keys"]
+    is_bags = isinstance(keys, (Jagged, Padded))
+    return {"keys": _tiers.in_bags(keys) if is_bags else (keys, batch["valid"])}
+
+
+def admit(
+    cache: Table, keys: Any, *, valid: Any = None, keep: Any = None, keep_valid: Any = None
+) -> tuple[Table, Admitted]:
     """Gives the keys of a batch places in the cache, those that it does not have with first rows.
 
-    The first third of :func:`prefetch`, on the cache's device. It waits for nothing. Until
-    :func:`restore` is called the cache has first rows of keys that the store knows: what is done
-    with the cache meanwhile must look up other keys, a step those of the batch before, say. Give
-    the keys of that batch as well, ``Keys.concatenate([keys, before])``, and they stay.
+    The first third of :func:`prefetch`, on the cache's device. It waits for nothing. From here to
+    :func:`restore` the cache has first rows of keys that the store knows, and what it has evicted
+    is in neither table: train the batch before, whose keys are to be kept then, and erase, export,
+    save and evaluate later.
 
     Args:
       cache: which is used up outside of jit.
-      keys: of any shape.
+      keys: see :func:`prefetch`.
       valid: see :func:`prefetch`.
+      keep: other keys that are in the cache, in the same forms, and stay there: those of the batch
+        that is trained before :func:`restore`. Those that are not there are counted as `absent`,
+        and would be trained for nothing.
+      keep_valid: of `keep`, as `valid` of `keys`.
 
     Raises:
       TypeError, ValueError: naming the argument.
       RuntimeError: if the table was used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache, admitted = admit(hkv.create(128, 2), np.array([5, 6, 5], np.int32))
       >>> int(admitted.count), int(admitted.evicted.count)
       (2, 0)
     """
     call = "tiered.admit"
     _tiers.check_table(call, "cache", cache)
-    return _tiers.admit(cache, *_tiers.batch_of(call, keys, valid))
+    batch = _tiers.batch_of(call, cache, keys, valid, bags=True)
+    if keep is None:
+        return _tiers.admit(cache, *batch)
+    kept = _tiers.batch_of(call, cache, keep, keep_valid, bags=True, argument="keep")
+    return _tiers.admit(cache, *batch, kept)
 
 
 def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
@@ -234,7 +258,7 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
       RuntimeError: if the table was used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> store = create_store(cache, 1024)
       >>> for ids in (np.arange(128), np.arange(128, 256)):
@@ -260,6 +284,11 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
             f"{call}: admitted must have entries like the store's, {own}, got {given}: make the "
             "store by tiered.create_store(cache, capacity)"
         )
+    if (admitted.time is None) != store.policy.counts:
+        raise ValueError(
+            f"{call}: admitted must be of a cache under the store's policy, {store.policy.name}, "
+            "got one of another: make the store by tiered.create_store(cache, capacity)"
+        )
     (store,), (fetched,) = _tiers.exchange([store], [admitted])
     return store, fetched
 
@@ -278,7 +307,7 @@ def restore(cache: Table, fetched: Fetched) -> Table:
       RuntimeError: if the table was used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> cache, admitted = admit(cache, np.array([5], np.int32))
       >>> store, fetched = exchange(create_store(cache, 1024), admitted)
@@ -292,6 +321,14 @@ def restore(cache: Table, fetched: Fetched) -> Table:
             f"{call}: fetched must be what tiered.exchange returned, got {type(fetched).__name__}: "
             "the order is (cache, fetched), and exchange returns (store, fetched)"
         )
+    if fetched.entries is not None:
+        own = _tiers.rows_of(cache)
+        given = forms_of(fetched.entries.values, fetched.entries.optimizer)
+        if own != given:
+            raise ValueError(
+                f"{call}: fetched must have entries like the cache's, {own}, got {given}: give "
+                "what came of this cache's own tiered.admit"
+            )
     return _tiers.restore(cache, fetched)
 
 
@@ -302,6 +339,8 @@ def find(
     tiers: Tiers, keys: Any, *, valid: Any = None, fill: float | str = 0.0
 ) -> tuple[Tiers, FindResult]:
     """Looks up rows in both tables, which stay as they are: for evaluation and serving.
+
+    It finds out what the cache has not by merging equal keys, which ``jax.vmap`` refuses.
 
     Args:
       tiers: to look in. Outside of jit what the cache has not is asked of the store's device.
@@ -318,7 +357,7 @@ def find(
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2, init=hkv.initializers.constant(0.5))
       >>> tiers = Tiers(cache, create_store(cache, 1024))
       >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
@@ -329,31 +368,15 @@ def find(
     """
     call = "tiered.find"
     _tiers.check(call, tiers)
-    given, mask = _tiers.batch_of(call, keys, valid)
+    given, mask = _tiers.batch_of(call, tiers.cache, keys, valid)
     cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill)
-    (words, inverse, count), store = _missing(given, mask, near.found), tiers.store
-    if is_traced(store.values) or is_traced(count):
-        store, behind = operations.find(store, Keys(words), valid=_is_in_front(words, count))
-        return Tiers(cache, store), _with_rows(near, inverse, behind.values, behind.found)
-    if not int(count):
-        return Tiers(cache, store), near
-    words, count = jax.device_put((_tiers.in_front(words, count), count), _tiers.device_of(store))
-    store, behind = operations.find(store, Keys(words), valid=_is_in_front(words, count))
-    rows, found = jax.device_put((behind.values, behind.found), _tiers.device_of(cache))
+    asked = _tiers.ask_store(tiers, given, mask, near.found)
+    if asked is None:
+        return tiers, near
+    store, distinct, is_meant, inverse = asked
+    store, behind = operations.find(store, distinct, valid=is_meant)
+    rows, found = _tiers.from_store(tiers.cache, (behind.values, behind.found))
     return Tiers(cache, store), _with_rows(near, inverse, rows, found)
-
-
-@jax.jit
-def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> tuple[jax.Array, ...]:
-    """The distinct keys that were asked for and not found, their places, how many they are."""
-    keys, valid = _checks.flat_batch(given, mask)
-    asked = ~found.reshape(-1) if valid is None else valid & ~found.reshape(-1)
-    groups = _index.unique(keys, asked)
-    return groups.keys, groups.inverse, groups.count[0]
-
-
-def _is_in_front(words: jax.Array, count: jax.Array) -> jax.Array:
-    return jnp.arange(words.shape[0], dtype=jnp.int32) < count
 
 
 @jax.jit
@@ -377,7 +400,7 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> tiers, _ = prefetch(Tiers(cache, create_store(cache, 1024)), np.array([5], np.int32))
       >>> contains(tiers, np.array([5, 6], np.int32))[1].tolist()
@@ -385,7 +408,7 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
     """
     call = "tiered.contains"
     _tiers.check(call, tiers)
-    return tiers, _tiers.known(tiers, *_tiers.batch_of(call, keys, valid))
+    return tiers, _tiers.known(tiers, *_tiers.batch_of(call, tiers.cache, keys, valid))
 
 
 def erase(
@@ -408,7 +431,7 @@ def erase(
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> tiers = Tiers(cache, create_store(cache, 1024))
       >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
@@ -419,13 +442,11 @@ def erase(
     """
     call = "tiered.erase"
     parts = _parts_of(call, tiers, placement)
-    given, mask = _tiers.batch_of(call, keys, valid)
+    given, mask = _tiers.batch_of(call, parts[0].cache, keys, valid)
     after = [_erased_from_both(part, given, mask) for part in parts]
     statuses = [status for _, both in after for status in both]
-    is_local = any(map(is_traced, statuses))
-    if not is_local:
-        given, statuses = jax.device_put((given, statuses), _tiers.device_of(after[0][0].cache))
-    return _joined([part for part, _ in after], placement), _either(given, statuses)
+    statuses = _tiers.put_near(after[0][0].cache, statuses)
+    return _joined([part for part, _ in after], placement), _either(given, mask, statuses)
 
 
 def _erased_from_both(
@@ -433,10 +454,7 @@ def _erased_from_both(
 ) -> tuple[Tiers, tuple[jax.Array, jax.Array]]:
     after = []
     for table in tiers:
-        batch = given, mask
-        if not is_traced(table.values) and not is_traced(jax.tree.leaves(batch)[0]):
-            batch = jax.device_put(batch, _tiers.device_of(table))
-        after.append(_erased(table, *batch))
+        after.append(_erased(table, *_tiers.put_near(table, (given, mask))))
     (cache, near), (store, behind) = after
     return Tiers(cache, store), (near, behind)
 
@@ -448,12 +466,12 @@ def _erased(table: Table, given: Any, mask: jax.Array | None) -> tuple[Table, ja
 
 
 @jax.jit
-def _either(given: Any, statuses: list[jax.Array]) -> EraseResult:
-    keys, _ = _checks.flat_batch(given, None)
+def _either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> EraseResult:
+    keys, valid = _checks.flat_batch(given, mask)
     gone = functools.reduce(jnp.logical_or, [status == Status.FOUND for status in statuses])
-    hits = _index.unique(keys, gone).count[0]
+    unique, hits = (_index.unique(keys, chosen).count[0] for chosen in (valid, gone))
     status = jnp.where(gone, jnp.int32(Status.FOUND), statuses[0]).reshape(given.shape)
-    return EraseResult(status, Counts(hits, hits, *(jnp.zeros_like(hits),) * 3))
+    return EraseResult(status, Counts(unique, hits, *(jnp.zeros_like(hits),) * 3))
 
 
 # --- Between steps -------------------------------------------------------------------------------
@@ -471,7 +489,7 @@ def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> size(Tiers(cache, create_store(cache, 1024)))
       0
@@ -480,9 +498,7 @@ def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
 
 
 def _size(tiers: Tiers) -> int:
-    is_entry = np.asarray(tiers.cache.digests).reshape(-1) != 0
-    keys = Keys(np.asarray(tiers.cache.keys).reshape(-1, 2)[is_entry]).to_numpy()
-    return int(whole_table.size(tiers.store)) + int(np.sum(~_is_in(tiers.store, keys)))
+    return int(whole_table.size(tiers.store)) + len(_tiers.keys_of_cache_alone(tiers))
 
 
 def export_entries(
@@ -510,7 +526,7 @@ def export_entries(
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> cache = hkv.create(128, 2)
       >>> tiers = Tiers(cache, create_store(cache, 1024))
       >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
@@ -528,12 +544,9 @@ def _export(tiers: Tiers, min_score: int | None, changed_since: Exported | None)
     if changed_since is not None:
         min_score = _entries.first_change([cache], changed_since)
     behind = _entries.export_entries(store, min_score=min_score)
-    chosen = ~_is_in(cache, behind.keys)
-    entries = [
-        jax.tree.map(lambda *leaves: np.concatenate([leaves[0][chosen], leaves[1]]), *pair)
-        for pair in zip(behind[:4], near[:4], strict=True)
-    ]
-    return Exported(*entries, *near[len(entries) :])
+    behind = _entries.chosen(behind, ~_tiers.is_in(cache, behind.keys))
+    both = _entries.join_entries([behind, near])
+    return both._replace(shared=near.shared, clock=near.clock, epoch=near.epoch)
 
 
 def import_entries(
@@ -541,8 +554,8 @@ def import_entries(
 ) -> tuple[Tiers, Counts]:
     """Puts exported entries into the store, from where they come when they are looked up.
 
-    What the cache has of their keys is removed, and clock, epoch and step counts are brought up to
-    date in both tables, as those of one table would be. For use between steps.
+    What the cache has of their keys is overwritten there, and clock, epoch and step counts are
+    brought up to date, as those of one table would be. For use between steps.
 
     Args:
       tiers: which are used up.
@@ -550,15 +563,15 @@ def import_entries(
       placement: of a cache over devices; every process gives all entries.
 
     Returns:
-      The tables, and the counts of this process's stores: `evicted` and `refused` entries found no
-      room.
+      The tables, and the counts of this process's: `evicted` and `refused` entries found no room in
+      the store; `hits` are those that one of the tables had already.
 
     Raises:
       TypeError, ValueError: as `jax_hkv.sharding.import_entries`, before anything is changed.
       RuntimeError: if tables were used up before.
 
     Example:
-      >>> import jax_hkv as hkv
+      >>> import numpy as np, jax_hkv as hkv
       >>> table, _ = hkv.find_or_insert(hkv.create(1024, 2), np.arange(500, dtype=np.int32))
       >>> cache = hkv.create(128, 2)
       >>> tiers = Tiers(cache, create_store(cache, 1024))
@@ -569,30 +582,33 @@ def import_entries(
     call = "tiered.import_entries"
     parts = _parts_of(call, tiers, placement)
     _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
-    for part in parts:
-        _entries.check_fits(part.store, exported)
     latest = _entries.latest_time(exported)
-    numbers, devices = ([0], 1) if placement is None else (placement.local_parts, placement.devices)
-    after = [
-        _imported(part, exported, _entries.owned(exported, number, devices), latest)
-        for number, part in zip(numbers, parts, strict=True)
-    ]
-    counts = jax.device_get([counts for _, counts in after])
+    with on_one_device():
+        for part in parts:
+            _entries.check_fits(part.store, exported)
+        numbers, devices = [0], 1
+        if placement is not None:
+            numbers, devices = placement.local_parts, placement.devices
+        after = [
+            _imported(part, _entries.owned(exported, number, devices), latest)
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+    counts = jax.device_get([each for _, both in after for each in both])
     total = jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *counts)
     return _joined([part for part, _ in after], placement), total
 
 
-def _imported(tiers: Tiers, exported: Exported, own: Exported, latest: int) -> tuple[Tiers, Counts]:
-    """Tiers of one device with their own of the entries, at the time of all of them."""
-    store, counts = _entries.import_entries(None, tiers.store, own)
-    cache, device = tiers.cache, _tiers.device_of(tiers.cache)
-    for keys, valid in _chunks(own.keys):
-        cache, _ = _erased(cache, *jax.device_put((keys, valid), device))
-    return Tiers(_entries.with_common(cache, exported, device, latest), store), counts
+def _imported(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
+    """Tiers of one device with entries, each where its key is, and new ones in the store."""
+    is_near = _tiers.is_in(tiers.cache, own.keys)
+    near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
+    cache, overwritten = _entries.fill(tiers.cache, near, latest, admits=False)
+    store, counts = _entries.fill(tiers.store, behind, latest)
+    return Tiers(cache, store), (overwritten, counts)
 
 
 def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
-    """Tiers of one device each."""
+    """Tiers of one device each, for use between steps."""
     if placement is None:
         _tiers.check(call, tiers)
         return [tiers]
@@ -601,21 +617,3 @@ def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]
 
 def _joined(parts: list[Tiers], placement: Placement | None) -> Tiers:
     return parts[0] if placement is None else _tier_parts.joined(placement, parts)
-
-
-def _is_in(table: Table, keys: np.ndarray) -> np.ndarray:
-    """Which of some keys, uint64 on the host, a table has."""
-    device = _tiers.device_of(table)
-    found = [
-        np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
-        for part, valid in _chunks(keys)
-    ]
-    return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
-
-
-def _chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
-    room = min(_CHUNK, 1 << max(0, len(keys) - 1).bit_length())
-    for start in range(0, len(keys), room):
-        part = keys[start : start + room]
-        padded = np.pad(part, (0, room - len(part)))
-        yield Keys.from_numpy(padded), np.arange(room) < len(part)

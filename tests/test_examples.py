@@ -472,7 +472,7 @@ def test_a_small_table_before_a_store_learns_what_one_large_table_learns(
 
 @pytest.mark.parametrize(
     ("policy", "capacity", "store", "choices"),
-    [("lru", 4096, 4096, 1), ("lfu", 2048, 1024, 1), ("lru", 1024, 65536, 2)],
+    [("lru", 4096, 4096, 1), ("lfu", 2048, 2048, 1), ("lru", 1024, 65536, 2)],
 )
 def test_what_neither_the_small_table_nor_the_store_keeps_is_counted(
     policy: str,

@@ -220,6 +220,15 @@ WRONG = {
         r"prefetch: tiers\.store must have a table for each of the 4 parts .* got Table: make "
         r"them by tiered\.create_store\(cache, capacity, placement=placement\)",
     ),
+    "one store for all parts": (
+        lambda placement: tiered.prefetch(
+            tiered.Tiers(large(placement, 512), (made(1024),) * 4),
+            placement.put(np.arange(8, dtype=np.int32)),
+            placement=placement,
+        ),
+        ValueError,
+        r"prefetch: store 1 of 'keys' must be another table than store 0 of 'keys'",
+    ),
     "a table of one device": (
         lambda placement: tiered.create_store(made(512), 1024, placement=placement),
         TypeError,
@@ -235,7 +244,7 @@ WRONG = {
             tiers_of(placement, 512, 1024), np.arange(8, dtype=np.int32), placement=placement
         ),
         ValueError,
-        r"\['keys'\]\[0\] must .* got ndarray int32\[8\]: give placement\.put\(batch\)",
+        r"\['keys'\] must .* got ndarray int32\[8\]: give placement\.put\(batch\)",
     ),
     "entries of another policy": (
         lambda placement: tiered.import_entries(
