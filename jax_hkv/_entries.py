@@ -615,10 +615,8 @@ def _room(entries: int) -> int:
     return 1 << max(0, entries - 1).bit_length()
 
 
-def fill(
-    table: Table, exported: Exported, latest: int, *, admits: bool = True
-) -> tuple[Table, Counts]:
-    """Puts entries into a table of one device, those that are absent if it admits them."""
+def fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
+    """Puts entries into a table of one device."""
     (device,) = table.values.devices()
     size = min(most_at_once(table, _CHUNK), _room(len(exported.keys)))
     total = no_counts()
@@ -629,7 +627,7 @@ def fill(
         )
         valid = np.arange(size) < len(exported.keys) - start
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
-        table, counts = _write(table, admits, *jax.device_put(batch, device))
+        table, counts = _write(table, *jax.device_put(batch, device))
         total = _plus(total, counts)
     return _with_common(table, exported, device, latest), total
 
@@ -643,9 +641,9 @@ def _padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
-def _write(table: Table, admits: bool, *entries: Any) -> tuple[Table, Counts]:
-    table, result = import_rows(table, *entries, evicted=False, is_ticked=True, admits=admits)
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
+    table, result = import_rows(table, *entries, evicted=False, is_ticked=True)
     return table, result.counts
 
 

@@ -602,7 +602,7 @@ def _imported(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Co
     """Tiers of one device with entries, each where its key is, and new ones in the store."""
     is_near = _tiers.is_in(tiers.cache, own.keys)
     near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
-    cache, overwritten = _entries.fill(tiers.cache, near, latest, admits=False)
+    cache, overwritten = _entries.fill(tiers.cache, near, latest)
     store, counts = _entries.fill(tiers.store, behind, latest)
     return Tiers(cache, store), (overwritten, counts)
 

@@ -70,6 +70,20 @@ def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
         assert all(call["device"][0] > 0 for side in found.values() for call in side.values())
 
 
+def test_tiers_stand_beside_one_table(tmp_path):
+    sizes = ["--cache", "2048", "--store", "16384", "--ids", "6000", "--batch", "512", "--dim", "4"]
+    record = run("tiers.py", tmp_path / "tiers.json", *ONCE, *sizes, "--steps", "20")
+    one = record["one table"]
+    assert one["seconds"][0] > 0
+    for way, found in record["ways"].items():
+        counts = found["counts"]
+        assert found["of_steps"]["inserted"] == 0 == sum(counts["refused"]) + sum(counts["dropped"])
+        assert sum(counts["restored"]) > 100 and found["seconds"][0] > 0
+        assert found["bytes"]["to_the_host"][0] == counts["evicted"][0] * (16 + 3 * 16)
+        if way == "one after the other":
+            assert found["size"] == record["size"] and counts["unique"] == one["counts"]["unique"]
+
+
 def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]
@@ -150,6 +164,7 @@ def test_a_check_on_a_gpu_goes_on_where_it_stopped(check, tmp_path):
         "train_step.py",
         "table.py",
         "skew.py",
+        "tiers.py",
         "soak.py",
         "scaling.py",
     ]

@@ -293,6 +293,16 @@ def test_exports_go_into_one_table_and_back_into_tiers(policy, rng):
     assert_same_table(other, one)
 
 
+def test_time_and_step_counts_are_those_of_the_cache(rng):
+    """Whatever the store has been through."""
+    tiers, one = filled(rng)
+    store = tiers.store
+    for _ in range(100):
+        store, _ = hkv.erase(store, np.array([10**6], np.int32))
+    assert int(store.clock[0]) > int(tiers.cache.clock[0])
+    assert_same_table(tiers._replace(store=store), one)
+
+
 @pytest.mark.parametrize("policy", [hkv.Policy.LRU, hkv.Policy.EPOCH_LRU])
 def test_increments_say_what_has_changed_in_both(policy, rng):
     tiers, one = filled(rng, policy)
@@ -423,12 +433,19 @@ def test_what_is_asked_back_is_read_before_others_take_its_place(is_jitted):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "store", "batch", "choices"),
-    [(256, 512, 128, 1), (128, 4096, 300, 1), (256, 384, 128, 2)],
+    ("policy", "capacity", "store", "batch", "choices"),
+    [
+        (hkv.Policy.LRU, 256, 512, 128, 1),
+        (hkv.Policy.LRU, 128, 4096, 300, 1),
+        (hkv.Policy.LRU, 256, 384, 128, 2),
+        (hkv.Policy.LFU, 128, 128, 64, 1),
+    ],
 )
-def test_what_finds_no_room_is_counted(capacity, store, batch, choices, rng):
-    tiers = tiers_of(capacity, store, choices=choices)
-    totals = np.zeros(2, int)
+def test_what_finds_no_room_is_counted(policy, capacity, store, batch, choices, rng):
+    """In the cache it is refused, and the store gives up older entries, or refuses it too."""
+    tiers = tiers_of(capacity, store, policy=policy, choices=choices)
+    train = trainer("adam")
+    totals, refused = np.zeros(2, int), 0
     for _ in range(12):
         ids = rng.integers(0, 2000, batch).astype(np.int32)
         before = [entries_of(table).keys for table in tiers]
@@ -439,10 +456,14 @@ def test_what_finds_no_room_is_counted(capacity, store, batch, choices, rng):
         assert int(counts.evicted) == len(moved)
         lost = np.setdiff1d(np.union1d(before[1], moved), after[1])
         assert int(counts.dropped) == len(lost)
+        refused += len(np.setdiff1d(moved, after[1]))
         asked = np.setdiff1d(np.unique(ids).astype(np.uint64), after[0])
         assert int(counts.refused) == len(asked)
         totals += int(counts.dropped), int(counts.refused)
-    assert totals.sum() > 0
+        if policy is hkv.Policy.LFU:  # counts what is looked up again
+            often = np.tile(ids[:32], 3)
+            tiers = tiers._replace(cache=train(tiers.cache, often)[0])
+    assert totals.sum() > 0 and (refused > 0) == (policy is hkv.Policy.LFU)
 
 
 def test_a_batch_of_known_ids_moves_nothing(rng):
