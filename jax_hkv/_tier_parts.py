@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_hkv import _checks, _tiers
 from jax_hkv import index as _index
-from jax_hkv._compat import vary
+from jax_hkv._compat import is_traced, vary
 from jax_hkv._exchange import Exchange, Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement, check_not_used_up
@@ -49,6 +49,11 @@ def check_placement(call: str, placement: Any) -> Placement:
 def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
     """The parts of a table over devices, as tables of one device each."""
     check_table(call, cache)
+    if is_traced(cache.values):
+        raise TypeError(
+            f"{call}: tiers.cache must be a table over devices outside of jit, got one that is "
+            "traced: call it between steps"
+        )
     check_not_used_up(call, jax.tree.leaves(cache), "cache")
     pmapped = placement.mode == "pmap"
     placement.check_tables(call, cache, (len(placement.local_devices),) if pmapped else ())

@@ -81,7 +81,7 @@ class Admitted(NamedTuple):
       keys: that were not in the cache, the first `count`.
       count: of them.
       evicted: the entries that made room.
-      time: the score of this batch, where scores are times; None under LFU.
+      time: the score of this batch, where scores are times and it is a lookup; else None.
       counts: of the distinct keys of the batch.
       absent: keys that were to be kept, and are not there.
     """
@@ -112,30 +112,48 @@ def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@in_place
-def admit(
+def _admit(
     cache: Table,
     given: Any,
     mask: jax.Array | None,
-    kept: tuple[Any, jax.Array | None] | None = None,
+    kept: tuple[Any, jax.Array | None] | None,
+    *,
+    is_lookup: bool,
 ) -> tuple[Table, Admitted]:
     keys, valid = _checks.flat_batch(given, mask)
     no_counts = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
-    pinned, absent = None, jnp.int32(0)
+    pinned, absent, found = None, jnp.int32(0), jnp.int32(0)
     if kept is not None:
         others, are_meant = _checks.flat_batch(*kept)
         index, pinned = _index.find(cache.index, others, are_meant)
         cache = dataclasses.replace(cache, index=index)
         is_absent = (pinned < 0) & _checks.flat_mask(are_meant, pinned.shape)
-        absent = _index.unique(others, is_absent).count[0]
-    cache, inserted = _inserts.insert_rows(cache, keys, valid, no_counts, None, True, pinned=pinned)
+        absent, found = (_index.unique(others, own).count[0] for own in (is_absent, pinned >= 0))
+    cache, inserted = _inserts.insert_rows(
+        cache, keys, valid, no_counts, None, True, pinned=pinned, is_ticked=not is_lookup
+    )
     assert inserted.evicted is not None
     counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
     # The new ones side by side.
     new = _index.unique(Keys(inserted.groups.keys), inserted.upserted.new_slots >= 0)
-    return cache, Admitted(
-        Keys(new.keys), counts.inserted, inserted.evicted, _time(cache), counts, absent
-    )
+    time = _time(cache) if is_lookup else None
+    if not is_lookup:  # those that are kept are of the batch
+        counts = counts._replace(unique=counts.unique + found, hits=counts.hits + found)
+    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, time, counts, absent)
+
+
+@in_place
+def admit(
+    cache: Table, given: Any, mask: Any, kept: tuple[Any, jax.Array | None] | None = None
+) -> tuple[Table, Admitted]:
+    """Places for the keys of a batch, which are looked up now, and none for those that are kept."""
+    return _admit(cache, given, mask, kept, is_lookup=True)
+
+
+@in_place
+def admit_known(cache: Table, given: Any, behind: jax.Array, near: jax.Array) -> Any:
+    """Places for what the store has of a batch. No time passes, and nothing has been looked up."""
+    return _admit(cache, given, behind, (given, near), is_lookup=False)
 
 
 def _time(table: Table) -> Keys | None:
@@ -172,11 +190,21 @@ def _asked(store: Table, admitted: Admitted) -> tuple[Table, Entries | None, Any
             asked = jax.device_put((in_front(asked[0], wants), *asked[1:]), device_of(store))
         if leaves:
             evicted = jax.device_put(in_front(evicted, leaves), device_of(store))
+    if store.policy is Policy.EPOCH_LRU and admitted.time is not None:
+        store = _at_epoch(store, admitted.time)
     if wants:
         store, entries = _read(store, *asked)
     if leaves:
         store, dropped = _keep(store, evicted)
     return store, entries, dropped
+
+
+def _at_epoch(store: Table, time: Keys) -> Table:
+    """A store in the epoch of its cache."""
+    words = time.words
+    if not is_traced(words) and not is_traced(store.values):
+        words = jax.device_put(words, device_of(store))
+    return dataclasses.replace(store, index=dataclasses.replace(store.index, epoch=words[1:]))
 
 
 def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetched:
@@ -263,7 +291,9 @@ def prefetch(
 ) -> list[tuple[Tiers, PrefetchCounts]]:
     """Keys of several tables go to their caches, all of them before the first one is waited for."""
     given_places = [
-        admit(tiers.cache, given, mask if inserts else known(tiers, given, mask))
+        admit(tiers.cache, given, mask)
+        if inserts
+        else admit_known(tiers.cache, given, *known(tiers, given, mask))
         for tiers, given, mask in batches
     ]
     stores, fetched = exchange(
@@ -275,15 +305,17 @@ def prefetch(
     ]
 
 
-def known(tiers: Tiers, given: Any, mask: jax.Array | None) -> Bool[Array, "*batch"]:
-    """Which keys of a batch are in one of the tables."""
+def known(
+    tiers: Tiers, given: Any, mask: jax.Array | None
+) -> tuple[Bool[Array, "*batch"], Bool[Array, "*batch"]]:
+    """Which keys of a batch the store alone has, and which the cache has."""
     near = operations.contains(tiers.cache, given, valid=mask)[1]
     asked = ask_store(tiers, given, mask, near)
     if asked is None:
-        return near
+        return jnp.zeros_like(near), near
     store, keys, valid, inverse = asked
     behind = operations.contains(store, keys, valid=valid)[1]
-    return _with_found(near, inverse, from_store(tiers.cache, behind))
+    return _by_position(inverse, from_store(tiers.cache, behind), near), near
 
 
 def ask_store(
@@ -327,8 +359,8 @@ def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> tuple[jax.
 
 
 @jax.jit
-def _with_found(near: jax.Array, inverse: jax.Array, found: jax.Array) -> jax.Array:
-    return near | ((inverse >= 0) & _index.take(found, inverse)).reshape(near.shape)
+def _by_position(inverse: jax.Array, found: jax.Array, like: jax.Array) -> jax.Array:
+    return ((inverse >= 0) & _index.take(found, inverse)).reshape(like.shape)
 
 
 # --- Between steps -------------------------------------------------------------------------------
@@ -346,12 +378,12 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     device = device_of(table)
     found = [
         np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
-        for part, valid in _chunks(keys)
+        for part, valid in chunks(keys)
     ]
     return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
 
 
-def _chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
+def chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
     room = min(_CHUNK, 1 << max(0, len(keys) - 1).bit_length())
     for start in range(0, len(keys), room):
         part = keys[start : start + room]
@@ -372,19 +404,24 @@ def batch_of(
     argument: str = "keys",
 ) -> tuple[Any, jax.Array | None]:
     """Keys and mask, checked, on the table's device, before a table is used up."""
-    warn_of_part(call, "call it outside of steps, with placement=")
+    warn_of_part(call, "call tiered.prefetch outside of steps, with placement=")
     mask_name = "valid" if argument == "keys" else f"{argument}_valid"
     if bags and isinstance(keys, (Jagged, Padded)):
-        if valid is not None:
-            raise TypeError(
-                f"{call}: {mask_name} must be None where {argument} are {type(keys).__name__}, "
-                f"which say themselves what is padding, got {type(valid).__name__}"
-            )
+        check_no_mask(call, argument, keys, valid)
         keys, valid = in_bags(keys)
     given = check_keys(call, argument, keys)
     check_fixed(call, argument, given.shape)
     mask = _checks.as_mask(call, mask_name, valid, given.shape)
     return (given, mask) if table is None else put_near(table, (given, mask))
+
+
+def check_no_mask(call: str, argument: str, bags: Jagged | Padded, valid: Any) -> None:
+    if valid is not None:
+        mask = "valid" if argument == "keys" else f"{argument}_valid"
+        raise TypeError(
+            f"{call}: {mask} must be None where {argument} are {type(bags).__name__}, which say "
+            f"themselves what is padding, got {type(valid).__name__}"
+        )
 
 
 def in_bags(bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:

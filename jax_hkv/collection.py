@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _tier_parts, _tiers, pooled, whole_table
-from jax_hkv._checks import as_bool, as_integer
+from jax_hkv._checks import as_bool, as_integer, as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
@@ -28,7 +28,7 @@ from jax_hkv._namespaces import NumberOf, in_namespace
 from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
-from jax_hkv.features import Bagged, Jagged, Padded
+from jax_hkv.features import Bagged, Jagged, Padded, as_splits
 from jax_hkv.table import InsertResult, Table, check_table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -148,8 +148,9 @@ class Collection:
         """Entries of each table, by its own name; of all devices, seen from outside of them.
 
         Args:
-          tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those, for
-            use between steps, of which entries that stand in both tables count once.
+          tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those on
+            one device, for use between steps, of which entries that stand in both tables count
+            once.
         """
         self._check_some("Collection.sizes", tables)
         found = {}
@@ -188,7 +189,7 @@ class Collection:
             what changes tables copies them, unless this whole call is jitted and donates them. Or
             one of :mod:`jax_hkv.tiered`, of tiers: ``erase``, ``find``.
           tables: of :meth:`create`, or some of them: those with a store, say. Or
-            :class:`jax_hkv.tiered.Tiers` of those, by the same names.
+            :class:`jax_hkv.tiered.Tiers` of those, by the same names, which are used up.
           ids: of each table, by its own name: Keys or integers, of any shape.
           *arguments: what else it takes of each table, by name: rows.
           **options: for all tables; a dict has one for each, by name (``valid``, ``scores``).
@@ -218,26 +219,45 @@ class Collection:
         for argument, given in by_table.items():
             self._check_by_table(call, argument, given, ids)
         tables, results = dict(tables), {}
-        for name in [config.name for config in self.tables if config.name in ids]:
+        names = [config.name for config in self.tables if config.name in ids]
+        keys = self._keys_of_tables(
+            call, tables, ids, options.get("valid")
+        )  # before any is changed
+        for name in names:
             group = self.group_of(name)
             own = [each[name] for each in arguments]
             own_options = {
                 option: value[name] if isinstance(value, Mapping) else value
                 for option, value in options.items()
             }
-            keys = group.keys(name, ids[name])
+            try:
+                pair = operation(tables[group.name], keys[name], *own, **own_options)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"{call}: of the table {name!r}")
+                raise
+            tables[group.name], results[name] = _checked_pair(call, pair)
+        return tables, results
+
+    def _keys_of_tables(
+        self, call: str, tables: Mapping[str, Any], ids: Mapping[str, Any], valid: Any
+    ) -> dict[str, Keys]:
+        """The keys of ids, all checked before the first operation, which may use a table up."""
+        keys = {}
+        for name in ids:
+            group = self.group_of(name)
             if group.name not in tables:
                 raise ValueError(
                     f"{call}: tables must have {group.name!r}, which holds {name!r}, got "
                     f"{list(tables)}: leave out the ids of tables that are not there"
                 )
             try:
-                pair = operation(tables[group.name], keys, *own, **own_options)
+                keys[name] = group.keys(name, ids[name])
+                if isinstance(valid, Mapping):
+                    as_mask(call, "valid", valid[name], keys[name].shape)
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")
                 raise
-            tables[group.name], results[name] = _checked_pair(call, pair)
-        return tables, results
+        return keys
 
     def keys(
         self, inputs: Mapping[str, Any], *, partial: bool = False
@@ -350,13 +370,24 @@ class Collection:
         )
 
     def _keys_at_once(self, inputs: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-        """As :meth:`keys`, by one program unless there is something to be named."""
-        given = list(inputs.values()) if isinstance(inputs, Mapping) else [None]
-        arrays = (jax.Array, np.ndarray, Keys, Jagged, Padded)
-        is_plain = all(isinstance(each, arrays) for each in given)
-        if not is_plain or any(map(would_cut, jax.tree.leaves(given))):
+        """As :meth:`keys`, by one program unless there is something to be named.
+
+        A compiled program looks at shapes and types alone: what else is to be checked is here.
+        """
+        call = "Collection.prefetch"
+        self._check_names(call, inputs, partial)
+        kinds = (jax.Array, np.ndarray, Keys, Jagged, Padded)
+        leaves = jax.tree.leaves(dict(inputs))
+        is_plain = all(isinstance(each, kinds) for each in inputs.values()) and all(
+            isinstance(leaf, jax.Array)
+            or (type(leaf) is np.ndarray and leaf.dtype.isnative and not would_cut(leaf))
+            for leaf in leaves
+        )
+        if not is_plain:
             return self.keys(inputs, partial=partial)
-        self._check_names("Collection.prefetch", inputs, partial)
+        for name, each in inputs.items():
+            if isinstance(each, Jagged) and each.ids.ndim == 1:
+                as_splits(f"{call} of {name!r}", "row_splits", each.row_splits, each.ids.shape[0])
         names = tuple(group.name for group in self.groups)
         return _keys_program(_KeysOf(self, names))(dict(inputs))
 

@@ -19,6 +19,7 @@ while the accelerator trains.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ __all__ = [
     "export_entries",
     "find",
     "import_entries",
+    "map_tables",
     "prefetch",
     "restore",
     "size",
@@ -161,8 +163,8 @@ def prefetch(
         :class:`jax_hkv.Padded`.
       valid: ``bool`` of the keys' shape; False masks a position. None: all are valid.
       insert: whether keys that neither table has are inserted. False is for an evaluation through
-        a layer or a step that looks into the cache alone: rows come to where it finds them, and
-        unseen keys stay unseen.
+        a layer or a step that looks into the cache alone: rows come to where it finds them, with
+        their scores, no time passes, and unseen keys stay unseen.
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
         device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
@@ -190,7 +192,10 @@ def prefetch(
     inserts = _checks.as_bool(call, "insert", insert)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        _tiers.batch_of(call, None, keys, valid, bags=True)
+        if isinstance(keys, (Jagged, Padded)):
+            _tiers.check_no_mask(call, "keys", keys, valid)
+        else:
+            _tiers.batch_of(call, None, keys, valid)
         own, batch = {"keys": tiers}, {"keys": keys, "valid": valid}
         return _tier_parts.prefetch(call, placement, own, _keys_of, batch, inserts)["keys"]
     _tiers.check(call, tiers)
@@ -408,7 +413,8 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
     """
     call = "tiered.contains"
     _tiers.check(call, tiers)
-    return tiers, _tiers.known(tiers, *_tiers.batch_of(call, tiers.cache, keys, valid))
+    behind, near = _tiers.known(tiers, *_tiers.batch_of(call, tiers.cache, keys, valid))
+    return tiers, near | behind
 
 
 def erase(
@@ -475,6 +481,38 @@ def _either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> Er
 
 
 # --- Between steps -------------------------------------------------------------------------------
+
+
+def map_tables(
+    tiers: Tiers, fn: Callable[[Table], Table], *, placement: Placement | None = None
+) -> Tiers:
+    """Both tables after a function of whole tables: the passing of an epoch, an expiry.
+
+    Args:
+      tiers: which are used up if `fn` uses up what it is given.
+      fn: from a table of one device to a table: ``jax_hkv.advance_epoch``, or a jitted function of
+        it and :func:`jax_hkv.expire`. Not what goes by rows: the store has old copies.
+      placement: of a cache over devices, whose parts it is given one by one.
+
+    Raises:
+      TypeError: if `fn` returns no table, or another argument is wrong.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import jax_hkv as hkv
+      >>> cache = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU)
+      >>> tiers = map_tables(Tiers(cache, create_store(cache, 1024)), hkv.advance_epoch)
+      >>> int(tiers.cache.epoch[0]), int(tiers.store.epoch[0])
+      (1, 1)
+    """
+    call = "tiered.map_tables"
+    parts = []
+    for part in _parts_of(call, tiers, placement):
+        after = Tiers(*(fn(table) for table in part))
+        for name, table in after._asdict().items():
+            _tiers.check_table(call, f"fn(tiers.{name})", table)
+        parts.append(after)
+    return _joined(parts, placement)
 
 
 def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
@@ -604,6 +642,8 @@ def _imported(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Co
     near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
     cache, overwritten = _entries.fill(tiers.cache, near, latest)
     store, counts = _entries.fill(tiers.store, behind, latest)
+    for keys, valid in _tiers.chunks(near.keys):  # of which it has copies that may be younger now
+        store, _ = _erased(store, *_tiers.put_near(store, (keys, valid)))
     return Tiers(cache, store), (overwritten, counts)
 
 

@@ -247,7 +247,21 @@ def test_an_evaluation_brings_known_ids_and_inserts_none(policy, rng):
     found = hkv.find(tiers.cache, ids, valid=valid, fill="initial")[1]
     wanted = hkv.find(one, ids, valid=valid, fill="initial")[1]
     assert_same_bits(found[:2], wanted[:2])
-    assert_same_table(tiers, touched(one, ids, jnp.asarray(known)))
+    assert_same_table(tiers, one)  # whose clock and scores are as they were
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_evaluation_inside_of_jit_is_that_of_outside(policy, rng):
+    tiers, one = filled(rng, policy)
+    local = tiers._replace(store=jax.device_put(tiers.store, *tiers.cache.values.devices()))
+    ids = rng.integers(0, 1500, 96).astype(np.int32)
+    inside, counts = jax.jit(lambda *args: tiered.prefetch(*args, insert=False))(local, ids)
+    outside, wanted = tiered.prefetch(tiers, ids, insert=False)
+    assert_same_bits(counts, wanted)
+    assert int(counts.hits) > 0 and int(counts.restored) > 10
+    assert int(counts.unique) == int(counts.hits) + int(counts.restored)
+    for own, other in zip(inside, outside, strict=True):
+        assert_same_bits(by_key(entries_of(own)), by_key(entries_of(other)))
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
@@ -291,6 +305,45 @@ def test_exports_go_into_one_table_and_back_into_tiers(policy, rng):
         other = other._replace(cache=train(other.cache, ids)[0])
         one = train(touched(one, ids), ids)[0]
     assert_same_table(other, one)
+
+
+def test_what_a_cache_took_from_an_older_import_expires(rng):
+    """The copy that the store had of it is younger, and does not come back."""
+    policy = hkv.Policy.EPOCH_LRU
+    tiers, one = filled(rng, policy)
+
+    def today(table):
+        return hkv.advance_epoch(table, 5)
+
+    def expire(table):
+        return hkv.expire(table, 2)[0]
+
+    tiers, one = tiered.map_tables(tiers, today), today(one)
+    ids = np.arange(96, dtype=np.int32)
+    for some in (ids, ids + 300, ids + 600, ids + 900, ids):
+        tiers, _ = tiered.prefetch(tiers, some)
+        one = touched(one, some)
+    exported = sharding.export_entries(one)
+    older = tiered._entries.chosen(exported, np.isin(exported.keys, ids))
+    older = older._replace(scores=np.full_like(older.scores, 1 << 32))
+    tiers, _ = tiered.import_entries(tiers, older)
+    one, _ = sharding.import_entries(None, one, older)
+    tiers, one = tiered.map_tables(tiers, expire), expire(one)
+    assert not hkv.contains(one, ids)[1].any()
+    assert tiered.size(tiers) == int(hkv.size(one)) > 0
+    assert_same_table(tiers, one)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_store_follows_the_epoch_of_its_cache(is_jitted):
+    tiers = tiers_of(128, 1024, policy=hkv.Policy.EPOCH_LRU)
+    prefetch = tiered.prefetch
+    if is_jitted:
+        tiers = tiers._replace(store=jax.device_put(tiers.store, *tiers.cache.values.devices()))
+        prefetch = jax.jit(prefetch)
+    tiers = tiers._replace(cache=hkv.advance_epoch(tiers.cache, 7))
+    tiers, _ = prefetch(tiers, np.arange(5, dtype=np.int32))
+    assert [int(table.epoch[0]) for table in tiers] == [7, 7]
 
 
 def test_time_and_step_counts_are_those_of_the_cache(rng):
@@ -559,7 +612,7 @@ class Model:
         return self.rng.integers(0, most, 96).astype(np.int32)
 
     def both(self, fn):
-        self.tiers, self.one = tiered.Tiers(*map(fn, self.tiers)), fn(self.one)
+        self.tiers, self.one = tiered.map_tables(self.tiers, fn), fn(self.one)
 
     def learns(self):
         ids = self.ids()
@@ -586,9 +639,7 @@ class Model:
 
     def evaluates(self):
         ids = self.ids(2000)
-        known = hkv.contains(self.one, ids)[1]
         self.tiers, counts = tiered.prefetch(self.tiers, ids, insert=False)
-        self.one = touched(self.one, ids, known)
         assert not int(counts.inserted)
 
     def reads(self):
@@ -622,6 +673,7 @@ class Model:
             shared={"count": exported.shared["count"] + np.uint32(3)}
         )
         part.values[:] += 1
+        part.scores[::2] //= 2  # older ones than what the tables have
         self.tiers, counts = tiered.import_entries(self.tiers, part)
         self.one, wanted = sharding.import_entries(None, self.one, part)
         assert [int(count) for count in counts] == [int(count) for count in wanted]

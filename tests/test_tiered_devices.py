@@ -139,6 +139,37 @@ def test_removals_exports_and_imports_go_through_all_parts(mode, rng):
     assert_same_table(placement, fresh, one)
 
 
+def test_bags_of_all_devices_bring_their_ids(placement):
+    """Without their padding, of which each device has its own."""
+    parts = [[[10 * number + 1], [], [10 * number + 2, 3]] for number in range(DEVICES)]
+    jagged = sharding.concatenate([hkv.Jagged.from_lists(own, capacity=5) for own in parts])
+    ids = np.array([[part[0][0], part[2][0], 3, 7] for part in parts], np.int32)
+    padded = hkv.Padded(ids, ids != 7)
+    wanted = sorted({id for part in parts for bag in part for id in bag})
+    for bags in (jagged, padded):
+        tiers = tiers_of(placement, 512, 1024)
+        tiers, counts = tiered.prefetch(tiers, placement.put(bags), placement=placement)
+        assert int(counts.inserted) == int(counts.unique) == len(wanted)
+        exported = tiered.export_entries(tiers, placement=placement)
+        assert sorted(exported.keys.tolist()) == wanted
+    with pytest.raises(TypeError, match="valid must be None where keys are Padded"):
+        tiered.prefetch(tiers, placement.put(bags), valid=ids > 0, placement=placement)
+
+
+def test_whole_tables_are_changed_part_by_part(placement):
+    tiers = tiers_of(placement, 512, 1024, policy=hkv.Policy.EPOCH_LRU)
+    ids = placement.put(np.arange(64, dtype=np.int32))
+    tiers, _ = tiered.prefetch(tiers, ids, placement=placement)
+    a_day = jax.jit(lambda table: hkv.expire(hkv.advance_epoch(table), 1)[0], donate_argnums=0)
+    for left in (64, 0):
+        tiers = tiered.map_tables(tiers, a_day, placement=placement)
+        assert tiered.size(tiers, placement=placement) == left
+    tiers, counts = tiered.prefetch(tiers, ids, placement=placement)
+    assert int(counts.inserted) == 64
+    with pytest.raises(TypeError, match=r"fn\(tiers\.cache\) must be a jax_hkv Table, got tuple"):
+        tiered.map_tables(tiers, lambda table: (table, 0), placement=placement)
+
+
 class Model(nn.Module):
     collection: hkv.Collection
 
@@ -217,6 +248,15 @@ WRONG = {
         TypeError,
         r"prefetch: tiers\.store must have a table for each of the 4 parts .* got Table: make "
         r"them by tiered\.create_store\(cache, capacity, placement=placement\)",
+    ),
+    "tables that are traced": (
+        lambda placement: jax.jit(
+            lambda tiers: tiered.prefetch(
+                tiers, placement.put(np.arange(8, dtype=np.int32)), placement=placement
+            )
+        )(tiers_of(placement, 512, 1024)),
+        TypeError,
+        r"prefetch: tiers\.cache must be a table over devices outside of jit",
     ),
     "one store for all parts": (
         lambda placement: tiered.prefetch(

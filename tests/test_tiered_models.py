@@ -444,6 +444,59 @@ def test_what_is_wrong_with_tiers_is_named(name):
         call()
 
 
+def test_ids_of_a_later_table_that_are_wrong_use_up_no_earlier_one():
+    collection = collection_of(128)
+    tables = collection.create()
+    names = ["users+items", "words"]
+    both = {
+        name: tiered.Tiers(tables[name], tiered.create_store(tables[name], 1024)) for name in names
+    }
+    wrong = {
+        "floats": {"users": IDS, "words": np.ones(3)},
+        "64 bits": {"users": IDS, "words": np.array([2**40])},
+        "no such table": {"users": IDS, "frozen": IDS},
+    }
+    for ids in wrong.values():
+        with pytest.raises((TypeError, ValueError)):
+            collection.on_tables(tiered.erase, both, ids)
+    masks = {"users": np.ones(3, bool), "words": np.ones(4, bool)}
+    with pytest.raises(TypeError, match=r"on_tables: valid must be bool\[3\]"):
+        collection.on_tables(tiered.erase, both, {"users": IDS, "words": IDS}, valid=masks)
+    assert [tiered.size(own) for own in both.values()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([1, 2, 3], ">i4"),
+        np.ma.array([1, 2, 3], mask=[0, 1, 0], dtype=np.int32),
+        np.array([1, 2, 2**40]),
+        np.ones(3, np.float32),
+    ],
+    ids=["bytes the other way", "masked", "64 bits", "floats"],
+)
+def test_wrong_ids_are_refused_by_a_compiled_program_too(ids):
+    """Whose shape is that of right ones."""
+    collection = hkv.Collection(
+        [hkv.TableConfig("items", 128, DIM, optimizer=ADAM)],
+        [hkv.Feature("item", "items"), hkv.Feature("bag", "items", "mean")],
+    )
+    tables = collection.create()
+    stores = {name: tiered.create_store(table, 1024) for name, table in tables.items()}
+    bag = hkv.Jagged(IDS, np.array([0, 2, 3], np.int32))
+    tables, stores, _ = collection.prefetch(tables, stores, {"item": IDS, "bag": bag})
+    for wrong in (
+        {"item": ids, "bag": bag},
+        {"item": IDS, "bag": hkv.Jagged(ids, bag.row_splits)},
+    ):
+        with pytest.raises(TypeError, match="keys|ids|endian"):
+            collection.prefetch(tables, stores, wrong)
+    splits = np.array([0, 2, 9], np.int32)
+    with pytest.raises(ValueError, match="row_splits must"):
+        collection.prefetch(tables, stores, {"item": IDS, "bag": hkv.Jagged(IDS, splits)})
+    assert int(collection.sizes(tables)["items"]) == 3
+
+
 def test_a_store_of_other_keys_is_refused():
     """Those of a collection with another order of its tables."""
     config = [hkv.TableConfig(name, 128, DIM, optimizer=ADAM) for name in ("users", "items")]
