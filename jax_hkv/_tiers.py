@@ -290,15 +290,15 @@ def prefetch(
     batches: Sequence[tuple[Tiers, Any, jax.Array | None]], inserts: bool
 ) -> list[tuple[Tiers, PrefetchCounts]]:
     """Keys of several tables go to their caches, all of them before the first one is waited for."""
-    given_places = [
-        admit(tiers.cache, given, mask)
-        if inserts
-        else admit_known(tiers.cache, given, *known(tiers, given, mask))
-        for tiers, given, mask in batches
-    ]
-    stores, fetched = exchange(
-        [tiers.store for tiers, _, _ in batches], [admitted for _, admitted in given_places]
-    )
+    stores, given_places = [], []
+    for tiers, given, mask in batches:
+        if inserts:
+            given_places.append(admit(tiers.cache, given, mask))
+        else:
+            tiers, behind, near = known(tiers, given, mask)
+            given_places.append(admit_known(tiers.cache, given, behind, near))
+        stores.append(tiers.store)
+    stores, fetched = exchange(stores, [admitted for _, admitted in given_places])
     return [
         (Tiers(restore(cache, back), store), back.counts)
         for (cache, _), store, back in zip(given_places, stores, fetched, strict=True)
@@ -307,15 +307,16 @@ def prefetch(
 
 def known(
     tiers: Tiers, given: Any, mask: jax.Array | None
-) -> tuple[Bool[Array, "*batch"], Bool[Array, "*batch"]]:
+) -> tuple[Tiers, Bool[Array, "*batch"], Bool[Array, "*batch"]]:
     """Which keys of a batch the store alone has, and which the cache has."""
-    near = operations.contains(tiers.cache, given, valid=mask)[1]
+    cache, near = operations.contains(tiers.cache, given, valid=mask)
     asked = ask_store(tiers, given, mask, near)
     if asked is None:
-        return jnp.zeros_like(near), near
+        return tiers, jnp.zeros_like(near), near
     store, keys, valid, inverse = asked
-    behind = operations.contains(store, keys, valid=valid)[1]
-    return _by_position(inverse, from_store(tiers.cache, behind), near), near
+    store, behind = operations.contains(store, keys, valid=valid)
+    behind = _by_position(inverse, from_store(cache, behind), near)
+    return Tiers(cache, store), behind, near
 
 
 def ask_store(

@@ -280,10 +280,8 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
             f"{call}: admitted must be what tiered.admit returned, got {type(admitted).__name__}: "
             "the order is (store, admitted), and admit returns (cache, admitted)"
         )
-    own, given = (
-        _tiers.rows_of(store),
-        forms_of(admitted.evicted.values, admitted.evicted.optimizer),
-    )
+    leaving = admitted.evicted
+    own, given = _tiers.rows_of(store), forms_of(leaving.values, leaving.optimizer)
     if own != given:
         raise ValueError(
             f"{call}: admitted must have entries like the store's, {own}, got {given}: make the "
@@ -413,7 +411,8 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
     """
     call = "tiered.contains"
     _tiers.check(call, tiers)
-    behind, near = _tiers.known(tiers, *_tiers.batch_of(call, tiers.cache, keys, valid))
+    batch = _tiers.batch_of(call, tiers.cache, keys, valid)
+    tiers, behind, near = _tiers.known(tiers, *batch)
     return tiers, near | behind
 
 

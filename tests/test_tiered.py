@@ -151,6 +151,23 @@ def test_inside_of_jit_a_prefetch_is_part_of_the_program(policy, rng):
     assert_same_bits(by_key(entries_of(tiers.store)), by_key(entries_of(eager.store)))
 
 
+def test_reads_inside_of_jit_keep_their_place_before_writes():
+    """Or XLA would copy a table for those that come later."""
+
+    def step(tiers, ids):
+        tiers, has = tiered.contains(tiers, ids)
+        tiers, found = tiered.find(tiers, ids)
+        tiers, counts = tiered.prefetch(tiers, ids, insert=False)
+        tiers, erased = tiered.erase(tiers, ids[:3])
+        tiers, again = tiered.prefetch(tiers, ids)
+        return tiers, (has, found, counts, erased, again)
+
+    cache = made(256)
+    (device,) = cache.values.devices()
+    tiers = tiered.Tiers(cache, tiered.create_store(cache, 4096, device=device))
+    assert_no_table_copies(step, tiers, np.arange(96, dtype=np.int32))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_may_work_while_the_batch_before_is_trained(policy, rng):
     """Ids of a batch get their places before the step of the last one, which keeps its own."""
