@@ -182,7 +182,7 @@ def loss_fn(model, ids, labels):
 
 
 def grown(table):
-    return hkv.grow(table, 1024, room=BATCH)
+    return hkv.grow(table, 2048, room=BATCH)  # with 1024 one seed of 70 fills a bucket
 
 
 @pytest.mark.parametrize("flax", ["linen", "nnx"])
@@ -204,7 +204,7 @@ def test_the_tables_of_a_state_grow_while_it_trains(rng, flax):
             info = step(state, *batch)
         (counts,) = info.tables.values()
         assert int(counts.inserted) == BATCH and not int(counts.evicted + counts.refused)
-    assert float(counts.load_factor) == pytest.approx(8 * BATCH / 1024)
+    assert float(counts.load_factor) == pytest.approx(8 * BATCH / 2048)
 
 
 def test_the_tables_of_a_state_over_devices_grow_while_it_trains(rng):
