@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -603,10 +603,16 @@ def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
     return positions[np.sort(order[is_last])]
 
 
-def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
+def key_chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
+    """Keys, uint64 on the host, in parts of one size, and which places of each are meant."""
     size = min(_CHUNK, _room(len(keys)))
-    parts = [_padded(keys[start : start + size], size) for start in range(0, len(keys), size)]
-    found = [np.asarray(owners(Keys.from_numpy(part), devices)) for part in parts]
+    for start in range(0, len(keys), size):
+        part = keys[start : start + size]
+        yield Keys.from_numpy(_padded(part, size)), np.arange(size) < len(part)
+
+
+def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
+    found = [np.asarray(owners(part, devices)) for part, _ in key_chunks(keys)]
     return np.concatenate([*found, np.zeros(0, np.int32)])[: len(keys)]
 
 

@@ -105,7 +105,7 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
         )
     local = len(placement.local_devices)
     pmapped = placement.mode == "pmap"
-    placement.check_tables("grow", table, (local,) if pmapped else ())
+    placement.check_outside("grow", table)
     return placement.devices, local if pmapped else placement.devices
 
 

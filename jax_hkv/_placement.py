@@ -472,6 +472,11 @@ class Placement:
                     "of each device: make it by placement.create(lambda: ...)"
                 )
 
+    def check_outside(self, call: str, state: Any) -> None:
+        """As :meth:`check_tables`, of what lies outside of steps."""
+        stacked = self.mode == "pmap"
+        self.check_tables(call, state, (len(self.local_devices),) if stacked else ())
+
     def _mapped(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False

@@ -55,8 +55,7 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
             "traced: call it between steps"
         )
     check_not_used_up(call, jax.tree.leaves(cache), "cache")
-    pmapped = placement.mode == "pmap"
-    placement.check_tables(call, cache, (len(placement.local_devices),) if pmapped else ())
+    placement.check_outside(call, cache)
     return placement.shards(cache)
 
 
@@ -114,8 +113,7 @@ def owned(
 def _in_front(words: jax.Array, count: int, room: int) -> tuple[Keys, jax.Array]:
     """The keys of a part, and which of them are meant; as many places as all parts want."""
     words = _tiers.in_front(words, room)
-    (device,) = words.devices()
-    return Keys(words), jax.device_put(np.arange(words.shape[0]) < count, device)
+    return Keys(words), jax.device_put(np.arange(words.shape[0]) < count, *words.devices())
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,9 +161,13 @@ def prefetch(
     found = {}
     for name in keys:
         own = [next(after) for _ in parts[name]]
-        counts = jax.device_get([counts for _, counts in own])
         found[name] = (
             joined(placement, [part for part, _ in own]),
-            jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *counts),
+            total([counts for _, counts in own]),
         )
     return found
+
+
+def total(counts: Sequence[Any]) -> Any:
+    """The sums of counts of one kind, which lie on several devices."""
+    return jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *jax.device_get(counts))

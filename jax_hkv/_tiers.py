@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_hkv import _checks, _inserts, operations
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced
+from jax_hkv._entries import key_chunks
 from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._placement import check_not_used_up
@@ -25,11 +26,11 @@ from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, Entries, Table, check_one_device, forms_of
+from jax_hkv.table import check_table as check_is_table
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
 
-_CHUNK = 65536  # keys looked up at a time, between steps
 _LEAST = 256  # entries moved at a time, so that few programs serve all numbers of them
 
 
@@ -313,28 +314,29 @@ def known(
     asked = ask_store(tiers, given, mask, near)
     if asked is None:
         return tiers, jnp.zeros_like(near), near
-    store, keys, valid, inverse = asked
+    store, keys, valid, groups = asked
     store, behind = operations.contains(store, keys, valid=valid)
-    behind = _by_position(inverse, from_store(cache, behind), near)
+    behind = by_position(groups, from_store(cache, behind), near)
     return Tiers(cache, store), behind, near
 
 
 def ask_store(
     tiers: Tiers, given: Any, mask: jax.Array | None, found: jax.Array
-) -> tuple[Table, Keys, jax.Array, jax.Array] | None:
+) -> tuple[Table, Keys, jax.Array, _index.Groups] | None:
     """What a store is to be asked of a batch that a cache was asked.
 
     Returns:
       The store, the distinct keys that were not found, on the store's device, which of them are
-      meant, and the number of each position's key; None if there is nothing to be asked.
+      meant, and whose they are; None if there is nothing to be asked.
     """
-    words, inverse, count = _missing(given, mask, found)
+    groups = _missing(given, mask, found)
+    words, count = groups.keys, groups.count
     if not is_traced(tiers.store.values) and not is_traced(count):
-        if not int(count):
+        if not int(count[0]):
             return None
-        words = in_front(words, count)
+        words = in_front(words, count[0])
         words, count = jax.device_put((words, count), device_of(tiers.store))
-    return tiers.store, Keys(words), jnp.arange(words.shape[0], dtype=jnp.int32) < count, inverse
+    return tiers.store, Keys(words), jnp.arange(words.shape[0], dtype=jnp.int32) < count, groups
 
 
 def put_near(cache: Table, tree: Any) -> Any:
@@ -352,16 +354,16 @@ def put_near(cache: Table, tree: Any) -> Any:
 
 
 @jax.jit
-def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> tuple[jax.Array, ...]:
+def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> _index.Groups:
     keys, valid = _checks.flat_batch(given, mask)
     asked = ~found.reshape(-1) if valid is None else valid & ~found.reshape(-1)
-    groups = _index.unique(keys, asked)
-    return groups.keys, groups.inverse, groups.count[0]
+    return _index.unique(keys, asked)
 
 
 @jax.jit
-def _by_position(inverse: jax.Array, found: jax.Array, like: jax.Array) -> jax.Array:
-    return ((inverse >= 0) & _index.take(found, inverse)).reshape(like.shape)
+def by_position(groups: _index.Groups, found: jax.Array, like: jax.Array) -> jax.Array:
+    """What was found of distinct keys, in the form of a batch."""
+    return _index.by_position(groups, found, False).reshape(like.shape)
 
 
 # --- Between steps -------------------------------------------------------------------------------
@@ -379,17 +381,9 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     device = device_of(table)
     found = [
         np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
-        for part, valid in chunks(keys)
+        for part, valid in key_chunks(keys)
     ]
     return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
-
-
-def chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
-    room = min(_CHUNK, 1 << max(0, len(keys) - 1).bit_length())
-    for start in range(0, len(keys), room):
-        part = keys[start : start + room]
-        padded = np.pad(part, (0, room - len(part)))
-        yield Keys.from_numpy(padded), np.arange(room) < len(part)
 
 
 # --- Checks --------------------------------------------------------------------------------------
@@ -402,32 +396,33 @@ def batch_of(
     valid: Any,
     *,
     bags: bool = False,
-    argument: str = "keys",
+    names: tuple[str, str] = ("keys", "valid"),
 ) -> tuple[Any, jax.Array | None]:
     """Keys and mask, checked, on the table's device, before a table is used up."""
     warn_of_part(call, "call tiered.prefetch outside of steps, with placement=")
-    mask_name = "valid" if argument == "keys" else f"{argument}_valid"
     if bags and isinstance(keys, (Jagged, Padded)):
-        check_no_mask(call, argument, keys, valid)
-        keys, valid = in_bags(keys)
-    given = check_keys(call, argument, keys)
-    check_fixed(call, argument, given.shape)
-    mask = _checks.as_mask(call, mask_name, valid, given.shape)
+        check_no_mask(call, keys, valid, names)
+        keys, valid = in_bags(call, keys)
+    given = check_keys(call, names[0], keys)
+    check_fixed(call, names[0], given.shape)
+    mask = _checks.as_mask(call, names[1], valid, given.shape)
     return (given, mask) if table is None else put_near(table, (given, mask))
 
 
-def check_no_mask(call: str, argument: str, bags: Jagged | Padded, valid: Any) -> None:
+def check_no_mask(
+    call: str, bags: Jagged | Padded, valid: Any, names: tuple[str, str] = ("keys", "valid")
+) -> None:
     if valid is not None:
-        mask = "valid" if argument == "keys" else f"{argument}_valid"
+        keys, mask = names
         raise TypeError(
-            f"{call}: {mask} must be None where {argument} are {type(bags).__name__}, which say "
+            f"{call}: {mask} must be None where {keys} are {type(bags).__name__}, which say "
             f"themselves what is padding, got {type(valid).__name__}"
         )
 
 
-def in_bags(bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
+def in_bags(call: str, bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
     """The keys of bags, and which are no padding."""
-    batch, _ = bags_of("tiered", bags, "sum")
+    batch, _ = bags_of(call, bags, "sum")
     return batch.keys, batch.valid
 
 
@@ -472,11 +467,7 @@ def check(call: str, tiers: Any) -> None:
 
 
 def check_table(call: str, argument: str, table: Any) -> None:
-    if not isinstance(table, Table):
-        raise TypeError(
-            f"{call}: {argument} must be a jax_hkv Table, got {type(table).__name__}: operations "
-            "return (table, result), unpack them"
-        )
+    check_is_table(call, table, argument)
     check_not_used_up(call, jax.tree.leaves(table), argument)
     check_one_device(call, table)
     devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()

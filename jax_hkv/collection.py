@@ -220,9 +220,7 @@ class Collection:
             self._check_by_table(call, argument, given, ids)
         tables, results = dict(tables), {}
         names = [config.name for config in self.tables if config.name in ids]
-        keys = self._keys_of_tables(
-            call, tables, ids, options.get("valid")
-        )  # before any is changed
+        keys = self._keys_of_tables(call, tables, ids, options.get("valid"))
         for name in names:
             group = self.group_of(name)
             own = [each[name] for each in arguments]

@@ -340,7 +340,7 @@ def is_one_result(result: Any) -> bool:
     return not hasattr(result[0], "_fields") if is_tuple else not isinstance(result, Iterable)
 
 
-def check_table(call: str, table: Any) -> None:
+def check_table(call: str, table: Any, argument: str = "table") -> None:
     """Raises unless `table` is a Table."""
     if isinstance(table, Table):
         return
@@ -351,7 +351,8 @@ def check_table(call: str, table: Any) -> None:
         remedy = ": take the variable's .get_value()"
     elif isinstance(table, dict):
         remedy = ": restore a checkpoint into a target, jax.eval_shape(make_table)"
-    raise TypeError(f"{call}: table must be a jax_hkv Table, got {type(table).__name__}{remedy}")
+    kind = type(table).__name__
+    raise TypeError(f"{call}: {argument} must be a jax_hkv Table, got {kind}{remedy}")
 
 
 _STACKED = (

@@ -193,7 +193,7 @@ def prefetch(
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
         if isinstance(keys, (Jagged, Padded)):
-            _tiers.check_no_mask(call, "keys", keys, valid)
+            _tiers.check_no_mask(call, keys, valid)
         else:
             _tiers.batch_of(call, None, keys, valid)
         own, batch = {"keys": tiers}, {"keys": keys, "valid": valid}
@@ -206,8 +206,9 @@ def prefetch(
 
 def _keys_of(batch: Any) -> dict[str, tuple[Any, Any]]:
     keys = batch["keys"]
-    is_bags = isinstance(keys, (Jagged, Padded))
-    return {"keys": _tiers.in_bags(keys) if is_bags else (keys, batch["valid"])}
+    if isinstance(keys, (Jagged, Padded)):
+        return {"keys": _tiers.in_bags("tiered.prefetch", keys)}
+    return {"keys": (keys, batch["valid"])}
 
 
 def admit(
@@ -244,7 +245,8 @@ def admit(
     batch = _tiers.batch_of(call, cache, keys, valid, bags=True)
     if keep is None:
         return _tiers.admit(cache, *batch)
-    kept = _tiers.batch_of(call, cache, keep, keep_valid, bags=True, argument="keep")
+    names = ("keep", "keep_valid")
+    kept = _tiers.batch_of(call, cache, keep, keep_valid, bags=True, names=names)
     return _tiers.admit(cache, *batch, kept)
 
 
@@ -376,16 +378,16 @@ def find(
     asked = _tiers.ask_store(tiers, given, mask, near.found)
     if asked is None:
         return tiers, near
-    store, distinct, is_meant, inverse = asked
+    store, distinct, is_meant, groups = asked
     store, behind = operations.find(store, distinct, valid=is_meant)
     rows, found = _tiers.from_store(tiers.cache, (behind.values, behind.found))
-    return Tiers(cache, store), _with_rows(near, inverse, rows, found)
+    return Tiers(cache, store), _with_rows(near, groups, rows, found)
 
 
 @jax.jit
-def _with_rows(near: FindResult, inverse: jax.Array, rows: jax.Array, found: jax.Array) -> Any:
-    has_row = ((inverse >= 0) & _index.take(found, inverse)).reshape(near.found.shape)
-    rows = _index.take(rows, inverse).reshape(near.values.shape)
+def _with_rows(near: FindResult, groups: _index.Groups, rows: jax.Array, found: jax.Array) -> Any:
+    has_row = _tiers.by_position(groups, found, near.found)
+    rows = _index.take(rows, groups.inverse).reshape(near.values.shape)
     values = jnp.where(has_row[..., None], rows, near.values)
     return FindResult(values, near.found | has_row, near.slots)
 
@@ -630,8 +632,7 @@ def import_entries(
             _imported(part, _entries.owned(exported, number, devices), latest)
             for number, part in zip(numbers, parts, strict=True)
         ]
-    counts = jax.device_get([each for _, both in after for each in both])
-    total = jax.tree.map(lambda *each: jnp.int32(sum(map(int, each))), *counts)
+    total = _tier_parts.total([each for _, both in after for each in both])
     return _joined([part for part, _ in after], placement), total
 
 
@@ -641,7 +642,9 @@ def _imported(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Co
     near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
     cache, overwritten = _entries.fill(tiers.cache, near, latest)
     store, counts = _entries.fill(tiers.store, behind, latest)
-    for keys, valid in _tiers.chunks(near.keys):  # of which it has copies that may be younger now
+    for keys, valid in _entries.key_chunks(
+        near.keys
+    ):  # of which it has copies that may be younger now
         store, _ = _erased(store, *_tiers.put_near(store, (keys, valid)))
     return Tiers(cache, store), (overwritten, counts)
 

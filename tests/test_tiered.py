@@ -475,7 +475,7 @@ def test_many_entries_move_at_once(rng):
 
 
 def test_whole_tables_are_gone_through_in_chunks(rng, monkeypatch):
-    monkeypatch.setattr(tiered._tiers, "_CHUNK", 64)
+    monkeypatch.setattr(tiered._entries, "_CHUNK", 64)
     tiers, one = filled(rng)
     assert tiered.size(tiers) == int(hkv.size(one)) > 500
     assert_same_table(tiers, one)
