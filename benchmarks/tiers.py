@@ -55,22 +55,19 @@ def one_after_the_other(tiers: tiered.Tiers, keys: hkv.Keys, _: hkv.Keys) -> Any
 
 def overlapped(tiers: tiered.Tiers, keys: hkv.Keys, coming: hkv.Keys) -> Any:
     """A step, and what the next one wants; its own ids are there."""
-    cache, admitted = tiered.admit(tiers.cache, coming, keep=keys)
-    cache, of_step = train(cache, keys)
-    store, fetched = tiered.exchange(tiers.store, admitted)
-    return tiered.Tiers(tiered.restore(cache, fetched), store), fetched.counts, of_step
+    return tiered.step_and_prefetch(lambda cache: train(cache, keys), tiers, keys, coming)
 
 
 def timed(
     step: Callable[[Any, hkv.Keys, hkv.Keys], Any], state: Any, options: argparse.Namespace
 ) -> tuple[Any, dict[str, Any]]:
-    """The state after all steps, seconds a step, and what was counted in those that were timed."""
+    """The state after all steps, seconds a step, and what was counted, run by run."""
     given = itertools.pairwise(batches(options, 0))
     for keys, coming in itertools.islice(given, options.steps):
         state, _, _ = step(state, keys, coming)
-    times, counted = [], []
+    times, sums = [], []
     for _ in range(options.runs):
-        some = list(itertools.islice(given, IN_A_ROW))
+        some, counted = list(itertools.islice(given, IN_A_ROW)), []
         jax.block_until_ready(state)
         start = time.perf_counter()
         for keys, coming in some:
@@ -78,12 +75,13 @@ def timed(
             counted.append(counts)
         jax.block_until_ready(state)
         times.append((time.perf_counter() - start) / IN_A_ROW)
-    counted = jax.device_get(counted)
-    fields = counted[0][0]._fields
-    sums = {name: [int(getattr(counts, name)) for counts, _ in counted] for name in fields}
-    of_steps = {"hits": sum(int(of_step.hits) for _, of_step in counted)}
-    of_steps |= {"inserted": sum(int(of_step.inserted) for _, of_step in counted)}
-    return state, {"seconds": times, "counts": sums, "of_steps": of_steps}
+        sums.append(jax.tree.map(lambda *each: int(sum(each)), *jax.device_get(counted)))
+    fields = sums[0][0]._fields
+    by_run = {name: [getattr(counts, name) for counts, _ in sums] for name in fields}
+    of_steps = {
+        name: sum(getattr(of_step, name) for _, of_step in sums) for name in ("hits", "inserted")
+    }
+    return state, {"seconds": times, "counts": by_run, "of_steps": of_steps}
 
 
 def bytes_moved(found: dict[str, Any], dim: int) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ The keys of all devices go to their owners; from then on each part is a table of
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -90,16 +90,22 @@ def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
 
 
 def owned(
-    placement: Placement, keys_of: KeysOf, batch: Any
-) -> dict[str, list[tuple[Keys, jax.Array]]]:
-    """The distinct keys of a batch with their owners: by table, of each part keys and their mask.
+    placement: Placement, keys_of: KeysOf, *batches: Any
+) -> list[dict[str, list[tuple[Keys, jax.Array]]]]:
+    """The distinct keys of batches with their owners: by table, of each part keys and their mask.
 
     Args:
       placement: of the tables.
       keys_of: what finds them in a batch.
-      batch: of `Placement.put`, as of a step.
+      batches: of `Placement.put`, as of a step. All are under way before the first is waited for.
     """
-    words, counts = _owning(placement, keys_of)((), batch)
+    own = _owning(placement, keys_of)
+    return [_received(placement, *found) for found in [own((), batch) for batch in batches]]
+
+
+def _received(
+    placement: Placement, words: Mapping[str, jax.Array], counts: Mapping[str, jax.Array]
+) -> dict[str, list[tuple[Keys, jax.Array]]]:
     after = {}
     for name in words:
         parts = placement.shards((words[name], counts[name]))
@@ -144,6 +150,56 @@ def prefetch(
     inserts: bool,
 ) -> dict[str, tuple[Tiers, PrefetchCounts]]:
     """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
+    parts = _checked_parts(call, placement, tiers)
+    (keys,) = owned(placement, keys_of, batch)
+    batches = {
+        (name, number): (part, *keys[name][number]) for name, number, part in _each(parts, keys)
+    }
+    return _joined(placement, _tiers.prefetch(batches, inserts))
+
+
+def step_and_prefetch(
+    call: str,
+    placement: Placement,
+    tiers: Mapping[str, Tiers],
+    keys_of: KeysOf,
+    batches: tuple[Any, Any],
+    step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
+) -> tuple[dict[str, tuple[Tiers, PrefetchCounts]], Any]:
+    """As :func:`jax_hkv._tiers.step_and_prefetch`, of tables over devices by their names.
+
+    Args:
+      call: for errors.
+      placement: of the tables.
+      tiers: by name.
+      keys_of: what finds keys in a batch.
+      batches: that of the step, and the one after it, of `Placement.put`.
+      step: from the whole caches by name to such and a result.
+    """
+    parts = _checked_parts(call, placement, tiers)
+    kept, keys = owned(placement, keys_of, *batches)
+    given = {
+        (name, number): (part, keys[name][number], kept[name][number] if name in kept else None)
+        for name, number, part in _each(parts, keys)
+    }
+
+    def step_parts(caches: dict[tuple[str, int], Table]) -> Any:
+        whole, result = step(
+            {
+                name: placement.join([caches[own] for own in given if own[0] == name])
+                for name in keys
+            }
+        )
+        after = {name: caches_of(call, placement, whole[name]) for name in keys}
+        return {(name, number): after[name][number] for name, number in given}, result
+
+    after, result = _tiers.step_and_prefetch(given, step_parts)
+    return _joined(placement, after), result
+
+
+def _checked_parts(
+    call: str, placement: Placement, tiers: Mapping[str, Tiers]
+) -> dict[str, list[Tiers]]:
     parts = {name: parts_of(call, placement, own) for name, own in tiers.items()}
     _tiers.check_apart(
         call,
@@ -153,14 +209,21 @@ def prefetch(
             for number, part in enumerate(own)
         },
     )
-    keys = owned(placement, keys_of, batch)
-    batches = [
-        (part, *own) for name in keys for part, own in zip(parts[name], keys[name], strict=True)
-    ]
-    after = iter(_tiers.prefetch(batches, inserts))
-    found = {}
-    for name in keys:
-        own = [next(after) for _ in parts[name]]
+    return parts
+
+
+def _each(parts: Mapping[str, list[Tiers]], names: Iterable[str]) -> Iterator[Any]:
+    """Names, numbers and tiers of the parts of some tables."""
+    for name in names:
+        for number, part in enumerate(parts[name]):
+            yield name, number, part
+
+
+def _joined(placement: Placement, after: Mapping[tuple[str, int], Any]) -> dict[str, Any]:
+    """By table what there is of its parts."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for name, _ in after):
+        own = [each for (table, _), each in after.items() if table == name]
         found[name] = (
             joined(placement, [part for part, _ in own]),
             total([counts for _, counts in own]),

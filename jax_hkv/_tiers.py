@@ -8,30 +8,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jax_hkv import _checks, _inserts, operations
+from jax_hkv import _checks, _entries, _inserts, operations
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced
-from jax_hkv._entries import key_chunks
+from jax_hkv._entries import Exported
 from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._placement import check_not_used_up
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded
-from jax_hkv.index import Policy
-from jax_hkv.table import Counts, Entries, Table, check_one_device, forms_of
+from jax_hkv.index import Policy, Status
+from jax_hkv.table import Counts, Entries, EraseResult, Table, check_one_device, forms_of
 from jax_hkv.table import check_table as check_is_table
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
 
 _LEAST = 256  # entries moved at a time, so that few programs serve all numbers of them
+_ADDED = ("restored", "inserted", "evicted", "dropped")  # of counts, by a second prefetch
+
+Batch = tuple[Any, jax.Array | None]  # keys, and their mask
+Name = TypeVar("Name")
 
 
 class Tiers(NamedTuple):
@@ -288,22 +292,59 @@ def _cut(tree: Any, room: int) -> Any:
 
 
 def prefetch(
-    batches: Sequence[tuple[Tiers, Any, jax.Array | None]], inserts: bool
-) -> list[tuple[Tiers, PrefetchCounts]]:
+    batches: Mapping[Name, tuple[Tiers, Any, jax.Array | None]], inserts: bool
+) -> dict[Name, tuple[Tiers, PrefetchCounts]]:
     """Keys of several tables go to their caches, all of them before the first one is waited for."""
-    stores, given_places = [], []
-    for tiers, given, mask in batches:
+    stores, places = {}, {}
+    for name, (tiers, given, mask) in batches.items():
         if inserts:
-            given_places.append(admit(tiers.cache, given, mask))
+            places[name] = admit(tiers.cache, given, mask)
         else:
             tiers, behind, near = known(tiers, given, mask)
-            given_places.append(admit_known(tiers.cache, given, behind, near))
-        stores.append(tiers.store)
-    stores, fetched = exchange(stores, [admitted for _, admitted in given_places])
-    return [
-        (Tiers(restore(cache, back), store), back.counts)
-        for (cache, _), store, back in zip(given_places, stores, fetched, strict=True)
-    ]
+            places[name] = admit_known(tiers.cache, given, behind, near)
+        stores[name] = tiers.store
+    caches = {name: cache for name, (cache, _) in places.items()}
+    return _exchanged(caches, stores, {name: admitted for name, (_, admitted) in places.items()})
+
+
+def _exchanged(
+    caches: Mapping[Name, Table], stores: Mapping[Name, Table], admitted: Mapping[Name, Admitted]
+) -> dict[Name, tuple[Tiers, PrefetchCounts]]:
+    names = list(admitted)
+    after, fetched = exchange([stores[name] for name in names], [admitted[name] for name in names])
+    return {
+        name: (Tiers(restore(caches[name], back), store), back.counts)
+        for name, store, back in zip(names, after, fetched, strict=True)
+    }
+
+
+def step_and_prefetch(
+    batches: Mapping[Name, tuple[Tiers, Batch, Batch | None]],
+    step: Callable[[dict[Name, Table]], tuple[Mapping[Name, Table], Any]],
+) -> tuple[dict[Name, tuple[Tiers, PrefetchCounts]], Any]:
+    """A step, before which keys of the next one get places, and rows while it is done.
+
+    Args:
+      batches: tiers, the keys of the next step, and those of this one, which stay where they are.
+      step: from the caches to the caches and a result.
+    """
+    caches, admitted = {}, {}
+    for name, (tiers, coming, kept) in batches.items():
+        caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
+    caches, result = step(caches)
+    stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
+    after = _exchanged(caches, stores, admitted)
+    refused = jax.device_get({name: counts.refused for name, (_, counts) in after.items()})
+    again = {name: (after[name][0], *batches[name][1]) for name in refused if refused[name]}
+    for name, (tiers, more) in prefetch(again, True).items():
+        after[name] = tiers, _both(after[name][1], more)
+    return after, result
+
+
+def _both(first: PrefetchCounts, more: PrefetchCounts) -> PrefetchCounts:
+    """The counts of a batch that was prefetched twice."""
+    sums = {name: getattr(first, name) + getattr(more, name) for name in _ADDED}
+    return first._replace(refused=more.refused, **sums)
 
 
 def known(
@@ -366,6 +407,33 @@ def by_position(groups: _index.Groups, found: jax.Array, like: jax.Array) -> jax
     return _index.by_position(groups, found, False).reshape(like.shape)
 
 
+def erase(
+    tiers: Tiers, given: Any, mask: jax.Array | None
+) -> tuple[Tiers, tuple[jax.Array, jax.Array]]:
+    """Keys removed from both tables, and what each of them says of every position."""
+    after = []
+    for table in tiers:
+        after.append(_erased(table, *put_near(table, (given, mask))))
+    (cache, near), (store, behind) = after
+    return Tiers(cache, store), (near, behind)
+
+
+@in_place
+def _erased(table: Table, given: Any, mask: jax.Array | None) -> tuple[Table, jax.Array]:
+    table, result = _inserts.erase(table, *_checks.flat_batch(given, mask))
+    return table, result.status
+
+
+@jax.jit
+def either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> EraseResult:
+    """What came of a batch's removal out of several tables."""
+    keys, valid = _checks.flat_batch(given, mask)
+    gone = functools.reduce(jnp.logical_or, [status == Status.FOUND for status in statuses])
+    unique, hits = (_index.unique(keys, chosen).count[0] for chosen in (valid, gone))
+    status = jnp.where(gone, jnp.int32(Status.FOUND), statuses[0]).reshape(given.shape)
+    return EraseResult(status, Counts(unique, hits, *(jnp.zeros_like(hits),) * 3))
+
+
 # --- Between steps -------------------------------------------------------------------------------
 
 
@@ -381,9 +449,32 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     device = device_of(table)
     found = [
         np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
-        for part, valid in key_chunks(keys)
+        for part, valid in _entries.key_chunks(keys)
     ]
     return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
+
+
+def export_entries(tiers: Tiers, min_score: int | None, changed_since: Exported | None) -> Exported:
+    """The entries of both tables of one device, each once."""
+    cache, store = tiers
+    near = _entries.export_entries(cache, min_score=min_score, changed_since=changed_since)
+    if changed_since is not None:
+        min_score = _entries.first_change([cache], changed_since)
+    behind = _entries.export_entries(store, min_score=min_score)
+    behind = _entries.chosen(behind, ~is_in(cache, behind.keys))
+    both = _entries.join_entries([behind, near])
+    return both._replace(shared=near.shared, clock=near.clock, epoch=near.epoch)
+
+
+def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
+    """Tiers of one device with entries, each where its key is, and new ones in the store."""
+    is_near = is_in(tiers.cache, own.keys)
+    near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
+    cache, overwritten = _entries.fill(tiers.cache, near, latest)
+    store, counts = _entries.fill(tiers.store, behind, latest)
+    for keys, valid in _entries.key_chunks(near.keys):  # whose copies may be younger now
+        store, _ = _erased(store, *put_near(store, (keys, valid)))
+    return Tiers(cache, store), (overwritten, counts)
 
 
 # --- Checks --------------------------------------------------------------------------------------
@@ -464,6 +555,35 @@ def check(call: str, tiers: Any) -> None:
             f"entries at least, got {store.capacity}: the order is Tiers(cache, store)"
         )
     check_apart(call, {"tiers.cache": cache, "tiers.store": store})
+
+
+def check_outside(call: str, cache: Table) -> None:
+    if is_traced(cache.values):
+        raise TypeError(
+            f"{call}: tiers.cache must be a table outside of jit, got one that is traced: call "
+            "tiered.prefetch there, which is a part of the program, or this one between steps"
+        )
+
+
+def after_step(call: str, cache: Table, returned: Any) -> tuple[Table, Any]:
+    """The cache that a step has returned, and its result, checked."""
+    table, result = pair_of(call, returned, "the cache")
+    name = "the cache that step returns"
+    check_is_table(call, table, name)
+    check_not_used_up(call, jax.tree.leaves(table), name)
+    wanted, got = ((rows_of(own), own.capacity) for own in (cache, table))
+    if wanted != got:
+        raise ValueError(f"{call}: {name} must be that which it was given, {wanted}, got {got}")
+    return table, result
+
+
+def pair_of(call: str, returned: Any, tables: str) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"{call}: step must return {tables} and a result, got {type(returned).__name__}: "
+            "return None beside them if there is none"
+        )
+    return returned
 
 
 def check_table(call: str, argument: str, table: Any) -> None:

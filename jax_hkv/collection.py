@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, _tier_parts, _tiers, pooled, whole_table
+from jax_hkv import _collection_tiers, _sharded, _tiers, pooled, whole_table
 from jax_hkv._checks import as_bool, as_integer, as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
-from jax_hkv._keys import Keys, would_cut
+from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, in_namespace
 from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
-from jax_hkv.features import Bagged, Jagged, Padded, as_splits
+from jax_hkv.features import Bagged
 from jax_hkv.table import InsertResult, Table, check_table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -274,7 +274,7 @@ class Collection:
           By the names of the groups of which there are inputs: flat keys, and which of them are
           valid (None: all).
         """
-        self._check_names("Collection.keys", inputs, partial)
+        self.check_inputs("Collection.keys", inputs, partial)
         of_groups = {}
         for group in self.groups:
             if any(feature.name in inputs for feature in group.features):
@@ -329,65 +329,72 @@ class Collection:
           >>> int(counts["items"].inserted)
           100
         """
-        call = "Collection.prefetch"
-        self.check_tables(call, tables)
-        names = [group.name for group in self.groups if group.optimizer is not None]
-        if not isinstance(stores, Mapping) or not set(stores) <= set(names):
-            given = sorted(stores) if isinstance(stores, Mapping) else type(stores).__name__
-            raise ValueError(
-                f"{call}: stores must be a dict by names of physical tables that are trained, "
-                f"{names}, got {given}: make them by {{name: tiered.create_store(tables[name], "
-                "capacity) for name in ...}"
-            )
-        inserts = as_bool(call, "insert", insert)
-        tiers = {name: Tiers(tables[name], stores[name]) for name in stores}
-        if placement is not None:
-            placement = _tier_parts.check_placement(call, placement)
-            self._check_names(call, inputs, partial)
-            keys_of = _KeysOf(self, tuple(stores))
-            after = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
-        else:
-            keys = self._keys_at_once(inputs, partial)
-            names = [name for name in keys if name in stores]
-            for name in names:
-                _tiers.check(f"{call} of {name!r}", tiers[name])
-            batches = [
-                (tiers[name], *_tiers.batch_of(call, tiers[name].cache, *keys[name]))
-                for name in names
-            ]
-            _tiers.check_apart(
-                call,
-                {f"tables[{name!r}]": tiers[name].cache for name in names}
-                | {f"stores[{name!r}]": tiers[name].store for name in names},
-            )
-            after = dict(zip(names, _tiers.prefetch(batches, inserts), strict=True))
-        return (
-            dict(tables) | {name: own.cache for name, (own, _) in after.items()},
-            dict(stores) | {name: own.store for name, (own, _) in after.items()},
-            {name: counts for name, (_, counts) in after.items()},
+        return _collection_tiers.prefetch(
+            self,
+            tables,
+            stores,
+            inputs,
+            partial=partial,
+            inserts=as_bool("Collection.prefetch", "insert", insert),
+            placement=placement,
         )
 
-    def _keys_at_once(self, inputs: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-        """As :meth:`keys`, by one program unless there is something to be named.
+    def step_and_prefetch(
+        self,
+        step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
+        tables: Mapping[str, Table],
+        stores: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        coming: Mapping[str, Any] | None,
+        *,
+        partial: bool = False,
+        placement: Placement | None = None,
+    ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts], Any]:
+        """A step of a batch that was prefetched, while the ids of the next one come near.
 
-        A compiled program looks at shapes and types alone: what else is to be checked is here.
+        The loop in which the host works while the device trains, for all tables of a model; see
+        :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier".
+
+        Args:
+          step: from all tables to all tables and a result; see there.
+          tables: as for :meth:`prefetch`; used up.
+          stores: as for :meth:`prefetch`; used up.
+          inputs: of the step, as for :meth:`lookup`; their ids stay where they are.
+          coming: inputs of the next step; None: there is none, and the step alone is done.
+          partial: as for :meth:`lookup`, of both.
+          placement: as for :meth:`prefetch`.
+
+        Returns:
+          The tables, the stores, the counts of `coming` by physical table (none if it is None), and
+          the step's result.
+
+        Raises:
+          TypeError, ValueError: naming the argument; of what the step returned, behind it.
+          RuntimeError: if tables were used up before.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> sgd = hkv.optim.sgd(0.1)
+          >>> collection = Collection(
+          ...     [TableConfig("items", 256, 2, optimizer=sgd)], [Feature("item", "items")])
+          >>> tables = collection.create()
+          >>> stores = {"items": hkv.tiered.create_store(tables["items"], 1000)}
+          >>> batches = [{"item": jnp.arange(i, i + 100)} for i in (0, 50, 100)]
+          >>> tables, stores, _ = collection.prefetch(tables, stores, batches[0])
+          >>> for inputs, coming in zip(batches, [*batches[1:], None]):
+          ...     def step(tables):
+          ...         tables, found = collection.lookup(tables, inputs, train=True)
+          ...         rows, result = found.rows["items"], found.results["items"]
+          ...         return {"items": sgd.update(tables["items"], result, rows)}, result.counts
+          ...     tables, stores, counts, of_step = collection.step_and_prefetch(
+          ...         step, tables, stores, inputs, coming)
+          >>> int(of_step.hits), counts
+          (100, {})
         """
-        call = "Collection.prefetch"
-        self._check_names(call, inputs, partial)
-        kinds = (jax.Array, np.ndarray, Keys, Jagged, Padded)
-        leaves = jax.tree.leaves(dict(inputs))
-        is_plain = all(isinstance(each, kinds) for each in inputs.values()) and all(
-            isinstance(leaf, jax.Array)
-            or (type(leaf) is np.ndarray and leaf.dtype.isnative and not would_cut(leaf))
-            for leaf in leaves
+        after, result = _collection_tiers.step_and_prefetch(
+            self, step, tables, stores, inputs, coming, partial=partial, placement=placement
         )
-        if not is_plain:
-            return self.keys(inputs, partial=partial)
-        for name, each in inputs.items():
-            if isinstance(each, Jagged) and each.ids.ndim == 1:
-                as_splits(f"{call} of {name!r}", "row_splits", each.row_splits, each.ids.shape[0])
-        names = tuple(group.name for group in self.groups)
-        return _keys_program(_KeysOf(self, names))(dict(inputs))
+        return *after, result
 
     def lookup(
         self,
@@ -421,7 +428,7 @@ class Collection:
           ValueError: if a feature is missing, or a name is none of a feature.
           TypeError: naming the feature, for inputs of another form.
         """
-        self._check_names("Collection.lookup", inputs, partial)
+        self.check_inputs("Collection.lookup", inputs, partial)
         self.check_tables("Collection.lookup", tables)
         tables = dict(tables)
         rows: dict[str, Any] = {}
@@ -531,38 +538,24 @@ class Collection:
                 f"{sorted(given)}"
             )
 
-    def _check_names(self, call: str, inputs: Mapping[str, Any], partial: bool) -> None:
+    def check_inputs(
+        self, call: str, inputs: Mapping[str, Any], partial: bool, argument: str = "inputs"
+    ) -> None:
+        """Raises unless they are named as the features, or with `partial` as some of them."""
         known = [feature.name for feature in self.features]
         if not isinstance(inputs, Mapping):
             raise TypeError(
-                f"{call}: inputs must be a dict of the features {known}, got "
+                f"{call}: {argument} must be a dict of the features {known}, got "
                 f"{type(inputs).__name__}"
             )
         if set(inputs) == set(known) or (partial and inputs and set(inputs) <= set(known)):
             return
         missing, unknown = sorted(set(known) - set(inputs)), sorted(set(inputs) - set(known))
         raise ValueError(
-            f"{call}: inputs must be of {'some of ' if partial else ''}the features "
+            f"{call}: {argument} must be of {'some of ' if partial else ''}the features "
             f"{known}; missing: {missing}, "
             f"unknown: {unknown}" + ("" if unknown or partial else "; of some with partial=True")
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _KeysOf:
-    """The keys of a batch, of some physical tables."""
-
-    collection: Collection
-    names: tuple[str, ...]
-
-    def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
-        keys = self.collection.keys(batch, partial=True)
-        return {name: own for name, own in keys.items() if name in self.names}
-
-
-@functools.lru_cache(maxsize=64)
-def _keys_program(keys_of: _KeysOf) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return jax.jit(keys_of)
 
 
 @jax.tree_util.register_dataclass

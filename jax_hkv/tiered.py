@@ -18,7 +18,6 @@ while the accelerator trains.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +25,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jax_hkv import _checks, _entries, _inserts, _tier_parts, _tiers, operations, whole_table
+from jax_hkv import _checks, _entries, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
 from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded
-from jax_hkv.index import LANES, MAX_SLOTS, Status
+from jax_hkv.index import LANES, MAX_SLOTS
 from jax_hkv.table import (
     Counts,
     EraseResult,
@@ -192,16 +191,11 @@ def prefetch(
     inserts = _checks.as_bool(call, "insert", insert)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        if isinstance(keys, (Jagged, Padded)):
-            _tiers.check_no_mask(call, keys, valid)
-        else:
-            _tiers.batch_of(call, None, keys, valid)
-        own, batch = {"keys": tiers}, {"keys": keys, "valid": valid}
+        own, batch = {"keys": tiers}, _as_batch(call, keys, valid)
         return _tier_parts.prefetch(call, placement, own, _keys_of, batch, inserts)["keys"]
     _tiers.check(call, tiers)
     given, mask = _tiers.batch_of(call, tiers.cache, keys, valid, bags=True)
-    (after,) = _tiers.prefetch([(tiers, given, mask)], inserts)
-    return after
+    return _tiers.prefetch({"keys": (tiers, given, mask)}, inserts)["keys"]
 
 
 def _keys_of(batch: Any) -> dict[str, tuple[Any, Any]]:
@@ -209,6 +203,95 @@ def _keys_of(batch: Any) -> dict[str, tuple[Any, Any]]:
     if isinstance(keys, (Jagged, Padded)):
         return {"keys": _tiers.in_bags("tiered.prefetch", keys)}
     return {"keys": (keys, batch["valid"])}
+
+
+def step_and_prefetch(
+    step: Callable[[Table], tuple[Table, Any]],
+    tiers: Tiers,
+    keys: Any,
+    coming: Any,
+    *,
+    valid: Any = None,
+    coming_valid: Any = None,
+    placement: Placement | None = None,
+) -> tuple[Tiers, PrefetchCounts | None, Any]:
+    """A step of a batch whose keys are in the cache, while those of the next one come there.
+
+    It is :func:`admit`, the step, :func:`exchange` and :func:`restore`: the host works while the
+    device trains. For one table it would be a `find_or_insert` of `coming`, and then the step. Keys
+    of `coming` that find no room beside those of `keys` are prefetched behind the step, by a second
+    such lookup. For use outside of jit, after a :func:`prefetch` of the first batch; of a model's
+    tables see :meth:`jax_hkv.Collection.step_and_prefetch`.
+
+    Args:
+      step: from the cache to the cache and a result; it is called once, and should wait for
+        nothing. If it raises, the tiers are lost.
+      tiers: which are used up.
+      keys: of the step, see :func:`prefetch`; they stay in the cache.
+      coming: keys of the next step; None: there is none, and the step alone is done.
+      valid: of `keys`, see :func:`prefetch`.
+      coming_valid: of `coming`, likewise.
+      placement: of a cache over devices. The step takes it whole then, and `keys` and `coming` are
+        of `Placement.put`; the device is waited for to know how many keys each owner gets.
+
+    Returns:
+      The tiers; :class:`PrefetchCounts` of `coming`, over this process's devices, where `absent`
+      are keys of the step that were not there, which must be none; and the step's result.
+
+    Raises:
+      TypeError, ValueError: naming the argument; of what the step returned, behind it.
+      RuntimeError: if tables were used up before.
+
+    Example:
+      >>> import numpy as np, jax_hkv as hkv
+      >>> cache = hkv.create(256, 2)
+      >>> tiers = Tiers(cache, create_store(cache, 1024))
+      >>> batches = list(np.arange(400, dtype=np.int32).reshape(4, 100))
+      >>> tiers, _ = prefetch(tiers, batches[0])
+      >>> for keys, coming in zip(batches, [*batches[1:], None]):
+      ...     def step(cache):
+      ...         cache, found = hkv.find_or_insert(cache, keys)
+      ...         return cache, found.counts
+      ...     tiers, counts, of_step = step_and_prefetch(step, tiers, keys, coming)
+      >>> int(of_step.hits), size(tiers), counts
+      (100, 400, None)
+    """
+    call = "tiered.step_and_prefetch"
+
+    if coming is None:
+        _parts_of(call, tiers, placement)
+        cache, result = _tiers.after_step(call, tiers.cache, step(tiers.cache))
+        return tiers._replace(cache=cache), None, result
+
+    def stepped(tables: dict[str, Table]) -> Any:
+        cache, result = _tiers.after_step(call, tiers.cache, step(tables["keys"]))
+        return {"keys": cache}, result
+
+    names = ("coming", "coming_valid")
+    if placement is not None:
+        placement = _tier_parts.check_placement(call, placement)
+        both = _as_batch(call, keys, valid), _as_batch(call, coming, coming_valid, names)
+        own = {"keys": tiers}
+        after, result = _tier_parts.step_and_prefetch(call, placement, own, _keys_of, both, stepped)
+    else:
+        _tiers.check(call, tiers)
+        _tiers.check_outside(call, tiers.cache)
+        kept = _tiers.batch_of(call, tiers.cache, keys, valid, bags=True)
+        given = _tiers.batch_of(call, tiers.cache, coming, coming_valid, bags=True, names=names)
+        after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
+    tiers, counts = after["keys"]
+    return tiers, counts, result
+
+
+def _as_batch(
+    call: str, keys: Any, valid: Any, names: tuple[str, str] = ("keys", "valid")
+) -> dict[str, Any]:
+    """Keys of all devices, checked as those of one."""
+    if isinstance(keys, (Jagged, Padded)):
+        _tiers.check_no_mask(call, keys, valid, names)
+    else:
+        _tiers.batch_of(call, None, keys, valid, names=names)
+    return {"keys": keys, "valid": valid}
 
 
 def admit(
@@ -450,35 +533,10 @@ def erase(
     call = "tiered.erase"
     parts = _parts_of(call, tiers, placement)
     given, mask = _tiers.batch_of(call, parts[0].cache, keys, valid)
-    after = [_erased_from_both(part, given, mask) for part in parts]
+    after = [_tiers.erase(part, given, mask) for part in parts]
     statuses = [status for _, both in after for status in both]
     statuses = _tiers.put_near(after[0][0].cache, statuses)
-    return _joined([part for part, _ in after], placement), _either(given, mask, statuses)
-
-
-def _erased_from_both(
-    tiers: Tiers, given: Any, mask: jax.Array | None
-) -> tuple[Tiers, tuple[jax.Array, jax.Array]]:
-    after = []
-    for table in tiers:
-        after.append(_erased(table, *_tiers.put_near(table, (given, mask))))
-    (cache, near), (store, behind) = after
-    return Tiers(cache, store), (near, behind)
-
-
-@_tiers.in_place
-def _erased(table: Table, given: Any, mask: jax.Array | None) -> tuple[Table, jax.Array]:
-    table, result = _inserts.erase(table, *_checks.flat_batch(given, mask))
-    return table, result.status
-
-
-@jax.jit
-def _either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> EraseResult:
-    keys, valid = _checks.flat_batch(given, mask)
-    gone = functools.reduce(jnp.logical_or, [status == Status.FOUND for status in statuses])
-    unique, hits = (_index.unique(keys, chosen).count[0] for chosen in (valid, gone))
-    status = jnp.where(gone, jnp.int32(Status.FOUND), statuses[0]).reshape(given.shape)
-    return EraseResult(status, Counts(unique, hits, *(jnp.zeros_like(hits),) * 3))
+    return _joined([part for part, _ in after], placement), _tiers.either(given, mask, statuses)
 
 
 # --- Between steps -------------------------------------------------------------------------------
@@ -574,18 +632,9 @@ def export_entries(
       200
     """
     parts = _parts_of("tiered.export_entries", tiers, placement)
-    return _entries.join_entries([_export(part, min_score, changed_since) for part in parts])
-
-
-def _export(tiers: Tiers, min_score: int | None, changed_since: Exported | None) -> Exported:
-    cache, store = tiers
-    near = _entries.export_entries(cache, min_score=min_score, changed_since=changed_since)
-    if changed_since is not None:
-        min_score = _entries.first_change([cache], changed_since)
-    behind = _entries.export_entries(store, min_score=min_score)
-    behind = _entries.chosen(behind, ~_tiers.is_in(cache, behind.keys))
-    both = _entries.join_entries([behind, near])
-    return both._replace(shared=near.shared, clock=near.clock, epoch=near.epoch)
+    return _entries.join_entries(
+        [_tiers.export_entries(part, min_score, changed_since) for part in parts]
+    )
 
 
 def import_entries(
@@ -629,24 +678,11 @@ def import_entries(
         if placement is not None:
             numbers, devices = placement.local_parts, placement.devices
         after = [
-            _imported(part, _entries.owned(exported, number, devices), latest)
+            _tiers.import_entries(part, _entries.owned(exported, number, devices), latest)
             for number, part in zip(numbers, parts, strict=True)
         ]
     total = _tier_parts.total([each for _, both in after for each in both])
     return _joined([part for part, _ in after], placement), total
-
-
-def _imported(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
-    """Tiers of one device with entries, each where its key is, and new ones in the store."""
-    is_near = _tiers.is_in(tiers.cache, own.keys)
-    near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
-    cache, overwritten = _entries.fill(tiers.cache, near, latest)
-    store, counts = _entries.fill(tiers.store, behind, latest)
-    for keys, valid in _entries.key_chunks(
-        near.keys
-    ):  # of which it has copies that may be younger now
-        store, _ = _erased(store, *_tiers.put_near(store, (keys, valid)))
-    return Tiers(cache, store), (overwritten, counts)
 
 
 def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:

@@ -114,20 +114,29 @@ class Stored:
             )
             assert int(counts.inserted) == len(exported.keys)
         self.steps += 1
-        self.tiers, counts = hkv.tiered.prefetch(
-            self.tiers, batch.ids, valid=batch.valid, placement=self.placement
+        some = self.placement.put(np.arange(LOCAL_BATCH) < LOCAL_BATCH // 2) & batch.valid
+        options = {"valid": some, "placement": self.placement}
+        self.tiers, first = hkv.tiered.prefetch(self.tiers, batch.ids, **options)
+        self.tiers, counts, _ = hkv.tiered.step_and_prefetch(
+            lambda cache: (cache, None),
+            self.tiers,
+            batch.ids,
+            batch.ids,
+            coming_valid=batch.valid,
+            **options,
         )
-        assert int(counts.refused) == int(counts.dropped) == 0
-        self.restored += int(counts.restored)
+        assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
+        assert int(counts.hits) >= int(first.unique)
+        self.restored += int(first.restored) + int(counts.restored)
         table, counts = self.step(self.tiers.cache, batch)
         self.tiers = self.tiers._replace(cache=table)
         return table, counts
 
     def exported(self) -> Any:
-        """With the scores of a table that a prefetch has not looked up, at every second time."""
+        """With the scores of a table that a prefetch has not looked up, at every third time."""
         assert self.restored > IDS // 3
         exported = hkv.tiered.export_entries(self.tiers, placement=self.placement)
-        return exported._replace(scores=exported.scores // 2)
+        return exported._replace(scores=exported.scores // 3)
 
 
 def check_growth(placement: Any, table: Any, exported: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 import re
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_the_code_in_the_guide_runs():
 
     given = {
         "hkv": jax_hkv,
+        "itertools": itertools,
         "jax": jax,
         "np": np,
         "optax": optax,
@@ -114,7 +116,9 @@ def test_the_code_in_the_guide_runs():
     sizes = after["collection"].sizes(after["tables"])
     assert {name: int(count) for name, count in sizes.items()} == {"users": 0, "items": 2}
     assert int(after["removed"]["users"].counts.hits) == 2  # that a prefetch had brought
-    assert jax_hkv.tiered.size(after["tiers"]) == 4  # `ids`, and two that came after them
+    cache = after["state"].tables["embed"]["table"]
+    both = jax_hkv.tiered.Tiers(cache, after["tiers"].store)
+    assert jax_hkv.tiered.size(both) == 4  # `ids`, and two that came after them
     assert int(after["counts"].inserted) == 2  # of the last, over devices
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)

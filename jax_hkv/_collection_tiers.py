@@ -1,0 +1,192 @@
+"""The tables of a collection before stores in the host's memory, see :mod:`jax_hkv.tiered`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jax_hkv import _tier_parts, _tiers
+from jax_hkv._keys import Keys, would_cut
+from jax_hkv._placement import Placement
+from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv.features import Jagged, Padded, as_splits
+from jax_hkv.table import Table
+
+
+class Collection(Protocol):
+    """What is needed of a :class:`jax_hkv.Collection`, which imports this module."""
+
+    @property
+    def groups(self) -> Any: ...
+    def keys(self, inputs: Mapping[str, Any], *, partial: bool) -> dict[str, tuple[Keys, Any]]: ...
+    def check_tables(self, call: str, tables: Mapping[str, Any]) -> None: ...
+    def check_inputs(
+        self, call: str, inputs: Mapping[str, Any], partial: bool, argument: str = "inputs"
+    ) -> None: ...
+    def __hash__(self) -> int: ...
+
+
+_Found = Mapping[str, tuple[Tiers, PrefetchCounts]]
+Prefetched = tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts]]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysOf:
+    """The keys of a batch, of some physical tables."""
+
+    collection: Collection
+    names: tuple[str, ...]
+
+    def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
+        keys = self.collection.keys(batch, partial=True)
+        return {name: own for name, own in keys.items() if name in self.names}
+
+
+def prefetch(
+    collection: Collection,
+    tables: Mapping[str, Table],
+    stores: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    *,
+    partial: bool,
+    inserts: bool,
+    placement: Placement | None,
+) -> Prefetched:
+    call = "Collection.prefetch"
+    tiers = _tiers_of(collection, call, tables, stores)
+    if placement is not None:
+        placement = _tier_parts.check_placement(call, placement)
+        collection.check_inputs(call, inputs, partial)
+        keys_of = KeysOf(collection, tuple(stores))
+        found = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
+    else:
+        keys = _keys_at_once(collection, call, inputs, partial)
+        batches = _batches(call, tiers, keys)
+        found = _tiers.prefetch(
+            {name: (tiers[name], *batch) for name, batch in batches.items()}, inserts
+        )
+    return _put_back(tables, stores, found)
+
+
+def step_and_prefetch(
+    collection: Collection,
+    step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
+    tables: Mapping[str, Table],
+    stores: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    coming: Mapping[str, Any] | None,
+    *,
+    partial: bool,
+    placement: Placement | None,
+) -> tuple[Prefetched, Any]:
+    call = "Collection.step_and_prefetch"
+    tiers = _tiers_of(collection, call, tables, stores)
+
+    after: dict[str, Table] = {}
+
+    def stepped(caches: Mapping[str, Table]) -> tuple[Mapping[str, Table], Any]:
+        returned, result = _tiers.pair_of(call, step({**tables, **caches}), "the tables")
+        collection.check_tables(f"{call}, behind step", returned)
+        after.update(returned)
+        for name in caches:
+            _tiers.after_step(f"{call} of {name!r}", tables[name], (after[name], None))
+        return after, result
+
+    if coming is None:
+        _, result = stepped({})
+        return (after, dict(stores), {}), result
+    if placement is not None:
+        placement = _tier_parts.check_placement(call, placement)
+        for name, batch in (("inputs", inputs), ("coming", coming)):
+            collection.check_inputs(call, batch, partial, name)
+        keys_of, both = KeysOf(collection, tuple(stores)), (dict(inputs), dict(coming))
+        found, result = _tier_parts.step_and_prefetch(
+            call, placement, tiers, keys_of, both, stepped
+        )
+    else:
+        kept, given = (
+            _batches(call, tiers, _keys_at_once(collection, call, batch, partial, name))
+            for name, batch in (("inputs", inputs), ("coming", coming))
+        )
+        batches = {name: (tiers[name], batch, kept.get(name)) for name, batch in given.items()}
+        for own, _, _ in batches.values():
+            _tiers.check_outside(call, own.cache)
+        found, result = _tiers.step_and_prefetch(batches, stepped)
+    return _put_back(after, stores, found), result
+
+
+def _tiers_of(
+    collection: Collection, call: str, tables: Mapping[str, Table], stores: Mapping[str, Any]
+) -> dict[str, Tiers]:
+    collection.check_tables(call, tables)
+    names = [group.name for group in collection.groups if group.optimizer is not None]
+    if not isinstance(stores, Mapping) or not set(stores) <= set(names):
+        given = sorted(stores) if isinstance(stores, Mapping) else type(stores).__name__
+        raise ValueError(
+            f"{call}: stores must be a dict by names of physical tables that are trained, "
+            f"{names}, got {given}: make them by {{name: tiered.create_store(tables[name], "
+            "capacity) for name in ...}"
+        )
+    return {name: Tiers(tables[name], stores[name]) for name in stores}
+
+
+def _batches(
+    call: str, tiers: Mapping[str, Tiers], keys: Mapping[str, Any]
+) -> dict[str, _tiers.Batch]:
+    """The keys of tables with stores, and the tables checked, before one is used up."""
+    names = [name for name in keys if name in tiers]
+    for name in names:
+        _tiers.check(f"{call} of {name!r}", tiers[name])
+    batches = {name: _tiers.batch_of(call, tiers[name].cache, *keys[name]) for name in names}
+    _tiers.check_apart(
+        call,
+        {f"tables[{name!r}]": tiers[name].cache for name in names}
+        | {f"stores[{name!r}]": tiers[name].store for name in names},
+    )
+    return batches
+
+
+def _put_back(tables: Mapping[str, Table], stores: Mapping[str, Any], found: _Found) -> Prefetched:
+    return (
+        dict(tables) | {name: own.cache for name, (own, _) in found.items()},
+        dict(stores) | {name: own.store for name, (own, _) in found.items()},
+        {name: counts for name, (_, counts) in found.items()},
+    )
+
+
+def _keys_at_once(
+    collection: Collection,
+    call: str,
+    inputs: Mapping[str, Any],
+    partial: bool,
+    name: str = "inputs",
+) -> dict[str, Any]:
+    """As `Collection.keys`, by one program unless there is something to be named.
+
+    A compiled program looks at shapes and types alone: what else is to be checked is here.
+    """
+    collection.check_inputs(call, inputs, partial, name)
+    kinds = (jax.Array, np.ndarray, Keys, Jagged, Padded)
+    leaves = jax.tree.leaves(dict(inputs))
+    is_plain = all(isinstance(each, kinds) for each in inputs.values()) and all(
+        isinstance(leaf, jax.Array)
+        or (type(leaf) is np.ndarray and leaf.dtype.isnative and not would_cut(leaf))
+        for leaf in leaves
+    )
+    if not is_plain:
+        return collection.keys(inputs, partial=partial)
+    for feature, each in inputs.items():
+        if isinstance(each, Jagged) and each.ids.ndim == 1:
+            as_splits(f"{call} of {feature!r}", "row_splits", each.row_splits, each.ids.shape[0])
+    names = tuple(group.name for group in collection.groups)
+    return _keys_program(KeysOf(collection, names))(dict(inputs))
+
+
+@functools.lru_cache(maxsize=64)
+def _keys_program(keys_of: KeysOf) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return jax.jit(keys_of)

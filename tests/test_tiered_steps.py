@@ -1,0 +1,457 @@
+"""Steps while whose device trains the host fetches what the next batch wants."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from many_devices import assert_same_bits, entries_of
+from test_tiered import (
+    POLICIES,
+    assert_same_table,
+    by_key,
+    host,
+    made,
+    tiers_of,
+    touched,
+    trainer,
+)
+from test_tiered_devices import (
+    DEVICES,
+    Model,
+    large,
+    placement_of,
+    stepper,
+)
+from test_tiered_devices import assert_same_table as assert_same_parts
+from test_tiered_devices import tiers_of as parts_of
+from test_tiered_models import (
+    ADAM,
+    DENSE,
+    DIM,
+    LARGE,
+    SMALL,
+    LinenModel,
+    NnxModel,
+    assert_same_entries,
+    collection_of,
+    inputs_of,
+    loss_of,
+)
+
+import jax_hkv as hkv
+from jax_hkv import _tiers, tiered
+
+
+def with_next(batches):
+    return itertools.pairwise([*batches, None])
+
+
+def trained(train, ids, *rest):
+    return lambda cache: train(cache, ids, *rest)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("choices", [1, 2])
+def test_steps_and_prefetches_train_as_one_table(policy, choices, rng):
+    """A prefetch of the next batch is a lookup of its ids before the step, in every bit."""
+    options = {"policy": policy, "choices": choices}
+    tiers, one = tiers_of(1024, 8192, **options), made(8192, **options)
+    train = trainer("adam")
+    batches = [
+        (rng.integers(0, 2500, (32, 3)).astype(np.int32), rng.random((32, 3)) < 0.9)
+        for _ in range(40)
+    ]
+    ids, valid = batches[0]
+    tiers, _ = tiered.prefetch(tiers, ids, valid=valid)
+    one, restored = touched(one, ids, valid), 0
+    for (ids, valid), coming in with_next(batches):
+        next_ids, next_valid = coming or (None, None)
+        step = trained(train, ids, valid)
+        tiers, counts, of_step = tiered.step_and_prefetch(
+            step, tiers, ids, next_ids, valid=valid, coming_valid=next_valid
+        )
+        if coming:
+            known = np.unique(next_ids[next_valid])
+            known = np.asarray(hkv.contains(one, known)[1])
+            one = touched(one, *coming)
+            assert int(counts.unique) == len(known)
+            assert int(counts.hits) + int(counts.restored) == known.sum()
+            assert int(counts.inserted) == (~known).sum()
+            assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
+            restored += int(counts.restored)
+        one, wanted = train(one, ids, valid)
+        assert int(of_step.hits) == int(of_step.unique) == int(wanted.unique)
+    assert counts is None and restored > 200
+    assert tiers.store.values.devices() == {host()}
+    assert_same_table(tiers, one)
+
+
+def test_the_step_is_under_way_before_a_store_is_asked(monkeypatch):
+    """And nothing is waited for before it."""
+    order = []
+    tiers, _ = tiered.prefetch(tiers_of(256, 1024), np.arange(64, dtype=np.int32))
+    exchange, device_get = _tiers.exchange, jax.device_get
+    monkeypatch.setattr(_tiers, "exchange", lambda *a: order.append("store") or exchange(*a))
+    monkeypatch.setattr(jax, "device_get", lambda tree: order.append("wait") or device_get(tree))
+    tiers, counts, result = tiered.step_and_prefetch(
+        lambda cache: (cache, order.append("step")),
+        tiers,
+        np.arange(64, dtype=np.int32),
+        np.arange(32, 96, dtype=np.int32),
+    )
+    assert order[:3] == ["step", "store", "wait"] and result is None
+    assert (int(counts.hits), int(counts.inserted)) == (32, 32)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ids_without_room_beside_a_batch_come_behind_its_step(policy, rng):
+    """A cache too small for two batches, and large enough for each of them: nothing is lost."""
+    tiers, one = tiers_of(128, 4096, policy=policy), made(4096, policy=policy)
+    train = trainer("adam")
+    batches = [rng.permutation(600)[:90].astype(np.int32) for _ in range(20)]
+    tiers, _ = tiered.prefetch(tiers, batches[0])
+    one, again = touched(one, batches[0]), 0
+    for ids, coming in itertools.pairwise(batches):
+        known = int(np.sum(hkv.contains(one, coming)[1]))
+        one, _ = train(touched(one, coming), ids)
+        clock = hkv.Keys(tiers.cache.clock[None]).to_numpy()[0]
+        tiers, counts, of_step = tiered.step_and_prefetch(trained(train, ids), tiers, ids, coming)
+        if hkv.Keys(tiers.cache.clock[None]).to_numpy()[0] - clock > 2:
+            again, one = again + 1, touched(one, coming)
+        assert int(of_step.hits) == 90
+        assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
+        assert int(counts.hits) + int(counts.restored) == known
+        assert int(counts.unique) == 90 == known + int(counts.inserted)
+    assert again > 10
+    assert_same_table(tiers, one)
+
+
+def test_ids_of_a_step_that_are_not_there_are_counted():
+    ids = np.arange(64, dtype=np.int32)
+    tiers, _ = tiered.prefetch(tiers_of(256, 1024), ids)
+    _, counts, _ = tiered.step_and_prefetch(
+        lambda cache: (cache, None), tiers, ids + 10, hkv.Jagged.from_lists([[1], [2, 70]])
+    )
+    assert (int(counts.absent), int(counts.unique), int(counts.inserted)) == (10, 3, 1)
+
+
+def test_a_collection_trains_while_its_next_batch_comes_near(rng):
+    small, large = (collection_of(size) for size in (SMALL, LARGE))
+    tables, ones = small.create(), large.create()
+    names = ["users+items", "words"]
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
+
+    def looked_up(collection, tables, inputs):
+        tables, found = collection.lookup(tables, inputs, train=True)
+        after = dict(tables)
+        for name in names:
+            after[name] = ADAM.update(tables[name], found.results[name], 0.5 * found.rows[name])
+        return after, collection.spread(found.rows, found.parts)
+
+    def touch(tables, inputs):
+        return large.prefetch(tables, empty, inputs)[0]
+
+    steps = [
+        jax.jit(lambda tables, inputs, own=own: looked_up(own, tables, inputs), donate_argnums=0)
+        for own in (small, large)
+    ]
+    # One table with a store that stays empty is one table.
+    empty = {name: tiered.create_store(ones[name], 2 * LARGE, device=host()) for name in names}
+    given = [inputs_of(rng) for _ in range(15)]
+    tables, stores, _ = small.prefetch(tables, stores, given[0])
+    ones, empty, _ = large.prefetch(ones, empty, given[0])
+    restored = 0
+    for inputs, coming in with_next(given):
+        tables, stores, counts, rows = small.step_and_prefetch(
+            lambda tables, inputs=inputs: steps[0](tables, inputs), tables, stores, inputs, coming
+        )
+        assert list(counts) == (names if coming else [])
+        for own in counts.values():
+            assert int(own.refused) == int(own.dropped) == int(own.absent) == 0
+            restored += int(own.restored)
+        if coming:
+            ones, empty, _ = large.prefetch(ones, empty, coming)
+        ones, wanted = steps[1](ones, inputs)
+        assert_same_bits(rows, wanted)
+    assert restored > 30 and not any(map(int, large.sizes(empty).values()))
+    assert int(hkv.size(tables["frozen"])) == 0
+    for name in names:
+        assert_same_entries(tiered.Tiers(tables[name], stores[name]), ones[name])
+
+
+def test_a_table_of_some_features_is_stepped_alone(rng):
+    """Tables without ids in the next batch stay as the step has left them."""
+    collection = collection_of(SMALL)
+    tables = collection.create()
+    names = ["users+items", "words"]
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
+    inputs = inputs_of(rng)
+    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+
+    def step(tables):
+        return {name: hkv.zero_empty_rows(table) for name, table in tables.items()}, "done"
+
+    before = jax.device_get(tables["users+items"].keys)
+    tables, stores, counts, result = collection.step_and_prefetch(
+        step, tables, stores, inputs, {"word": inputs["word"]}, partial=True
+    )
+    assert list(counts) == ["words"] and result == "done"
+    assert int(counts["words"].hits) == int(counts["words"].unique)
+    assert_same_bits(tables["users+items"].keys, before)
+
+
+def test_a_linen_model_trains_while_its_next_batch_comes_near(rng):
+    train = hkv.linen.train_step(loss_of)
+    given = [(ids, (ids.sum(axis=1) % 2).astype(np.float32)) for ids in ids_of_batches(rng)]
+    small, one = (
+        hkv.linen.TrainState.create(LinenModel(size), jax.random.key(0), given[0][0], tx=DENSE)
+        for size in (SMALL * 2, LARGE)
+    )
+
+    def with_table(state, table):
+        return state.replace(tables={**state.tables, "embed": {"table": table}})
+
+    cache = small.tables["embed"]["table"]
+    tiers = tiered.Tiers(cache, tiered.create_store(cache, LARGE, device=host()))
+    tiers, _ = tiered.prefetch(tiers, given[0][0])
+    for (ids, labels), coming in with_next(given):
+
+        def step(cache, state=small, ids=ids, labels=labels):
+            state, info = train(with_table(state, cache), ids, labels)
+            return state.tables["embed"]["table"], (state, info.loss)
+
+        tiers, counts, (small, loss) = tiered.step_and_prefetch(
+            step, tiers, ids, coming and coming[0]
+        )
+        one, wanted = train(one, ids, labels)
+        assert float(loss) == float(wanted.loss)
+        assert coming is None or int(counts.dropped) == int(counts.absent) == 0
+    assert_same_bits(small.params, one.params)
+    assert_same_entries(tiers, one.tables["embed"]["table"])
+
+
+def test_an_nnx_model_trains_while_its_next_batch_comes_near(rng):
+    train = hkv.nnx.train_step(loss_of)
+    given = [(ids, (ids.sum(axis=1) % 2).astype(np.float32)) for ids in ids_of_batches(rng)]
+    small, one = (hkv.nnx.TrainState(NnxModel(size), DENSE) for size in (SMALL * 2, LARGE))
+    layer = small.model.embed
+    cache = layer.table.get_value()
+    tiers = tiered.Tiers(cache, tiered.create_store(cache, LARGE, device=host()))
+    tiers, _ = tiered.prefetch(tiers, given[0][0])
+    for (ids, labels), coming in with_next(given):
+
+        def step(cache, ids=ids, labels=labels):
+            layer.table.set_value(cache)
+            info = train(small, ids, labels)
+            return layer.table.get_value(), info.loss
+
+        tiers, _, loss = tiered.step_and_prefetch(step, tiers, ids, coming and coming[0])
+        assert float(loss) == float(train(one, ids, labels).loss)
+    assert_same_entries(tiers, one.model.embed.table.get_value())
+
+
+def ids_of_batches(rng, count=15):
+    return [rng.integers(0, 1000, (32, 3)).astype(np.int32) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "capacity"),
+    [
+        ("shard_map", hkv.Policy.LRU, 2048),
+        ("shard_map", hkv.Policy.LFU, DEVICES * 128),  # without room for two batches
+        ("pmap", hkv.Policy.EPOCH_LRU, 2048),
+    ],
+)
+def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, rng):
+    placement = placement_of(mode)
+    tiers, one = (
+        parts_of(placement, capacity, 16384, policy=policy),
+        large(placement, 16384, policy=policy),
+    )
+    train, touch = stepper(placement)
+    given = [
+        placement.put(
+            (rng.integers(0, 3000, DEVICES * 80).astype(np.int32), rng.random(DEVICES * 80) < 0.9)
+        )
+        for _ in range(10)
+    ]
+    tiers, _ = tiered.prefetch(tiers, given[0][0], valid=given[0][1], placement=placement)
+    one, _ = touch(one, *given[0])
+    for batch, coming in with_next(given):
+        next_ids, next_valid = coming or (None, None)
+        tiers, counts, of_step = tiered.step_and_prefetch(
+            trained(train, *batch),
+            tiers,
+            batch[0],
+            next_ids,
+            valid=batch[1],
+            coming_valid=next_valid,
+            placement=placement,
+        )
+        if coming:
+            one, wanted = touch(one, *coming)
+            assert int(counts.unique) == int(wanted.unique)
+            assert int(counts.hits) + int(counts.restored) == int(wanted.hits)
+            assert int(counts.inserted) == int(wanted.inserted)
+            assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
+        one, wanted = train(one, *batch)
+        assert int(of_step.hits) == int(of_step.unique) == int(wanted.unique)
+    if capacity > DEVICES * 128:
+        assert_same_parts(placement, tiers, one)
+    else:  # some looked up once more, which is seen by the clock alone
+        exported = tiered.export_entries(tiers, placement=placement)
+        assert_same_bits(by_key(exported)[0], by_key(entries_of(placement.shards(one)))[0])
+
+
+def test_a_model_over_devices_trains_while_its_next_batch_comes_near(rng):
+    placement = placement_of("shard_map")
+
+    def of(capacity):
+        return hkv.Collection(
+            [hkv.TableConfig(name, capacity, DIM, optimizer=ADAM) for name in ("users", "items")],
+            [hkv.Feature("user", "users"), hkv.Feature("item", "items")],
+        )
+
+    given = []
+    for user, item in rng.integers(0, 1500, (12, 2, 64)).astype(np.int32):
+        given.append(({"user": user, "item": item}, ((user + item) % 2).astype(np.float32)))
+    example = {name: ids[:16] for name, ids in given[0][0].items()}
+    small, one = (
+        placement.create(
+            lambda size=size: hkv.linen.TrainState.create(
+                Model(of(size)), jax.random.key(0), example, tx=DENSE
+            )
+        )
+        for size in (256, 8192)
+    )
+    trains = [hkv.linen.train_step(loss_of, placement=placement) for _ in range(2)]
+    collection = of(256)
+    (name,) = [group.name for group in collection.groups]
+    tables = small.tables["embed"]
+    stores = {name: tiered.create_store(tables[name], 8192, placement=placement)}
+    given = [placement.put(batch) for batch in given]
+    options = {"placement": placement}
+    tables, stores, _ = collection.prefetch(tables, stores, given[0][0], **options)
+    restored = 0
+    for batch, coming in with_next(given):
+
+        def step(tables, state=small, batch=batch):
+            state, info = trains[0](state.replace(tables={**state.tables, "embed": tables}), *batch)
+            return state.tables["embed"], (state, info.loss)
+
+        tables, stores, counts, (small, loss) = collection.step_and_prefetch(
+            step, tables, stores, batch[0], coming and coming[0], **options
+        )
+        one, wanted = trains[1](one, *batch)
+        assert float(loss) == float(wanted.loss)
+        restored += int(counts[name].restored) if coming else 0
+    assert restored > 20
+    assert_same_bits(small.params, one.params)
+
+
+IDS = np.arange(3, dtype=np.int32)
+INPUTS = inputs_of(np.random.default_rng(0))
+COLLECTION = collection_of(128)
+
+
+def same(cache):
+    return cache, None
+
+
+def of_tiers(step=same, coming=IDS, **options):
+    return tiered.step_and_prefetch(step, tiers_of(128, 1024), IDS, coming, **options)
+
+
+def of_tables(step=same, coming=INPUTS, **options):
+    tables = COLLECTION.create()
+    stores = {"words": tiered.create_store(tables["words"], 1024)}
+    return COLLECTION.step_and_prefetch(step, tables, stores, INPUTS, coming, **options)
+
+
+WRONG = {
+    "no table": (
+        lambda: tiered.step_and_prefetch(same, made(128), IDS, IDS),
+        TypeError,
+        r"step_and_prefetch: tiers must be jax_hkv\.tiered\.Tiers, got Table",
+    ),
+    "other ids": (
+        lambda: of_tiers(coming=np.ones(3)),
+        TypeError,
+        r"step_and_prefetch: coming must hold integers",
+    ),
+    "a mask of another shape": (
+        lambda: of_tiers(coming_valid=np.ones(4, bool)),
+        TypeError,
+        r"step_and_prefetch: coming_valid must be bool\[3\]",
+    ),
+    "a mask beside bags": (
+        lambda: of_tiers(coming=hkv.Jagged.from_lists([[1]]), coming_valid=np.ones(1, bool)),
+        TypeError,
+        r"step_and_prefetch: coming_valid must be None where coming are Jagged",
+    ),
+    "a step inside of jit": (
+        lambda: jax.jit(lambda tiers: tiered.step_and_prefetch(same, tiers, IDS, IDS)[0])(
+            tiers_of(128, 1024)
+        ),
+        TypeError,
+        r"step_and_prefetch: tiers\.cache must be a table outside of jit, got one that is traced: "
+        r"call tiered\.prefetch there",
+    ),
+    "a step that returns a table alone": (
+        lambda: of_tiers(step=lambda cache: cache),
+        TypeError,
+        r"step_and_prefetch: step must return the cache and a result, got Table: return None",
+    ),
+    "a last step that returns a table alone": (
+        lambda: of_tiers(step=lambda cache: cache, coming=None),
+        TypeError,
+        r"step_and_prefetch: step must return the cache and a result, got Table",
+    ),
+    "a step that returns a result alone": (
+        lambda: of_tiers(step=lambda cache: (None, None)),
+        TypeError,
+        r"step_and_prefetch: the cache that step returns must be a jax_hkv Table, got NoneType",
+    ),
+    "a step that returns another table": (
+        lambda: of_tiers(step=lambda _: (made(256), None)),
+        ValueError,
+        r"step_and_prefetch: the cache that step returns must be that which it was given, "
+        r".*128.* got .*256",
+    ),
+    "a step that returns what it has used up": (
+        lambda: of_tiers(step=lambda cache: (cache, trainer("adam")(cache, IDS))),
+        RuntimeError,
+        r"step_and_prefetch: the cache that step returns was used up",
+    ),
+    "a placement that is none": (
+        lambda: of_tiers(placement="device"),
+        TypeError,
+        r"step_and_prefetch: placement must be a jax_hkv\.sharding\.Placement",
+    ),
+    "inputs of other features": (
+        lambda: of_tables(coming={"word": INPUTS["word"]}),
+        ValueError,
+        r"Collection\.step_and_prefetch: coming must be of the features .*missing: .*'user'.*"
+        r"partial=True",
+    ),
+    "a step that leaves tables out": (
+        lambda: of_tables(step=lambda tables: ({"words": tables["words"]}, None)),
+        ValueError,
+        r"Collection\.step_and_prefetch, behind step: tables must be those of create\(\)",
+    ),
+    "a step that returns no result": (
+        lambda: of_tables(step=lambda tables: tables),
+        TypeError,
+        r"Collection\.step_and_prefetch: step must return the tables and a result, got dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_step_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
