@@ -167,7 +167,8 @@ def _cut_bags(where: str, bags: Jagged, count: int, first: list[tuple[str, int]]
         raise ValueError(
             f"train_step: {where} must be a Jagged of each of the {count} micro-batches, one after "
             f"the other, got {splits} row_splits of {positions} positions beside arrays of "
-            f"{examples} examples: make one of the bags of each part, with the same "
-            "capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
+            f"{examples} examples: of one of all bags make it by "
+            f"bags.for_parts({count}, capacity=), or make one of the bags of each part, with the "
+            "same capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
         )
     return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)

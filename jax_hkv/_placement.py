@@ -269,7 +269,7 @@ class Placement:
         Raises:
           TypeError: if JAX would cut 64-bit integers to 32 bits and change them.
           ValueError: if a leading axis cannot be split evenly, or a :class:`jax_hkv.Jagged` is not
-            one for each device (see :func:`jax_hkv.sharding.concatenate`), as far as its row_splits
+            one for each device (of :meth:`jax_hkv.Jagged.for_parts`), as far as its row_splits
             show that: of one whose bags at the seams are empty they do not.
         """
         for node in jax.tree.leaves(batch, is_leaf=is_jagged):
@@ -300,9 +300,10 @@ class Placement:
         raise ValueError(
             f"Placement.put: a Jagged must be one for each of {count} devices{each}, one after the "
             "other, each with row_splits that begin at 0, do not decrease and end within its "
-            f"{positions} / {count * micro_batches} positions: make them with the same capacity "
-            "and number of bags, and give jax_hkv.sharding.concatenate([...]) of them (of a step "
-            "in micro-batches say put(batch, micro_batches=))"
+            f"{positions} / {count * micro_batches} positions: of one of all bags make it by "
+            f"bags.for_parts({count * micro_batches}, capacity=); or make them with the same "
+            "capacity and number of bags, and give jax_hkv.sharding.concatenate([...]) of them (of "
+            "a step in micro-batches say put(batch, micro_batches=))"
         )
 
     def check_put(self, call: str, batch: Any, cause: Exception | None = None) -> None:

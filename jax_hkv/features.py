@@ -132,6 +132,76 @@ class Jagged:
             )
         return _packed(call, ids, counts, capacity, factors)
 
+    def for_parts(
+        self, parts: int, *, capacity: int | None = None, batch: int | None = None
+    ) -> Jagged:
+        """The same bags as a Jagged for each device or micro-batch, one of these after the other.
+
+        It is what `Placement.put` and a step in micro-batches take: the bags are dealt out in
+        order, and each part has splits of its own and as many positions. It is made on the host,
+        without a device.
+
+        Args:
+          parts: of this process: its devices, times the micro-batches of a step.
+          capacity: positions of each part, with the padding; by default as many as the part with
+            the most ids has, so that every number of them is traced anew.
+          batch: bags of all parts together; by default as many as there are. What is missing, in
+            the last batch of a data set, is made up by empty ones.
+
+        Raises:
+          TypeError, ValueError: naming the argument, or what is wrong with ids, splits or weights.
+
+        Example:
+          >>> bags = Jagged.from_lists([[5, 6], [], [7], [8]])
+          >>> two = bags.for_parts(2, capacity=3)
+          >>> two.row_splits.tolist(), two.ids.to_numpy().tolist()
+          ([0, 2, 2, 0, 1, 2], [5, 6, 0, 7, 8, 0])
+        """
+        call = "Jagged.for_parts"
+        if any(map(is_traced, jax.tree.leaves(self))):
+            raise TypeError(f"{call}: the bags must be on the host, got traced ones: call it there")
+        parts = _checks.as_integer(call, "parts", parts, 1, MAX_SLOTS)
+        is_keys = isinstance(self.ids, Keys)
+        ids = np.asarray(self.ids.words) if is_keys else _flat(call, "ids", self.ids, "iu")
+        splits = _known_splits(call, "row_splits", self.row_splits, len(ids))
+        given = len(splits) - 1
+        batch = given if batch is None else _checks.as_integer(call, "batch", batch, 0, MAX_SLOTS)
+        if batch < given or batch % parts:
+            raise ValueError(
+                f"{call}: batch must be a multiple of the {parts} parts, with room for {given} "
+                f"bags, got {batch}: with batch={-(-given // parts) * parts}, say, empty bags fill "
+                "it up"
+            )
+        ends = np.append(splits, np.full(batch - given, splits[-1]))
+        each = batch // parts
+        ends = ends[each * np.arange(parts)[:, None] + np.arange(each + 1)]
+        most = int((ends[:, -1] - ends[:, 0]).max())
+        room = most if capacity is None else capacity
+        room = _checks.as_integer(call, "capacity", room, 0, MAX_SLOTS // parts)
+        if room < most:
+            raise ValueError(
+                f"{call}: capacity must be at least the number of ids of each part, {most} of one "
+                f"of them, got {room}: raise it, or leave ids out"
+            )
+
+        def dealt(array: np.ndarray) -> np.ndarray:
+            out = np.zeros((parts, room, *array.shape[1:]), array.dtype)
+            for own, first, last in zip(out, ends[:, 0], ends[:, -1], strict=True):
+                own[: last - first] = array[first:last]
+            return out.reshape(-1, *array.shape[1:])
+
+        weights = self.weights
+        if weights is not None:
+            weights = _flat(call, "weights", weights, "iuf").astype(np.float32)
+            if len(weights) != len(ids):
+                raise ValueError(
+                    f"{call}: weights must be one for each of the {len(ids)} positions, got "
+                    f"{len(weights)}"
+                )
+            weights = dealt(weights)
+        splits = (ends - ends[:, :1]).astype(np.int32).reshape(-1)
+        return Jagged(Keys(dealt(ids)) if is_keys else dealt(ids), splits, weights)
+
 
 def is_jagged(node: Any) -> bool:
     """Whether a node of a pytree is a :class:`Jagged`."""
@@ -335,6 +405,31 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
 
 def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array, " batch+1"]:
     """Row splits, their values checked where they are known, and cut to `count` where not."""
+    if not is_traced(splits):
+        _known_splits(call, argument, splits, count)
+        splits = splits.astype(np.int32)
+    elif _check_form_of_splits(call, argument, splits) == np.int64:
+        splits = jnp.clip(splits, 0, count).astype(jnp.int32)  # as native calls do with int32
+    return replicated(jnp.asarray(splits))
+
+
+def _known_splits(call: str, argument: str, splits: Any, count: int) -> np.ndarray:
+    """Row splits on the host, without a device, checked."""
+    _check_form_of_splits(call, argument, splits)
+    known = np.asarray(splits)
+    if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > count:
+        texts = [*map(str, known.tolist())]
+        texts = texts if len(texts) < 20 else [*texts[:8], "...", *texts[-8:]]
+        raise ValueError(
+            f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
+            f"of positions) or before, got [{', '.join(texts)}]: they are the cumulative "
+            "lengths of the bags, with 0 in front (of a Jagged of each device or micro-batch "
+            "those of each: for Placement.step, Placement.run and train_step(micro_batches=))"
+        )
+    return known.astype(np.int32)
+
+
+def _check_form_of_splits(call: str, argument: str, splits: Any) -> Any:
     dtype, shape = getattr(splits, "dtype", None), getattr(splits, "shape", ())
     if dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or len(shape) != 1 or shape[0] < 1:
         got = type(splits).__name__ if dtype is None else f"{dtype}{list(shape)}"
@@ -342,21 +437,7 @@ def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array,
             f"{call}: {argument} must be int32 or int64 [batch + 1], got {got}: make it with "
             "np.concatenate([[0], np.cumsum(lengths)]), or use Jagged.from_lists"
         )
-    if not is_traced(splits):
-        known = np.asarray(splits)
-        if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > count:
-            texts = [*map(str, known.tolist())]
-            texts = texts if len(texts) < 20 else [*texts[:8], "...", *texts[-8:]]
-            raise ValueError(
-                f"{call}: {argument} must start at 0, not decrease, and end at {count} (the number "
-                f"of positions) or before, got [{', '.join(texts)}]: they are the cumulative "
-                "lengths of the bags, with 0 in front (of a Jagged of each device or micro-batch "
-                "those of each: for Placement.step, Placement.run and train_step(micro_batches=))"
-            )
-        splits = splits.astype(np.int32)
-    elif dtype == np.int64:  # as native calls do with those of 32 bits
-        splits = jnp.clip(splits, 0, count).astype(jnp.int32)
-    return replicated(jnp.asarray(splits))
+    return dtype
 
 
 def dense_bags(batch: tuple[int, ...], hotness: int, weights: jax.Array | None) -> Bags:

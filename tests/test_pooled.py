@@ -480,35 +480,6 @@ def jagged(splits=(0, 4), ids=IDS, weights=None):
     return hkv.Jagged(ids, np.array(splits, np.int32), weights)
 
 
-@pytest.mark.parametrize("form", ["Keys", "int64", "uint64", "list"])
-def test_jagged_from_lengths_is_jagged_from_lists(form):
-    """The same bags, their ids one after the other, with the lengths beside them."""
-    lists = [[-1, 2**40], [], [3], [4, 5, 6]]
-    weights = [[1.0, 2.0], [], [0.5], [4.0, 5.0, 6.0]]
-    flat = [each for bag in lists for each in bag]
-    values = {
-        "Keys": hkv.Keys.from_numpy(np.array(flat)),
-        "int64": np.array(flat),
-        "uint64": np.array(flat).view(np.uint64),
-        "list": flat,
-    }[form]
-    expected = hkv.Jagged.from_lists(lists, capacity=9, weights=weights)
-    got = hkv.Jagged.from_lengths(
-        values, np.array([2, 0, 1, 3], np.int32), capacity=9, weights=sum(weights, [])
-    )
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
-    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [np.uint32, np.int32, np.float32]
-
-
-def test_jagged_from_lengths_of_nothing_has_empty_bags():
-    """Batches without any id."""
-    bags = hkv.Jagged.from_lengths([], [0, 0], capacity=2, weights=[])
-    assert bags.row_splits.tolist() == [0, 0, 0] and bags.ids.shape == (2,)
-    assert hkv.Jagged.from_lengths(np.zeros(0, np.int64), []).row_splits.tolist() == [0]
-    assert not hkv.find_pooled(hkv.create(128, DIM), bags)[1].values.any()
-
-
 BAD_CALLS = {
     "float ids": (lambda t: hkv.find_pooled(t, ONES), TypeError, "find_pooled: ids.*float32.*hash"),
     "float jagged ids": (

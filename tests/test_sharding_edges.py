@@ -94,17 +94,17 @@ def bags_of(rng, count):
 
 def test_a_jagged_for_each_device_is_put_and_one_for_all_is_refused(rng):
     placement = Placement(mesh_of(2))
-    each = [bags_of(rng, 3), bags_of(rng, 3)]
+    bags = bags_of(rng, 5)
 
     def read(table, bags):
         return sharding.find_pooled(table, bags, axis_name="device")[1].values
 
     table = placement.create(lambda: hkv.create(128, 4))
-    rows = placement.run(read)(table, placement.put(sharding.concatenate(each)))
-    one = hkv.create(128, 4)
-    expected = np.concatenate([hkv.find_pooled(one, bags)[1].values for bags in each])
+    rows = placement.run(read)(table, placement.put(bags.for_parts(2, batch=6)))
+    _, expected = hkv.find_pooled(hkv.create(128, 4), bags)
+    expected = np.concatenate([expected.values, np.zeros((1, 4), np.float32)])  # of no ids
     np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match=r"one for each of 2 devices.*sharding\.concatenate"):
+    with pytest.raises(ValueError, match=r"one for each of 2 devices.*for_parts\(2, capacity="):
         placement.put(bags_of(rng, 7))
 
 

@@ -1,0 +1,144 @@
+"""Bags of ids are made on the host, and dealt out to devices and micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_hkv as hkv
+
+DIM = 4
+
+
+@pytest.mark.parametrize("form", ["Keys", "int64", "uint64", "list"])
+def test_jagged_from_lengths_is_jagged_from_lists(form):
+    """The same bags, their ids one after the other, with the lengths beside them."""
+    lists = [[-1, 2**40], [], [3], [4, 5, 6]]
+    weights = [[1.0, 2.0], [], [0.5], [4.0, 5.0, 6.0]]
+    flat = [each for bag in lists for each in bag]
+    values = {
+        "Keys": hkv.Keys.from_numpy(np.array(flat)),
+        "int64": np.array(flat),
+        "uint64": np.array(flat).view(np.uint64),
+        "list": flat,
+    }[form]
+    expected = hkv.Jagged.from_lists(lists, capacity=9, weights=weights)
+    got = hkv.Jagged.from_lengths(
+        values, np.array([2, 0, 1, 3], np.int32), capacity=9, weights=sum(weights, [])
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [np.uint32, np.int32, np.float32]
+
+
+def test_jagged_from_lengths_of_nothing_has_empty_bags():
+    """Batches without any id."""
+    bags = hkv.Jagged.from_lengths([], [0, 0], capacity=2, weights=[])
+    assert bags.row_splits.tolist() == [0, 0, 0] and bags.ids.shape == (2,)
+    assert hkv.Jagged.from_lengths(np.zeros(0, np.int64), []).row_splits.tolist() == [0]
+    assert not hkv.find_pooled(hkv.create(128, DIM), bags)[1].values.any()
+
+
+@pytest.mark.parametrize("form", ["Keys", "int32", "jax"])
+@pytest.mark.parametrize("batch", [None, 12, 15])
+def test_jagged_is_dealt_out_to_parts_in_order(form, batch, rng):
+    """As if each part's bags had been made apart; empty bags make up what is missing."""
+    parts, count = 3, 12 if batch is None else 11
+    lists = [rng.integers(0, 1000, rng.integers(0, 4)).tolist() for _ in range(count)]
+    weights = [rng.random(len(bag)).astype(np.float32) for bag in lists]
+    whole = hkv.Jagged.from_lists(lists, capacity=50, weights=weights)
+    if form != "Keys":
+        whole = dataclasses.replace(whole, ids=whole.ids.to_numpy().astype(np.int32))
+    if form == "jax":
+        whole = jax.tree.map(jnp.asarray, whole)
+    got = whole.for_parts(parts, capacity=20, batch=batch)
+    each = (batch or count) // parts
+    lists, weights = (given + [[]] * (each * parts - count) for given in (lists, weights))
+    expected = hkv.sharding.concatenate(
+        [
+            hkv.Jagged.from_lists(
+                lists[first : first + each], capacity=20, weights=weights[first : first + each]
+            )
+            for first in range(0, each * parts, each)
+        ]
+    )
+    if form != "Keys":
+        assert got.ids.dtype == np.int32
+        got = dataclasses.replace(got, ids=hkv.Keys.from_numpy(got.ids))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [np.uint32, np.int32, np.float32]
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(got))
+    fullest = max(
+        sum(map(len, lists[first : first + each])) for first in range(0, each * parts, each)
+    )
+    assert whole.for_parts(parts, batch=batch).ids.shape == (parts * fullest,)
+
+
+def test_no_bags_are_dealt_out_as_empty_ones():
+    none = hkv.Jagged.from_lists([])
+    assert none.for_parts(2).row_splits.tolist() == [0, 0]
+    filled = none.for_parts(2, capacity=3, batch=4)
+    assert filled.row_splits.tolist() == [0] * 6 and filled.ids.shape == (6,)
+
+
+IDS = np.zeros(4, np.int32)
+
+
+def jagged(splits=(0, 4), ids=IDS, weights=None):
+    return hkv.Jagged(ids, np.array(splits, np.int32), weights)
+
+
+WRONG = {
+    "bags that no parts take": (
+        lambda: jagged((0, 1, 2, 4)).for_parts(2),
+        ValueError,
+        r"for_parts: batch must be a multiple of the 2 parts, with room for 3 bags, got 3: "
+        r"with batch=4",
+    ),
+    "a batch smaller than its bags": (
+        lambda: jagged((0, 1, 2, 4)).for_parts(2, batch=2),
+        ValueError,
+        r"for_parts: batch must be .*room for 3 bags, got 2",
+    ),
+    "no parts": (
+        lambda: jagged().for_parts(0),
+        ValueError,
+        r"for_parts: parts must be",
+    ),
+    "parts with less room than ids": (
+        lambda: jagged((0, 1, 4)).for_parts(2, capacity=2),
+        ValueError,
+        r"for_parts: capacity must be at least the number of ids of each part, 3 .*got 2",
+    ),
+    "splits of several Jagged dealt out": (
+        lambda: jagged((0, 2, 0, 2)).for_parts(2),
+        ValueError,
+        r"for_parts: row_splits must start at 0, not decrease",
+    ),
+    "weights of fewer ids dealt out": (
+        lambda: jagged(weights=np.ones(3, np.float32)).for_parts(1),
+        ValueError,
+        r"for_parts: weights must be one for each of the 4 positions, got 3",
+    ),
+    "float ids dealt out": (
+        lambda: jagged(ids=np.ones(4, np.float32)).for_parts(1),
+        TypeError,
+        r"for_parts: ids must be integers along one axis, got float32",
+    ),
+    "traced bags dealt out": (
+        lambda: jax.jit(lambda bags: bags.for_parts(1))(jagged()),
+        TypeError,
+        r"for_parts: the bags must be on the host, got traced ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_dealt_out_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
