@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from jax_hkv.table import (
 from jax_hkv.whole_table import export_batch, export_batch_if
 
 # What the names of arrays in a file begin with.
-_OPTIMIZER, _SHARED = "optimizer.", "shared."
 
 _CHUNK = 65536  # slots read, and entries written, at a time
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth: multiplicative hashing)
@@ -144,7 +142,7 @@ def first_change(parts: Sequence[Table], earlier: Exported) -> int:
             f"Policy.{policy.name} do not: export all entries, or create the table under LRU or an "
             "EPOCH policy"
         )
-    now, epoch = max(_number(part.clock) for part in parts), max(_epoch(part) for part in parts)
+    now, epoch = max(map(clock_of, parts)), max(_epoch(part) for part in parts)
     if earlier.clock > now or earlier.epoch > epoch:
         raise ValueError(
             f"{call}: changed_since must be an export of an earlier time of this table, got one of "
@@ -210,90 +208,13 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     )
 
 
-def save_entries(path: Any, exported: Exported) -> None:
-    """Writes exported entries as one file of NumPy arrays (``.npz``), without pickles.
-
-    Args:
-      path: of the file, a path or its name; each process has one of its own. Until everything is
-        written it is the path with ".writing" behind it, so that no half of a file is found.
-      exported: of :func:`export_entries`. bfloat16, which NumPy does not know, is written as the
-        bits of uint16. The texts "types" in the file say of which, and what is "state1" and so on:
-        the optimizer's arrays, by their places among those texts.
-
-    Raises:
-      TypeError: if it is no export.
-
-    Example:
-      >>> import tempfile, jax_hkv as hkv
-      >>> path = tempfile.mkdtemp() + "/entries"
-      >>> save_entries(path, export_entries(hkv.create(128, 2)))
-      >>> load_entries(path).values.shape
-      (0, 2)
-    """
-    check_exported("sharding.save_entries", "exported", exported, "make one by export_entries")
-    rows: dict[str, Any] = {"values": exported.values}
-    rows |= {f"{_OPTIMIZER}{name}": leaf for name, leaf in exported.optimizer.items()}
-    rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
-    if exported.counters is not None:
-        rows["counters"] = exported.counters
-    # NumPy forgets the name of bfloat16, whose bits are written.
-    types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
-    arrays: dict[str, Any] = {
-        _file_of(number, name): leaf.view(f"u{leaf.dtype.itemsize}")
-        if leaf.dtype.kind == "V"
-        else leaf
-        for number, (name, leaf) in enumerate(rows.items())
-    }
-    arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
-    arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
-    arrays |= {"policy": np.uint64(exported.policy)}
-    if (namespace := as_array(namespace_of(exported))) is not None:
-        arrays["namespace"] = namespace
-    unfinished = f"{os.fspath(path)}.writing"
-    with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
-        np.savez(file, **arrays)
-    os.replace(unfinished, path)
-
-
-def _file_of(number: int, name: str) -> str:
-    """An array's name in a file: not all that an optimizer's state has are names of files."""
-    return f"state{number}" if name.startswith((_OPTIMIZER, _SHARED)) else name
-
-
-def load_entries(path: Any) -> Exported:
-    """What :func:`save_entries` wrote, in every bit."""
-    with np.load(path) as saved:
-        types = [entry.rsplit("=", 1) for entry in saved["types"].tolist()]
-        rows = {
-            name: saved[_file_of(number, name)].view(jnp.dtype(kind))
-            for number, (name, kind) in enumerate(types)
-        }
-
-        def leaves(kind: str) -> dict[str, np.ndarray]:
-            own = [name for name in rows if name.startswith(kind)]
-            return {name.removeprefix(kind): rows[name] for name in own}
-
-        return Exported(
-            keys=saved["keys"],
-            scores=saved["scores"],
-            values=rows["values"],
-            optimizer=leaves(_OPTIMIZER),
-            shared=leaves(_SHARED),
-            clock=int(saved["clock"]),
-            epoch=int(saved["epoch"]),
-            counters=rows.get("counters"),
-            policy=int(saved["policy"]),
-            namespace=saved.get("namespace"),
-        )
-
-
 def _exported(part: Table, min_score: int | None) -> Exported:
     # A key is counted by its owner alone, so that the highest count of all parts is never too low.
     counters = None if part.admission is None else part.admission.counters
     return Exported(
         *_concatenated(list(_chunks(part, min_score))),
         shared=jax.tree.map(np.asarray, part.optimizer.shared) if part.optimizer else {},
-        clock=_number(part.clock),
+        clock=clock_of(part),
         epoch=_epoch(part),
         counters=None if counters is None else np.asarray(counters),
         policy=int(part.policy),
@@ -362,6 +283,16 @@ def _entries_of(exported: Exported) -> tuple[Any, ...]:
 
 def _concatenated(entries: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
+
+
+def clock_of(part: Table) -> int:
+    return _number(part.clock)
+
+
+def keys_of(part: Table) -> np.ndarray:
+    """The keys of a table of one device, uint64 on the host, in the order of slots."""
+    is_entry = np.asarray(part.digests).reshape(-1) != 0
+    return Keys(np.asarray(part.keys).reshape(-1, 2)[is_entry]).to_numpy()
 
 
 def _epoch(part: Table) -> int:
@@ -458,7 +389,7 @@ def import_entries(
             mine = owned(exported, number % devices, devices)
             part, counts = fill(part, mine, latest)
             filled.append(part)
-            total = _plus(total, counts)
+            total = plus(total, counts)
         return (filled[0] if placement is None else placement.join(filled)), total
 
 
@@ -586,6 +517,11 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
     return chosen(exported, from_here[np.lexsort((keys * _GOLDEN, ~scores))])
 
 
+def owned_keys(keys: np.ndarray, number: int, devices: int) -> np.ndarray:
+    """The keys of a part."""
+    return keys[_owner_of(keys, devices) == number]
+
+
 def chosen(exported: Exported, rows: np.ndarray) -> Exported:
     """Some of the entries, by their places or a mask."""
     own = jax.tree.map(lambda leaf: leaf[rows], _entries_of(exported))
@@ -634,11 +570,11 @@ def fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
         valid = np.arange(size) < len(exported.keys) - start
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)
         table, counts = _write(table, *jax.device_put(batch, device))
-        total = _plus(total, counts)
+        total = plus(total, counts)
     return _with_common(table, exported, device, latest), total
 
 
-def _plus(a: Counts, b: Counts) -> Counts:
+def plus(a: Counts, b: Counts) -> Counts:
     """Counts of different devices, added up on the first."""
     return Counts(*(x + jax.device_put(y, x.device) for x, y in zip(a, b, strict=True)))
 
@@ -654,7 +590,7 @@ def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
 
 
 def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
-    own_clock, own_epoch = _number(table.clock), int(np.asarray(table.epoch)[0])
+    own_clock, own_epoch = clock_of(table), int(np.asarray(table.epoch)[0])
     clock = max(own_clock, exported.clock, latest)
     epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)
     index = dataclasses.replace(

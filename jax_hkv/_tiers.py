@@ -439,8 +439,7 @@ def either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> Era
 
 def keys_of_cache_alone(tiers: Tiers) -> np.ndarray:
     """The keys, uint64, that the cache has and the store has not."""
-    is_entry = np.asarray(tiers.cache.digests).reshape(-1) != 0
-    keys = Keys(np.asarray(tiers.cache.keys).reshape(-1, 2)[is_entry]).to_numpy()
+    keys = _entries.keys_of(tiers.cache)
     return keys[~is_in(tiers.store, keys)]
 
 

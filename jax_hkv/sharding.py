@@ -33,15 +33,22 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _checks, _inserts, _sharded, _sharded_writes, pooled, whole_table
+from jax_hkv._changes import (
+    ChangeCounts,
+    Changes,
+    export_changes,
+    import_changes,
+    load_changes,
+    save_changes,
+)
 from jax_hkv._digest import digest
 from jax_hkv._entries import (
     Exported,
     export_entries,
     import_entries,
     join_entries,
-    load_entries,
-    save_entries,
 )
+from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, as_exchange, distinct_in, owners, skew_in
 from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._placement import Mode, Placement, concatenate
@@ -56,6 +63,8 @@ from jax_hkv.operations import as_number, fill_of
 from jax_hkv.table import Bags, Entries, Table, WriteResult, check_one_device, no_counts
 
 __all__ = [
+    "ChangeCounts",
+    "Changes",
     "Collective",
     "Exchange",
     "ExchangeOverflow",
@@ -76,6 +85,7 @@ __all__ = [
     "digest",
     "distinct_in",
     "erase",
+    "export_changes",
     "export_entries",
     "export_keys",
     "find",
@@ -83,13 +93,16 @@ __all__ = [
     "find_or_insert_pooled",
     "find_pooled",
     "import_batch",
+    "import_changes",
     "import_entries",
     "insert_or_assign",
     "join_entries",
+    "load_changes",
     "load_entries",
     "misplaced",
     "owners",
     "reshard",
+    "save_changes",
     "save_entries",
     "skew_in",
     "synchronized",

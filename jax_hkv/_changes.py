@@ -1,0 +1,275 @@
+"""What has become of a table since it was exported: for tables that follow it, in serving."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from jax_hkv import _entries, _entry_files, _inserts, _tiers
+from jax_hkv._compat import on_one_device
+from jax_hkv._entries import Exported
+from jax_hkv._keys import Keys
+from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._tiers import Tiers
+from jax_hkv.index import Policy
+from jax_hkv.table import Counts, Table, check_one_device, check_table, no_counts
+
+
+class Changes(NamedTuple):
+    """What has become of a table since an earlier time, on the host.
+
+    Attributes:
+      entries: new ones and those that were looked up since; of a table whose scores tell no time
+        (LFU, CUSTOM), or if there is no earlier time, all.
+      removed: ``uint64[m]``, keys that were there and are not any more: evicted, erased, expired.
+      since: the clock at that time; None: there was none.
+      keys: ``uint64[n]``, all that are there now; None where they are not known, from a file.
+    """
+
+    entries: Exported
+    removed: np.ndarray
+    since: int | None
+    keys: np.ndarray | None
+
+
+class ChangeCounts(NamedTuple):
+    """What became of changes in a table; of this process's devices.
+
+    Attributes:
+      entries: of those that were imported: `evicted` and `refused` ones found no room, and no later
+        changes bring them back.
+      erased: removed keys that the table had, an ``int32`` scalar.
+    """
+
+    entries: Counts
+    erased: Int32[jax.Array, ""]
+
+
+def export_changes(
+    tables: Table | Tiers | Sequence[Table | Tiers], since: Changes | Exported | None
+) -> Changes:
+    """What has become of a table since an earlier export: for one that follows it.
+
+    For use between steps. It tells the earlier keys from those of now on the host, in some seconds
+    for 10**7 of them. Rows that changed without their scores are not seen, and of a table that went
+    back to a checkpoint everything is to be exported: see :func:`export_entries`, `changed_since`.
+
+    Args:
+      tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
+        `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store), of which
+        every process exports its own.
+      since: what this returned the last time, in this process; or an export of all entries. None:
+        everything is new.
+
+    Returns:
+      The changes, for :func:`import_changes`, and as `since` of the next ones.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      RuntimeError: if a table was used up before.
+
+    Example:
+      >>> import numpy as np, jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> first = export_changes(table, None)
+      >>> table, _ = hkv.erase(table, np.array([5], np.int32))
+      >>> table, _ = hkv.find_or_insert(table, np.array([7], np.int32))
+      >>> changes = export_changes(table, first)
+      >>> changes.entries.keys.tolist(), changes.removed.tolist()
+      ([7], [5])
+    """
+    call = "sharding.export_changes"
+    parts = _parts_of(call, tables)
+    earlier, known = _known_of(call, since)
+    policy = parts[0].cache.policy if isinstance(parts[0], Tiers) else parts[0].policy
+    tells_time = policy not in (Policy.LFU, Policy.CUSTOM)
+    begin = earlier if tells_time else None
+    entries = [
+        _tiers.export_entries(part, None, begin)
+        if isinstance(part, Tiers)
+        else _entries.export_entries(part, changed_since=begin)
+        for part in parts
+    ]
+    keys = np.concatenate([_keys_of(part) for part in parts])
+    removed = known[~np.isin(known, keys)]
+    clock = None if earlier is None else earlier.clock
+    return Changes(_entries.join_entries(entries), removed, clock, keys)
+
+
+def _parts_of(call: str, tables: Any) -> list[Any]:
+    parts = [tables] if isinstance(tables, (Table, Tiers)) else tables
+    if not isinstance(parts, Sequence) or not parts:
+        raise TypeError(
+            f"{call}: tables must be a table, jax_hkv.tiered.Tiers, or parts of one, got "
+            f"{type(tables).__name__}: of a table over devices give placement.shards(table)"
+        )
+    for part in parts:
+        if isinstance(part, Tiers):
+            _tiers.check(call, part)
+        else:
+            check_one_device(call, part)
+            check_not_used_up(call, jax.tree.leaves(part), "table")
+    return list(parts)
+
+
+def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
+    """The earlier export, and the keys of that time."""
+    if since is None:
+        return None, np.zeros(0, np.uint64)
+    if isinstance(since, Changes):
+        if since.keys is None:
+            raise ValueError(
+                f"{call}: since must know the table's keys, got changes of a file, which has none: "
+                "give those that this process has exported, or None and a fresh table to follow"
+            )
+        return since.entries, since.keys
+    _entries.check_exported(
+        call, "since", since, "give what export_changes returned, or None for the first time"
+    )
+    return since, since.keys
+
+
+def _keys_of(part: Table | Tiers) -> np.ndarray:
+    if isinstance(part, Tiers):
+        return np.concatenate([_entries.keys_of(part.store), _tiers.keys_of_cache_alone(part)])
+    return _entries.keys_of(part)
+
+
+def import_changes(
+    placement: Placement | None, table: Table, changes: Changes, *, replicas: bool = False
+) -> tuple[Table, ChangeCounts]:
+    """A table that follows another one, up to date. For use between steps.
+
+    Removed keys go first, so that there is room; then entries come as by :func:`import_entries`,
+    without optimizer rows where the table has none.
+
+    Args:
+      placement: of the table, or None for a table of one device.
+      table: with what was there at the time that the changes begin at; it is used up. A server
+        that answers meanwhile gives a copy of its own.
+      changes: of :func:`export_changes`; every process gives all of them, those of several
+        exporting processes one after the other.
+      replicas: whether every device holds the whole table.
+
+    Returns:
+      The table, and :class:`ChangeCounts`.
+
+    Raises:
+      TypeError: naming the argument.
+      ValueError: if changes before these are missing, or as :func:`import_entries`; before anything
+        is changed.
+
+    Example:
+      >>> import numpy as np, jax_hkv as hkv
+      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+      >>> serving, counts = import_changes(None, hkv.create(1024, 2), export_changes(table, None))
+      >>> int(counts.entries.inserted), int(counts.erased)
+      (2, 0)
+    """
+    call = "sharding.import_changes"
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(
+            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
+            f"device, got {type(placement).__name__}: the order is (placement, table, changes)"
+        )
+    check_table(call, table)
+    if not isinstance(changes, Changes):
+        raise TypeError(
+            f"{call}: changes must be what export_changes returned, got {type(changes).__name__}: "
+            "an export of entries alone goes to import_entries"
+        )
+    entries = changes.entries
+    if table.optimizer is None:
+        entries = entries._replace(optimizer={}, shared={})
+    with on_one_device():
+        parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
+        for part in parts:
+            _entries.check_fits(part, entries)
+        now = max(_entries.clock_of(part) for part in parts)
+        if changes.since is not None and now < changes.since:
+            raise ValueError(
+                f"{call}: changes must be those behind the table's last ones, at its time {now}, "
+                f"got changes since {changes.since}: import those before them first, or begin anew "
+                "with a fresh table and export_changes(table, None)"
+            )
+        devices = 1 if placement is None or replicas else placement.devices
+        numbers = [0] if placement is None else placement.local_parts
+        latest = _entries.latest_time(entries)
+        total, erased, after = no_counts(), 0, []
+        for number, part in zip(numbers, parts, strict=True):
+            own = _entries.owned_keys(changes.removed, number % devices, devices)
+            part, gone = _without(part, own)
+            part, counts = _entries.fill(
+                part, _entries.owned(entries, number % devices, devices), latest
+            )
+            after.append(part)
+            total, erased = _entries.plus(total, counts), erased + gone
+        table = after[0] if placement is None else placement.join(after)
+        return table, ChangeCounts(total, jnp.int32(erased))
+
+
+def _without(table: Table, keys: np.ndarray) -> tuple[Table, int]:
+    (device,) = table.values.devices()
+    erased = []
+    for batch in _entries.key_chunks(keys):
+        table, count = _erase(table, *jax.device_put(batch, device))
+        erased.append(count)
+    return table, sum(map(int, erased))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _erase(table: Table, keys: Keys, valid: jax.Array) -> tuple[Table, jax.Array]:
+    # The time of a table that follows is that of the one it follows.
+    table, result = _inserts.erase(table, keys, valid, is_ticked=True)
+    return table, result.counts.hits
+
+
+def save_changes(path: Any, changes: Changes) -> None:
+    """Writes changes as one file, as :func:`save_entries` does; without their `keys`.
+
+    Args:
+      path: of the file, a path or its name.
+      changes: of :func:`export_changes`.
+
+    Raises:
+      TypeError: if they are none.
+
+    Example:
+      >>> import tempfile, jax_hkv as hkv
+      >>> path = tempfile.mkdtemp() + "/changes"
+      >>> save_changes(path, export_changes(hkv.create(128, 2), None))
+      >>> load_changes(path).entries.values.shape
+      (0, 2)
+    """
+    if not isinstance(changes, Changes):
+        raise TypeError(
+            "sharding.save_changes: changes must be what export_changes returned, got "
+            f"{type(changes).__name__}"
+        )
+    since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
+    arrays = {"removed": changes.removed, "since": since}
+    _entry_files.write_arrays(path, _entry_files.arrays_of(changes.entries) | arrays)
+
+
+def load_changes(path: Any) -> Changes:
+    """What :func:`save_changes` wrote.
+
+    Raises:
+      ValueError: if the file is one of :func:`save_entries`.
+    """
+    with np.load(path) as saved:
+        if "removed" not in saved:
+            raise ValueError(
+                "sharding.load_changes: path must be a file of save_changes, got one without "
+                f"removed keys, {os.fspath(path)!r}: one of save_entries goes to load_entries"
+            )
+        since = saved["since"].tolist()
+        entries = _entry_files.entries_of_arrays(saved)
+        return Changes(entries, saved["removed"], *(since or [None]), keys=None)

@@ -1,0 +1,224 @@
+"""A table that follows another one by what has become of it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from many_devices import assert_same_bits, entries_of
+from test_tiered import tiers_of, trainer
+from test_tiered_devices import DEVICES, large, placement_of, stepper
+
+import jax_hkv as hkv
+from jax_hkv import sharding, tiered
+from jax_hkv.index import Policy
+
+DIM = 4
+OPT = hkv.optim.adagrad(0.5)
+
+
+@jax.jit(donate_argnums=0)
+def train(table, ids, scores):
+    scores = scores if table.policy in (Policy.CUSTOM, Policy.LFU) else None
+    table, found = hkv.find_or_insert(table, ids, scores=scores)
+    return OPT.update(table, found, 0.5 * found.values)
+
+
+def assert_follows(serving, trained):
+    """Keys, scores and rows, and time, but no optimizer rows."""
+    wanted = entries_of(trained)._replace(optimizer={}, shared={})
+    assert_same_bits(*(jax.tree.map(np.asarray, own) for own in (entries_of(serving), wanted)))
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, tmp_path):
+    """New rows, changed ones, and none that were evicted, erased or expired; through files."""
+    table = OPT.init(hkv.create(256, DIM, policy=policy, dtype=dtype))
+    serving = hkv.create(2048, DIM, policy=policy, dtype=dtype)
+    known, moved, erased = None, [], 0
+    for turn in range(8):
+        for _ in range(3):
+            ids = rng.integers(0, 900, 60).astype(np.int32)
+            scores = rng.integers(0, 100, 60).astype(np.uint32)
+            table = train(table, ids, scores)
+        table, _ = hkv.erase(table, rng.integers(0, 900, 40).astype(np.int32))
+        if turn == 5:
+            table = hkv.advance_epoch(table)
+        known = sharding.export_changes(table, known)
+        sharding.save_changes(tmp_path / "changes", known)
+        changes = sharding.load_changes(tmp_path / "changes")
+        assert changes.keys is None
+        assert_same_bits(*(jax.tree.map(np.asarray, own[:2]) for own in (changes, known)))
+        serving, counts = sharding.import_changes(None, serving, changes)
+        assert int(counts.entries.evicted) == int(counts.entries.refused) == 0
+        assert int(counts.erased) == len(known.removed)
+        assert_follows(serving, table)
+        moved.append(len(changes.entries.keys))
+        erased += int(counts.erased)
+    assert erased > 100
+    if policy is Policy.LRU:  # what was looked up since is less than all
+        assert max(moved[1:]) <= 180 < int(hkv.size(table))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_tables_over_devices_follow_each_other(mode, replicas, rng):
+    """Exported by two processes, each of its own parts; into parts, replicas, and one device."""
+    placement = placement_of(mode)
+    table = large(placement, DEVICES * 128, optimizer="adam")
+    many = placement.create(lambda: hkv.create(2048, DIM))
+    one = hkv.create(4096, DIM)
+    step, _ = stepper(placement)
+    own, erased = [None, None], 0
+    for _ in range(5):
+        ids = rng.integers(0, 1500, DEVICES * 48).astype(np.int32)
+        table, _ = step(table, *placement.put((ids, np.ones(len(ids), bool))))
+        parts = placement.shards(table)
+        own = [
+            sharding.export_changes(parts[first : first + 2], since)
+            for first, since in zip((0, 2), own, strict=True)
+        ]
+        for changes in own:
+            many, counts = sharding.import_changes(placement, many, changes, replicas=replicas)
+            one, of_one = sharding.import_changes(None, one, changes)
+            assert int(of_one.erased) == len(changes.removed)
+            assert int(counts.erased) == len(changes.removed) * (DEVICES if replicas else 1)
+            erased += len(changes.removed)
+        assert len(entries_of(parts).keys) > 100
+        assert_follows(one, parts)
+        followers = placement.shards(many)
+        for follower in followers if replicas else [followers]:
+            assert_follows(follower, parts)
+    assert erased > 30
+
+
+@pytest.mark.parametrize("since", ["changes", "an export"])
+def test_a_table_follows_tiers(since, rng):
+    tiers, step = tiers_of(128, 1024), trainer("adam")
+    serving, known = hkv.create(4096, DIM), None
+    for turn in range(6):
+        ids = rng.integers(0, 700, 60).astype(np.int32)
+        tiers, _ = tiered.prefetch(tiers, ids)
+        tiers = tiers._replace(cache=step(tiers.cache, ids)[0])
+        tiers, _ = tiered.erase(tiers, rng.integers(0, 700, 50).astype(np.int32))
+        changes = sharding.export_changes(tiers, known)
+        serving, counts = sharding.import_changes(None, serving, changes)
+        assert int(counts.erased) == len(changes.removed)
+        assert turn == 0 or len(changes.entries.keys) <= 60 < tiered.size(tiers)
+        wanted = entries_of_tiers(tiers)
+        assert_same_bits(entries_of(serving)[:3], wanted[:3])
+        known = changes if since == "changes" else tiered.export_entries(tiers)
+
+
+def entries_of_tiers(tiers):
+    exported = tiered.export_entries(tiers)
+    order = np.argsort(exported.keys)
+    return exported._replace(
+        **{name: getattr(exported, name)[order] for name in ("keys", "scores", "values")}
+    )
+
+
+def test_a_table_with_the_same_optimizer_gets_its_rows(rng):
+    """A second trainer, not a server."""
+    table, other, known = OPT.init(hkv.create(256, DIM)), OPT.init(hkv.create(1024, DIM)), None
+    for _ in range(3):
+        table = train(table, rng.integers(0, 600, 60).astype(np.int32), np.zeros(60, np.uint32))
+        known = sharding.export_changes(table, known)
+        other, _ = sharding.import_changes(None, other, known)
+        assert_same_bits(*(jax.tree.map(np.asarray, entries_of(own)) for own in (other, table)))
+
+
+def test_changes_that_do_not_follow_are_refused_before_anything_is_changed():
+    ids = np.arange(3, dtype=np.int32)
+    table = hkv.create(128, DIM)
+    known, seen = None, []
+    for position in range(3):
+        table, _ = hkv.find_or_insert(table, ids[position : position + 1])
+        known = sharding.export_changes(table, known)
+        seen.append(known)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), seen[0])
+    with pytest.raises(
+        ValueError,
+        match=r"changes must be those behind .* its time 1, got changes since 2: .*fresh table",
+    ):
+        sharding.import_changes(None, serving, seen[2])
+    for changes in seen[1:]:
+        serving, _ = sharding.import_changes(None, serving, changes)
+    assert sorted(entries_of(serving).keys) == [0, 1, 2]
+
+
+def used_up():
+    table = hkv.create(128, DIM)
+    jax.jit(lambda table: hkv.clear(table), donate_argnums=0)(table)
+    return table
+
+
+TABLE = hkv.create(128, DIM)
+CHANGES = sharding.export_changes(TABLE, None)
+WRONG = {
+    "no table": (
+        lambda: sharding.export_changes(5, None),
+        TypeError,
+        r"export_changes: tables must be a table, .* got int",
+    ),
+    "no parts": (
+        lambda: sharding.export_changes([], None),
+        TypeError,
+        r"export_changes: tables must be a table, .*placement\.shards\(table\)",
+    ),
+    "a table that was used up": (
+        lambda: sharding.export_changes(used_up(), None),
+        RuntimeError,
+        r"export_changes: table was used up",
+    ),
+    "no earlier export": (
+        lambda: sharding.export_changes(TABLE, 7),
+        TypeError,
+        r"export_changes: since must be .* got int.*None for the first time",
+    ),
+    "changes of a file": (
+        lambda: sharding.export_changes(TABLE, CHANGES._replace(keys=None)),
+        ValueError,
+        r"export_changes: since must know the table's keys, got changes of a file",
+    ),
+    "changes of a later time": (
+        lambda: sharding.export_changes(TABLE, sharding.export_entries(TABLE)._replace(clock=9)),
+        ValueError,
+        r"must be an export of an earlier time",
+    ),
+    "entries alone": (
+        lambda: sharding.import_changes(None, TABLE, CHANGES.entries),
+        TypeError,
+        r"import_changes: changes must be what export_changes returned, got Exported",
+    ),
+    "another order": (
+        lambda: sharding.import_changes(TABLE, CHANGES, None),
+        TypeError,
+        r"import_changes: placement must be .* the order is \(placement, table, changes\)",
+    ),
+    "rows of another dim": (
+        lambda: sharding.import_changes(None, hkv.create(128, 2), CHANGES),
+        ValueError,
+        r"exported must have rows, .* values float32\[n, 2\], .* got values float32\[n, 4\]",
+    ),
+    "no changes to be saved": (
+        lambda: sharding.save_changes("changes", CHANGES.entries),
+        TypeError,
+        r"save_changes: changes must be what export_changes returned, got Exported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_changes_is_named(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_file_of_entries_is_none_of_changes(tmp_path):
+    sharding.save_entries(tmp_path / "entries", CHANGES.entries)
+    with pytest.raises(ValueError, match=r"load_changes: path must be a file of save_changes"):
+        sharding.load_changes(tmp_path / "entries")
