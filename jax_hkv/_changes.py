@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _inserts, _tiers
+from jax_hkv import _entries, _entry_files, _inserts, _tier_checks, _tiers
 from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._keys import Keys
@@ -112,7 +112,7 @@ def _parts_of(call: str, tables: Any) -> list[Any]:
         )
     for part in parts:
         if isinstance(part, Tiers):
-            _tiers.check(call, part)
+            _tier_checks.check(call, part)
         else:
             check_one_device(call, part)
             check_not_used_up(call, jax.tree.leaves(part), "table")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jax_hkv import _tier_parts, _tiers
+from jax_hkv import _tier_checks, _tier_parts, _tiers
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
@@ -18,8 +18,8 @@ from jax_hkv.features import Jagged, Padded, as_splits
 from jax_hkv.table import Table
 
 
-class Collection(Protocol):
-    """What is needed of a :class:`jax_hkv.Collection`, which imports this module."""
+class HasKeys(Protocol):
+    """What is needed here of a :class:`jax_hkv.Collection`, which imports this module."""
 
     @property
     def groups(self) -> Any: ...
@@ -39,7 +39,7 @@ Prefetched = tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts]]
 class KeysOf:
     """The keys of a batch, of some physical tables."""
 
-    collection: Collection
+    collection: HasKeys
     names: tuple[str, ...]
 
     def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
@@ -48,7 +48,7 @@ class KeysOf:
 
 
 def prefetch(
-    collection: Collection,
+    collection: HasKeys,
     tables: Mapping[str, Table],
     stores: Mapping[str, Any],
     inputs: Mapping[str, Any],
@@ -74,7 +74,7 @@ def prefetch(
 
 
 def step_and_prefetch(
-    collection: Collection,
+    collection: HasKeys,
     step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
     tables: Mapping[str, Table],
     stores: Mapping[str, Any],
@@ -85,43 +85,47 @@ def step_and_prefetch(
     placement: Placement | None,
 ) -> tuple[Prefetched, Any]:
     call = "Collection.step_and_prefetch"
+    _tier_checks.check_step(call, step, coming)
     tiers = _tiers_of(collection, call, tables, stores)
-
+    for own in tiers.values():
+        _tier_checks.check_outside(call, own.cache, "tables", "Collection.prefetch")
     after: dict[str, Table] = {}
 
     def stepped(caches: Mapping[str, Table]) -> tuple[Mapping[str, Table], Any]:
-        returned, result = _tiers.pair_of(call, step({**tables, **caches}), "the tables")
+        returned, result = _tier_checks.pair_of(call, step({**tables, **caches}), "the tables")
         collection.check_tables(f"{call}, behind step", returned)
+        for name, table in tables.items():
+            _tier_checks.after_step(f"{call} of {name!r}", table, (returned[name], None))
         after.update(returned)
-        for name in caches:
-            _tiers.after_step(f"{call} of {name!r}", tables[name], (after[name], None))
         return after, result
 
-    if coming is None:
-        _, result = stepped({})
-        return (after, dict(stores), {}), result
+    given = {"inputs": inputs} | ({} if coming is None else {"coming": coming})
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        for name, batch in (("inputs", inputs), ("coming", coming)):
+        for name, batch in given.items():
             collection.check_inputs(call, batch, partial, name)
-        keys_of, both = KeysOf(collection, tuple(stores)), (dict(inputs), dict(coming))
-        found, result = _tier_parts.step_and_prefetch(
-            call, placement, tiers, keys_of, both, stepped
-        )
+        if coming is None:
+            _tier_parts.checked_parts(call, placement, tiers)
+            found, result = {}, stepped({})[1]
+        else:
+            keys_of, both = KeysOf(collection, tuple(stores)), (dict(inputs), dict(coming))
+            found, result = _tier_parts.step_and_prefetch(
+                call, placement, tiers, keys_of, both, stepped
+            )
     else:
-        kept, given = (
+        batches = [
             _batches(call, tiers, _keys_at_once(collection, call, batch, partial, name))
-            for name, batch in (("inputs", inputs), ("coming", coming))
+            for name, batch in given.items()
+        ]
+        kept, given = batches[0], batches[1] if len(batches) > 1 else {}
+        found, result = _tiers.step_and_prefetch(
+            {name: (tiers[name], batch, kept.get(name)) for name, batch in given.items()}, stepped
         )
-        batches = {name: (tiers[name], batch, kept.get(name)) for name, batch in given.items()}
-        for own, _, _ in batches.values():
-            _tiers.check_outside(call, own.cache)
-        found, result = _tiers.step_and_prefetch(batches, stepped)
     return _put_back(after, stores, found), result
 
 
 def _tiers_of(
-    collection: Collection, call: str, tables: Mapping[str, Table], stores: Mapping[str, Any]
+    collection: HasKeys, call: str, tables: Mapping[str, Table], stores: Mapping[str, Any]
 ) -> dict[str, Tiers]:
     collection.check_tables(call, tables)
     names = [group.name for group in collection.groups if group.optimizer is not None]
@@ -141,9 +145,9 @@ def _batches(
     """The keys of tables with stores, and the tables checked, before one is used up."""
     names = [name for name in keys if name in tiers]
     for name in names:
-        _tiers.check(f"{call} of {name!r}", tiers[name])
-    batches = {name: _tiers.batch_of(call, tiers[name].cache, *keys[name]) for name in names}
-    _tiers.check_apart(
+        _tier_checks.check(f"{call} of {name!r}", tiers[name])
+    batches = {name: _tier_checks.batch_of(call, tiers[name].cache, *keys[name]) for name in names}
+    _tier_checks.check_apart(
         call,
         {f"tables[{name!r}]": tiers[name].cache for name in names}
         | {f"stores[{name!r}]": tiers[name].store for name in names},
@@ -160,7 +164,7 @@ def _put_back(tables: Mapping[str, Table], stores: Mapping[str, Any], found: _Fo
 
 
 def _keys_at_once(
-    collection: Collection,
+    collection: HasKeys,
     call: str,
     inputs: Mapping[str, Any],
     partial: bool,

@@ -5,6 +5,7 @@ The keys of all devices go to their owners; from then on each part is a table of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,14 +14,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv import _checks, _tiers
+from jax_hkv import _checks, _tier_checks, _tiers
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, vary
 from jax_hkv._exchange import Exchange, Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv.features import Jagged, Padded
 from jax_hkv.table import Table, check_table
+
+
+@dataclasses.dataclass(frozen=True)
+class OneTable:
+    """The keys of a batch of :func:`batch_of`, of one table, for errors of a call."""
+
+    call: str
+
+    def __call__(self, batch: Any) -> dict[str, tuple[Any, Any]]:
+        keys = batch["keys"]
+        if isinstance(keys, (Jagged, Padded)):
+            return {"keys": _tier_checks.in_bags(self.call, keys)}
+        return {"keys": (keys, batch["valid"])}
+
+
+def batch_of(
+    call: str, keys: Any, valid: Any, names: tuple[str, str] = ("keys", "valid")
+) -> dict[str, Any]:
+    """Keys of all devices, checked as those of one."""
+    if isinstance(keys, (Jagged, Padded)):
+        _tier_checks.check_no_mask(call, keys, valid, names)
+    else:
+        _tier_checks.batch_of(call, None, keys, valid, names=names)
+    return {"keys": keys, "valid": valid}
 
 
 class KeysOf(Protocol):
@@ -74,12 +100,12 @@ def stores_of(call: str, placement: Placement, stores: Any) -> list[Table]:
 def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     """Tiers of one device each, checked."""
     if not isinstance(tiers, Tiers):
-        _tiers.check(call, tiers)
+        _tier_checks.check(call, tiers)
     stores = stores_of(call, placement, tiers.store)
     pairs = zip(caches_of(call, placement, tiers.cache), stores, strict=True)
     parts = [Tiers(*pair) for pair in pairs]
     for part in parts:
-        _tiers.check(call, part)
+        _tier_checks.check(call, part)
     return parts
 
 
@@ -150,7 +176,7 @@ def prefetch(
     inserts: bool,
 ) -> dict[str, tuple[Tiers, PrefetchCounts]]:
     """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
-    parts = _checked_parts(call, placement, tiers)
+    parts = checked_parts(call, placement, tiers)
     (keys,) = owned(placement, keys_of, batch)
     batches = {
         (name, number): (part, *keys[name][number]) for name, number, part in _each(parts, keys)
@@ -176,7 +202,7 @@ def step_and_prefetch(
       batches: that of the step, and the one after it, of `Placement.put`.
       step: from the whole caches by name to such and a result.
     """
-    parts = _checked_parts(call, placement, tiers)
+    parts = checked_parts(call, placement, tiers)
     kept, keys = owned(placement, keys_of, *batches)
     given = {
         (name, number): (part, keys[name][number], kept[name][number] if name in kept else None)
@@ -184,12 +210,11 @@ def step_and_prefetch(
     }
 
     def step_parts(caches: dict[tuple[str, int], Table]) -> Any:
-        whole, result = step(
-            {
-                name: placement.join([caches[own] for own in given if own[0] == name])
-                for name in keys
-            }
-        )
+        joined = {
+            name: placement.join([caches[own] for own in given if own[0] == name]) for name in keys
+        }
+        caches.clear()  # with "pmap" these are copies
+        whole, result = step(joined)
         after = {name: caches_of(call, placement, whole[name]) for name in keys}
         return {(name, number): after[name][number] for name, number in given}, result
 
@@ -197,11 +222,11 @@ def step_and_prefetch(
     return _joined(placement, after), result
 
 
-def _checked_parts(
+def checked_parts(
     call: str, placement: Placement, tiers: Mapping[str, Tiers]
 ) -> dict[str, list[Tiers]]:
     parts = {name: parts_of(call, placement, own) for name, own in tiers.items()}
-    _tiers.check_apart(
+    _tier_checks.check_apart(
         call,
         {
             f"store {number} of {name!r}": part.store

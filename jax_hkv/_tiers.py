@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,20 +20,15 @@ from jax_hkv import _checks, _entries, _inserts, operations
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced
 from jax_hkv._entries import Exported
-from jax_hkv._feature_bags import bags_of
-from jax_hkv._keys import Keys, check_fixed, check_keys
-from jax_hkv._placement import check_not_used_up
-from jax_hkv._warnings import warn_of_part
-from jax_hkv.features import Jagged, Padded
+from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
-from jax_hkv.table import Counts, Entries, EraseResult, Table, check_one_device, forms_of
-from jax_hkv.table import check_table as check_is_table
+from jax_hkv.table import Counts, Entries, EraseResult, Table
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
 
 _LEAST = 256  # entries moved at a time, so that few programs serve all numbers of them
-_ADDED = ("restored", "inserted", "evicted", "dropped")  # of counts, by a second prefetch
+_PIECES = 5  # of what leaves a cache, so that the sixteenth of a batch need not move all of it
 
 Batch = tuple[Any, jax.Array | None]  # keys, and their mask
 Name = TypeVar("Name")
@@ -85,7 +81,8 @@ class Admitted(NamedTuple):
     Attributes:
       keys: that were not in the cache, the first `count`.
       count: of them.
-      evicted: the entries that made room.
+      evicted: the entries that made room, in pieces of which the first are full, with counts of
+        their own: a device that is busy with a step can send those that are wanted, not cut them.
       time: the score of this batch, where scores are times and it is a lookup; else None.
       counts: of the distinct keys of the batch.
       absent: keys that were to be kept, and are not there.
@@ -93,7 +90,7 @@ class Admitted(NamedTuple):
 
     keys: Keys
     count: Int32[Array, ""]
-    evicted: Entries
+    evicted: tuple[Entries, ...]
     time: Keys | None
     counts: Counts
     absent: Int32[Array, ""]
@@ -124,6 +121,8 @@ def _admit(
     kept: tuple[Any, jax.Array | None] | None,
     *,
     is_lookup: bool,
+    is_ticked: bool,
+    pieces: int,
 ) -> tuple[Table, Admitted]:
     keys, valid = _checks.flat_batch(given, mask)
     no_counts = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
@@ -135,7 +134,7 @@ def _admit(
         is_absent = (pinned < 0) & _checks.flat_mask(are_meant, pinned.shape)
         absent, found = (_index.unique(others, own).count[0] for own in (is_absent, pinned >= 0))
     cache, inserted = _inserts.insert_rows(
-        cache, keys, valid, no_counts, None, True, pinned=pinned, is_ticked=not is_lookup
+        cache, keys, valid, no_counts, None, True, pinned=pinned, is_ticked=is_ticked
     )
     assert inserted.evicted is not None
     counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
@@ -144,21 +143,60 @@ def _admit(
     time = _time(cache) if is_lookup else None
     if not is_lookup:  # those that are kept are of the batch
         counts = counts._replace(unique=counts.unique + found, hits=counts.hits + found)
-    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, time, counts, absent)
+    evicted = _pieces(inserted.evicted, pieces)
+    return cache, Admitted(Keys(new.keys), counts.inserted, evicted, time, counts, absent)
 
 
-@in_place
+def _pieces(entries: Entries, most: int) -> tuple[Entries, ...]:
+    """Entries of a batch in pieces; five are a sixteenth, as many again, an eighth, and so on."""
+    if most == 1:
+        return (entries,)
+    room = entries.keys.shape[0]
+    ends = {-(-room >> number) for number in range(most)}
+    ends = sorted(end for end in ends if end >= min(room, _LEAST))
+    pieces = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        rows = jax.tree.map(lambda leaf, begin=begin, end=end: leaf[begin:end], entries[:-1])
+        pieces.append(Entries(*rows, count=jnp.clip(entries.count - begin, 0, end - begin)))
+    return tuple(pieces)
+
+
+def pieces_of(device: Any) -> int:
+    """In how many pieces a device gives entries away.
+
+    A GPU carries programs out one after the other: what would be cut behind a step waits for it,
+    while whole arrays leave beside it. On a CPU a cut costs less than pieces do.
+    """
+    return 1 if device.platform == "cpu" else _PIECES
+
+
+@functools.cache
+def _admitting(is_lookup: bool, is_ticked: bool, pieces: int) -> Callable[..., Any]:
+    options = {"is_lookup": is_lookup, "is_ticked": is_ticked, "pieces": pieces}
+    return in_place(functools.partial(_admit, **options))
+
+
 def admit(
-    cache: Table, given: Any, mask: Any, kept: tuple[Any, jax.Array | None] | None = None
+    cache: Table,
+    given: Any,
+    mask: Any,
+    kept: tuple[Any, jax.Array | None] | None = None,
+    *,
+    is_lookup: bool = True,
+    is_ticked: bool = False,
 ) -> tuple[Table, Admitted]:
-    """Places for the keys of a batch, which are looked up now, and none for those that are kept."""
-    return _admit(cache, given, mask, kept, is_lookup=True)
+    """Places for the keys of a batch, which are looked up now, and none for those that are kept.
 
-
-@in_place
-def admit_known(cache: Table, given: Any, behind: jax.Array, near: jax.Array) -> Any:
-    """Places for what the store has of a batch. No time passes, and nothing has been looked up."""
-    return _admit(cache, given, behind, (given, near), is_lookup=False)
+    Args:
+      cache: to change.
+      given: keys.
+      mask: of them.
+      kept: other keys, and their mask.
+      is_lookup: whether the keys have been looked up; otherwise they keep their scores.
+      is_ticked: whether the time is that of the last batch: of the parts of a table all keep one.
+    """
+    pieces = 1 if is_traced(cache.values) else pieces_of(device_of(cache))
+    return _admitting(is_lookup, is_ticked, pieces)(cache, given, mask, kept)
 
 
 def _time(table: Table) -> Keys | None:
@@ -174,42 +212,52 @@ def exchange(
     stores: Sequence[Table], admitted: Sequence[Admitted]
 ) -> tuple[list[Table], list[Fetched]]:
     """What tables ask of their stores; it waits for an answer when all stores have been asked."""
-    asked = [_asked(*pair) for pair in zip(stores, admitted, strict=True)]
+    known = list(map(_known, admitted))
+    asked = [_asked(*each) for each in zip(stores, known, strict=True)]
     return [store for store, _, _ in asked], [
         _fetched(own, entries, dropped)
-        for own, (_, entries, dropped) in zip(admitted, asked, strict=True)
+        for own, (_, entries, dropped) in zip(known, asked, strict=True)
     ]
+
+
+def _known(admitted: Admitted) -> Admitted:
+    """With its numbers on the host, and of what was evicted the pieces that there are.
+
+    A GPU may be busy with a step, so it is asked to compute nothing.
+    """
+    if is_traced(admitted.count):
+        return admitted
+    counts = [piece.count for piece in admitted.evicted]
+    numbers = jax.device_get((admitted.count, admitted.counts, admitted.absent, counts))
+    count, of_batch, absent, counts = numbers
+    pieces = tuple(
+        (piece if len(counts) > 1 else in_front(piece, own))._replace(count=own)
+        for piece, own in zip(admitted.evicted, counts, strict=True)
+        if own
+    )
+    return admitted._replace(count=count, counts=of_batch, absent=absent, evicted=pieces)
 
 
 def _asked(store: Table, admitted: Admitted) -> tuple[Table, Entries | None, Any]:
     """A store, what it has of the keys, and how many entries found no room in it.
 
-    What moves between two devices is as much as there is, and nothing where there is nothing.
+    What moves between two devices is about as much as there is, and nothing where there is nothing.
     """
-    evicted, asked = admitted.evicted, (admitted.keys, admitted.count, admitted.time)
+    keys, count, evicted, time = admitted[:4]
     entries, dropped = None, np.int32(0)
-    wants = leaves = True
-    if not (is_traced(store.values) or is_traced(admitted.count)):
-        wants, leaves = jax.device_get((admitted.count, evicted.count))
-        if wants:
-            asked = jax.device_put((in_front(asked[0], wants), *asked[1:]), device_of(store))
-        if leaves:
-            evicted = jax.device_put(in_front(evicted, leaves), device_of(store))
-    if store.policy is Policy.EPOCH_LRU and admitted.time is not None:
-        store = _at_epoch(store, admitted.time)
-    if wants:
-        store, entries = _read(store, *asked)
-    if leaves:
+    is_inside = is_traced(count) or is_traced(store.values)
+    if not is_inside:
+        keys, evicted, time = jax.device_put((keys, evicted, time), device_of(store))
+        keys = in_front(keys, count)
+    if store.policy is Policy.EPOCH_LRU and time is not None:
+        store = dataclasses.replace(
+            store, index=dataclasses.replace(store.index, epoch=time.words[1:])
+        )
+    if is_inside or count:
+        store, entries = _read(store, keys, count, time)
+    if evicted:
         store, dropped = _keep(store, evicted)
     return store, entries, dropped
-
-
-def _at_epoch(store: Table, time: Keys) -> Table:
-    """A store in the epoch of its cache."""
-    words = time.words
-    if not is_traced(words) and not is_traced(store.values):
-        words = jax.device_put(words, device_of(store))
-    return dataclasses.replace(store, index=dataclasses.replace(store.index, epoch=words[1:]))
 
 
 def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetched:
@@ -218,14 +266,13 @@ def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetch
     if not is_traced(own.unique) and not is_traced(restored):
         restored, dropped = np.asarray(restored), np.asarray(dropped)
         entries = in_front(entries, restored) if restored else None
-        restored, dropped = jax.device_put((restored, dropped), own.unique.device)
     counts = PrefetchCounts(
         unique=own.unique,
         hits=own.hits,
         restored=restored,
         inserted=own.inserted - restored,
         refused=own.refused,
-        evicted=own.evicted,
+        evicted=_sum(piece.count for piece in admitted.evicted),
         dropped=dropped,
         absent=admitted.absent,
     )
@@ -244,9 +291,19 @@ def _read(store: Table, keys: Keys, count: jax.Array, time: Keys | None) -> tupl
 
 
 @in_place
-def _keep(store: Table, evicted: Entries) -> tuple[Table, jax.Array]:
-    store, kept = _imported(store, evicted, admits=True)
+def _keep(store: Table, evicted: tuple[Entries, ...]) -> tuple[Table, jax.Array]:
+    store, kept = _imported(store, _joined(evicted), admits=True)
     return store, kept.counts.evicted + kept.counts.refused
+
+
+def _joined(pieces: tuple[Entries, ...]) -> Entries:
+    """The inverse of :func:`_pieces`, of the first ones of which all but the last are full."""
+    rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(each[:-1] for each in pieces))
+    return Entries(*rows, count=_sum(each.count for each in pieces))
+
+
+def _sum(counts: Iterable[Any]) -> Any:
+    return functools.reduce(operator.add, counts, np.int32(0))
 
 
 def restore(cache: Table, fetched: Fetched) -> Table:
@@ -301,7 +358,8 @@ def prefetch(
             places[name] = admit(tiers.cache, given, mask)
         else:
             tiers, behind, near = known(tiers, given, mask)
-            places[name] = admit_known(tiers.cache, given, behind, near)
+            options = {"is_lookup": False, "is_ticked": True}  # no time passes
+            places[name] = admit(tiers.cache, given, behind, (given, near), **options)
         stores[name] = tiers.store
     caches = {name: cache for name, (cache, _) in places.items()}
     return _exchanged(caches, stores, {name: admitted for name, (_, admitted) in places.items()})
@@ -334,17 +392,26 @@ def step_and_prefetch(
     caches, result = step(caches)
     stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
     after = _exchanged(caches, stores, admitted)
-    refused = jax.device_get({name: counts.refused for name, (_, counts) in after.items()})
-    again = {name: (after[name][0], *batches[name][1]) for name in refused if refused[name]}
-    for name, (tiers, more) in prefetch(again, True).items():
-        after[name] = tiers, _both(after[name][1], more)
+    for name, (tiers, counts) in after.items():
+        if counts.refused or counts.absent:
+            (tiers, more) = _again(tiers, *batches[name][1])
+            after[name] = tiers, _both(counts, more)
     return after, result
+
+
+def _again(tiers: Tiers, given: Any, mask: jax.Array | None) -> tuple[Tiers, PrefetchCounts]:
+    """A prefetch behind a step: of keys without room beside its own, or that it has displaced."""
+    cache, admitted = admit(tiers.cache, given, mask, is_ticked=True)
+    return _exchanged({"": cache}, {"": tiers.store}, {"": admitted})[""]
 
 
 def _both(first: PrefetchCounts, more: PrefetchCounts) -> PrefetchCounts:
     """The counts of a batch that was prefetched twice."""
-    sums = {name: getattr(first, name) + getattr(more, name) for name in _ADDED}
-    return first._replace(refused=more.refused, **sums)
+    moved = {name: getattr(first, name) + getattr(more, name) for name in ("evicted", "dropped")}
+    if more.hits != first.unique - first.refused:  # the step has displaced some
+        return more._replace(absent=first.absent, **moved)
+    found = {name: getattr(first, name) + getattr(more, name) for name in ("restored", "inserted")}
+    return first._replace(refused=more.refused, **moved, **found)
 
 
 def known(
@@ -474,142 +541,6 @@ def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tup
     for keys, valid in _entries.key_chunks(near.keys):  # whose copies may be younger now
         store, _ = _erased(store, *put_near(store, (keys, valid)))
     return Tiers(cache, store), (overwritten, counts)
-
-
-# --- Checks --------------------------------------------------------------------------------------
-
-
-def batch_of(
-    call: str,
-    table: Table | None,
-    keys: Any,
-    valid: Any,
-    *,
-    bags: bool = False,
-    names: tuple[str, str] = ("keys", "valid"),
-) -> tuple[Any, jax.Array | None]:
-    """Keys and mask, checked, on the table's device, before a table is used up."""
-    warn_of_part(call, "call tiered.prefetch outside of steps, with placement=")
-    if bags and isinstance(keys, (Jagged, Padded)):
-        check_no_mask(call, keys, valid, names)
-        keys, valid = in_bags(call, keys)
-    given = check_keys(call, names[0], keys)
-    check_fixed(call, names[0], given.shape)
-    mask = _checks.as_mask(call, names[1], valid, given.shape)
-    return (given, mask) if table is None else put_near(table, (given, mask))
-
-
-def check_no_mask(
-    call: str, bags: Jagged | Padded, valid: Any, names: tuple[str, str] = ("keys", "valid")
-) -> None:
-    if valid is not None:
-        keys, mask = names
-        raise TypeError(
-            f"{call}: {mask} must be None where {keys} are {type(bags).__name__}, which say "
-            f"themselves what is padding, got {type(valid).__name__}"
-        )
-
-
-def in_bags(call: str, bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
-    """The keys of bags, and which are no padding."""
-    batch, _ = bags_of(call, bags, "sum")
-    return batch.keys, batch.valid
-
-
-def check_apart(call: str, tables: Mapping[str, Table]) -> None:
-    """Raises if two of some tables, which will be used up, are one."""
-    owners: dict[int, str] = {}
-    for name, table in tables.items():
-        for leaf in jax.tree.leaves(table):
-            other = owners.setdefault(id(leaf), name)
-            if other != name and not is_traced(leaf):
-                raise ValueError(
-                    f"{call}: {name} must be another table than {other}, got one with the same "
-                    "arrays: make a store for each by tiered.create_store(cache, capacity)"
-                )
-
-
-def check(call: str, tiers: Any) -> None:
-    if not isinstance(tiers, Tiers):
-        raise TypeError(
-            f"{call}: tiers must be jax_hkv.tiered.Tiers, got {type(tiers).__name__}: make them by "
-            "Tiers(cache, tiered.create_store(cache, capacity)); operations return (tiers, result)"
-        )
-    for name, table in tiers._asdict().items():
-        check_table(call, f"tiers.{name}", table)
-    cache, store = tiers
-    for what, near, behind in (
-        ("rows and optimizer rows", rows_of(cache), rows_of(store)),
-        ("a policy", cache.policy.name, store.policy.name),
-        ("a namespace", cache.index.namespace, store.index.namespace),
-    ):
-        if near != behind:
-            raise ValueError(
-                f"{call}: tiers.store must have {what} like the cache's, {near}, got {behind}: "
-                "make it by tiered.create_store(cache, capacity), after opt.init(cache)"
-            )
-    if store.capacity < cache.capacity:
-        raise ValueError(
-            f"{call}: tiers.store must have room for what the cache gives up, {cache.capacity} "
-            f"entries at least, got {store.capacity}: the order is Tiers(cache, store)"
-        )
-    check_apart(call, {"tiers.cache": cache, "tiers.store": store})
-
-
-def check_outside(call: str, cache: Table) -> None:
-    if is_traced(cache.values):
-        raise TypeError(
-            f"{call}: tiers.cache must be a table outside of jit, got one that is traced: call "
-            "tiered.prefetch there, which is a part of the program, or this one between steps"
-        )
-
-
-def after_step(call: str, cache: Table, returned: Any) -> tuple[Table, Any]:
-    """The cache that a step has returned, and its result, checked."""
-    table, result = pair_of(call, returned, "the cache")
-    name = "the cache that step returns"
-    check_is_table(call, table, name)
-    check_not_used_up(call, jax.tree.leaves(table), name)
-    wanted, got = ((rows_of(own), own.capacity) for own in (cache, table))
-    if wanted != got:
-        raise ValueError(f"{call}: {name} must be that which it was given, {wanted}, got {got}")
-    return table, result
-
-
-def pair_of(call: str, returned: Any, tables: str) -> tuple[Any, Any]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
-            f"{call}: step must return {tables} and a result, got {type(returned).__name__}: "
-            "return None beside them if there is none"
-        )
-    return returned
-
-
-def check_table(call: str, argument: str, table: Any) -> None:
-    check_is_table(call, table, argument)
-    check_not_used_up(call, jax.tree.leaves(table), argument)
-    check_one_device(call, table)
-    devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
-    if not is_traced(table.values) and len(devices) != 1:
-        raise ValueError(
-            f"{call}: {argument} must lie on one device, got one that {len(devices)} hold: put it "
-            "on one by jax.device_put(table, device)"
-        )
-    if table.policy not in POLICIES:
-        raise ValueError(
-            f"{call}: {argument} must have a policy that admits every newcomer, "
-            f"{', '.join(policy.name for policy in POLICIES)}, got {table.policy.name}: under it "
-            "the cache would refuse ids that the store knows"
-        )
-    if table.admission is not None:
-        raise ValueError(
-            f"{call}: {argument} must have no admission rule, got {table.admission.rule}, which "
-            "would turn ids away that the store knows: create the table without one"
-        )
-
-
-def rows_of(table: Table) -> str:
-    return forms_of(table.values, table.optimizer.rows if table.optimizer else {})
 
 
 def device_of(table: Table) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _collection_tiers, _sharded, _tiers, pooled, whole_table
+from jax_hkv import _collection_tiers, _sharded, _tier_checks, _tiers, pooled, whole_table
 from jax_hkv._checks import as_bool, as_integer, as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
@@ -163,7 +163,7 @@ class Collection:
     def _sizes_of(self, group: Group, table: Table | Tiers) -> Int32[Array, " tables"]:
         number_of, kinds = NumberOf(group.bits), len(group.tables)
         if isinstance(table, Tiers):
-            _tiers.check("Collection.sizes", table)
+            _tier_checks.check("Collection.sizes", table)
             alone = number_of(Keys.from_numpy(_tiers.keys_of_cache_alone(table)))
             behind = whole_table.sizes_by(table.store, number_of, kinds)
             return behind + jnp.asarray(np.bincount(alone, minlength=kinds), jnp.int32)

@@ -18,20 +18,19 @@ while the accelerator trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jax_hkv import _checks, _entries, _tier_parts, _tiers, operations, whole_table
+from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
 from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
-from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import LANES, MAX_SLOTS
 from jax_hkv.table import (
     Counts,
@@ -101,7 +100,7 @@ def create_store(
         most = MAX_SLOTS * placement.devices
         share = -(-_checks.as_integer(call, "capacity", capacity, 1, most) // placement.devices)
     for cache in caches:
-        _tiers.check_table(call, "table", cache)
+        _tier_checks.check_table(call, "table", cache)
     buckets = buckets_of(call, share)
     if buckets * LANES < caches[0].capacity:
         raise ValueError(
@@ -191,18 +190,12 @@ def prefetch(
     inserts = _checks.as_bool(call, "insert", insert)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        own, batch = {"keys": tiers}, _as_batch(call, keys, valid)
-        return _tier_parts.prefetch(call, placement, own, _keys_of, batch, inserts)["keys"]
-    _tiers.check(call, tiers)
-    given, mask = _tiers.batch_of(call, tiers.cache, keys, valid, bags=True)
+        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, keys, valid)
+        keys_of = _tier_parts.OneTable(call)
+        return _tier_parts.prefetch(call, placement, own, keys_of, batch, inserts)["keys"]
+    _tier_checks.check(call, tiers)
+    given, mask = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
     return _tiers.prefetch({"keys": (tiers, given, mask)}, inserts)["keys"]
-
-
-def _keys_of(batch: Any) -> dict[str, tuple[Any, Any]]:
-    keys = batch["keys"]
-    if isinstance(keys, (Jagged, Padded)):
-        return {"keys": _tiers.in_bags("tiered.prefetch", keys)}
-    return {"keys": (keys, batch["valid"])}
 
 
 def step_and_prefetch(
@@ -219,9 +212,9 @@ def step_and_prefetch(
 
     It is :func:`admit`, the step, :func:`exchange` and :func:`restore`: the host works while the
     device trains. For one table it would be a `find_or_insert` of `coming`, and then the step. Keys
-    of `coming` that find no room beside those of `keys` are prefetched behind the step, by a second
-    such lookup. For use outside of jit, after a :func:`prefetch` of the first batch; of a model's
-    tables see :meth:`jax_hkv.Collection.step_and_prefetch`.
+    of `coming` that find no room beside those of `keys`, or that the step displaces, are prefetched
+    behind it, and have its time as their score. For use outside of jit, after a :func:`prefetch` of
+    the first batch; of a model's tables see :meth:`jax_hkv.Collection.step_and_prefetch`.
 
     Args:
       step: from the cache to the cache and a result; it is called once, and should wait for
@@ -257,41 +250,35 @@ def step_and_prefetch(
       (100, 400, None)
     """
     call = "tiered.step_and_prefetch"
+    _tier_checks.check_step(call, step, coming, coming_valid)
 
-    if coming is None:
-        _parts_of(call, tiers, placement)
-        cache, result = _tiers.after_step(call, tiers.cache, step(tiers.cache))
-        return tiers._replace(cache=cache), None, result
-
-    def stepped(tables: dict[str, Table]) -> Any:
-        cache, result = _tiers.after_step(call, tiers.cache, step(tables["keys"]))
+    def stepped(tables: Mapping[str, Table]) -> Any:
+        cache, result = _tier_checks.after_step(call, tiers.cache, step(tables["keys"]))
         return {"keys": cache}, result
 
+    first, *_ = _parts_of(call, tiers, placement)
+    _tier_checks.check_outside(call, first.cache, "tiers.cache", "tiered.prefetch")
     names = ("coming", "coming_valid")
-    if placement is not None:
-        placement = _tier_parts.check_placement(call, placement)
-        both = _as_batch(call, keys, valid), _as_batch(call, coming, coming_valid, names)
-        own = {"keys": tiers}
-        after, result = _tier_parts.step_and_prefetch(call, placement, own, _keys_of, both, stepped)
+    if placement is None:
+        kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
     else:
-        _tiers.check(call, tiers)
-        _tiers.check_outside(call, tiers.cache)
-        kept = _tiers.batch_of(call, tiers.cache, keys, valid, bags=True)
-        given = _tiers.batch_of(call, tiers.cache, coming, coming_valid, bags=True, names=names)
+        batch = _tier_parts.batch_of(call, keys, valid)
+    if coming is None:
+        tables, result = stepped({"keys": tiers.cache})
+        return tiers._replace(cache=tables["keys"]), None, result
+    if placement is None:
+        given = _tier_checks.batch_of(
+            call, tiers.cache, coming, coming_valid, bags=True, names=names
+        )
         after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
+    else:
+        both = batch, _tier_parts.batch_of(call, coming, coming_valid, names)
+        keys_of = _tier_parts.OneTable(call)
+        after, result = _tier_parts.step_and_prefetch(
+            call, placement, {"keys": tiers}, keys_of, both, stepped
+        )
     tiers, counts = after["keys"]
     return tiers, counts, result
-
-
-def _as_batch(
-    call: str, keys: Any, valid: Any, names: tuple[str, str] = ("keys", "valid")
-) -> dict[str, Any]:
-    """Keys of all devices, checked as those of one."""
-    if isinstance(keys, (Jagged, Padded)):
-        _tiers.check_no_mask(call, keys, valid, names)
-    else:
-        _tiers.batch_of(call, None, keys, valid, names=names)
-    return {"keys": keys, "valid": valid}
 
 
 def admit(
@@ -320,16 +307,16 @@ def admit(
     Example:
       >>> import numpy as np, jax_hkv as hkv
       >>> cache, admitted = admit(hkv.create(128, 2), np.array([5, 6, 5], np.int32))
-      >>> int(admitted.count), int(admitted.evicted.count)
+      >>> int(admitted.count), int(admitted.evicted[0].count)
       (2, 0)
     """
     call = "tiered.admit"
-    _tiers.check_table(call, "cache", cache)
-    batch = _tiers.batch_of(call, cache, keys, valid, bags=True)
+    _tier_checks.check_table(call, "cache", cache)
+    batch = _tier_checks.batch_of(call, cache, keys, valid, bags=True)
     if keep is None:
         return _tiers.admit(cache, *batch)
     names = ("keep", "keep_valid")
-    kept = _tiers.batch_of(call, cache, keep, keep_valid, bags=True, names=names)
+    kept = _tier_checks.batch_of(call, cache, keep, keep_valid, bags=True, names=names)
     return _tiers.admit(cache, *batch, kept)
 
 
@@ -359,14 +346,14 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
       (128, 128)
     """
     call = "tiered.exchange"
-    _tiers.check_table(call, "store", store)
+    _tier_checks.check_table(call, "store", store)
     if not isinstance(admitted, Admitted):
         raise TypeError(
             f"{call}: admitted must be what tiered.admit returned, got {type(admitted).__name__}: "
             "the order is (store, admitted), and admit returns (cache, admitted)"
         )
-    leaving = admitted.evicted
-    own, given = _tiers.rows_of(store), forms_of(leaving.values, leaving.optimizer)
+    leaving = admitted.evicted[0]
+    own, given = _tier_checks.rows_of(store), forms_of(leaving.values, leaving.optimizer)
     if own != given:
         raise ValueError(
             f"{call}: admitted must have entries like the store's, {own}, got {given}: make the "
@@ -403,14 +390,14 @@ def restore(cache: Table, fetched: Fetched) -> Table:
       [True]
     """
     call = "tiered.restore"
-    _tiers.check_table(call, "cache", cache)
+    _tier_checks.check_table(call, "cache", cache)
     if not isinstance(fetched, Fetched):
         raise TypeError(
             f"{call}: fetched must be what tiered.exchange returned, got {type(fetched).__name__}: "
             "the order is (cache, fetched), and exchange returns (store, fetched)"
         )
     if fetched.entries is not None:
-        own = _tiers.rows_of(cache)
+        own = _tier_checks.rows_of(cache)
         given = forms_of(fetched.entries.values, fetched.entries.optimizer)
         if own != given:
             raise ValueError(
@@ -455,8 +442,8 @@ def find(
       (200, [0.5, 0.5, 0.0])
     """
     call = "tiered.find"
-    _tiers.check(call, tiers)
-    given, mask = _tiers.batch_of(call, tiers.cache, keys, valid)
+    _tier_checks.check(call, tiers)
+    given, mask = _tier_checks.batch_of(call, tiers.cache, keys, valid)
     cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill)
     asked = _tiers.ask_store(tiers, given, mask, near.found)
     if asked is None:
@@ -495,8 +482,8 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
       [True, False]
     """
     call = "tiered.contains"
-    _tiers.check(call, tiers)
-    batch = _tiers.batch_of(call, tiers.cache, keys, valid)
+    _tier_checks.check(call, tiers)
+    batch = _tier_checks.batch_of(call, tiers.cache, keys, valid)
     tiers, behind, near = _tiers.known(tiers, *batch)
     return tiers, near | behind
 
@@ -532,7 +519,7 @@ def erase(
     """
     call = "tiered.erase"
     parts = _parts_of(call, tiers, placement)
-    given, mask = _tiers.batch_of(call, parts[0].cache, keys, valid)
+    given, mask = _tier_checks.batch_of(call, parts[0].cache, keys, valid)
     after = [_tiers.erase(part, given, mask) for part in parts]
     statuses = [status for _, both in after for status in both]
     statuses = _tiers.put_near(after[0][0].cache, statuses)
@@ -569,7 +556,7 @@ def map_tables(
     for part in _parts_of(call, tiers, placement):
         after = Tiers(*(fn(table) for table in part))
         for name, table in after._asdict().items():
-            _tiers.check_table(call, f"fn(tiers.{name})", table)
+            _tier_checks.check_table(call, f"fn(tiers.{name})", table)
         parts.append(after)
     return _joined(parts, placement)
 
@@ -688,7 +675,7 @@ def import_entries(
 def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
     """Tiers of one device each, for use between steps."""
     if placement is None:
-        _tiers.check(call, tiers)
+        _tier_checks.check(call, tiers)
         return [tiers]
     return _tier_parts.parts_of(call, _tier_parts.check_placement(call, placement), tiers)
 

@@ -165,6 +165,9 @@ def programs():
     _, admitted = shapes(jax.eval_shape(hkv.tiered.admit, trained, batch()))
     _, fetched = shapes(jax.eval_shape(hkv.tiered.exchange, tiers.store, admitted))
     yield "tiered_admit", hkv.tiered.admit, (trained, batch())
+    pieces = {"is_lookup": True, "is_ticked": False, "pieces": 5}  # as outside of jit, from a GPU
+    admit = functools.partial(hkv._tiers._admit, mask=None, kept=None, **pieces)
+    yield "tiered_admit_in_pieces", lambda table, keys: admit(table, keys), (trained, batch())
     yield "tiered_restore", lambda *args: (hkv.tiered.restore(*args),), (trained, fetched)
     yield "tiered_prefetch", hkv.tiered.prefetch, (tiers, batch())
     for choices in (1, 2):
