@@ -227,11 +227,12 @@ def _known(admitted: Admitted) -> Admitted:
     """
     if is_traced(admitted.count):
         return admitted
+    (device,) = admitted.count.devices()
     counts = [piece.count for piece in admitted.evicted]
     numbers = jax.device_get((admitted.count, admitted.counts, admitted.absent, counts))
     count, of_batch, absent, counts = numbers
     pieces = tuple(
-        (piece if len(counts) > 1 else in_front(piece, own))._replace(count=own)
+        (in_front(piece, own) if pieces_of(device) == 1 else piece)._replace(count=own)
         for piece, own in zip(admitted.evicted, counts, strict=True)
         if own
     )
@@ -394,7 +395,7 @@ def step_and_prefetch(
     after = _exchanged(caches, stores, admitted)
     for name, (tiers, counts) in after.items():
         if counts.refused or counts.absent:
-            (tiers, more) = _again(tiers, *batches[name][1])
+            tiers, more = _again(tiers, *batches[name][1])
             after[name] = tiers, _both(counts, more)
     return after, result
 
