@@ -30,7 +30,8 @@ class Changes(NamedTuple):
         (LFU, CUSTOM), or if there is no earlier time, all.
       removed: ``uint64[m]``, keys that were there and are not any more: evicted, erased, expired.
       since: the clock at that time; None: there was none.
-      keys: ``uint64[n]``, all that are there now; None where they are not known, from a file.
+      keys: ``uint64[n]``, all that are there now, in order; None where they are not known, from a
+        file.
     """
 
     entries: Exported
@@ -57,14 +58,14 @@ def export_changes(
 ) -> Changes:
     """What has become of a table since an earlier export: for one that follows it.
 
-    For use between steps. It tells the earlier keys from those of now on the host, in some seconds
-    for 10**7 of them. Rows that changed without their scores are not seen, and of a table that went
-    back to a checkpoint everything is to be exported: see :func:`export_entries`, `changed_since`.
+    For use between steps. It tells the earlier keys from those of now on the host. Rows that
+    changed without their scores are not seen, and of a table that went back to a checkpoint
+    everything is to be exported: see :func:`export_entries`, `changed_since`.
 
     Args:
       tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
-        `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store), of which
-        every process exports its own.
+        `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store; of replicas one
+        of them), of which every process exports its own.
       since: what this returned the last time, in this process; or an export of all entries. None:
         everything is new.
 
@@ -90,17 +91,36 @@ def export_changes(
     earlier, known = _known_of(call, since)
     policy = parts[0].cache.policy if isinstance(parts[0], Tiers) else parts[0].policy
     tells_time = policy not in (Policy.LFU, Policy.CUSTOM)
-    begin = earlier if tells_time else None
-    entries = [
-        _tiers.export_entries(part, None, begin)
-        if isinstance(part, Tiers)
-        else _entries.export_entries(part, changed_since=begin)
-        for part in parts
-    ]
-    keys = np.concatenate([_keys_of(part) for part in parts])
-    removed = known[~np.isin(known, keys)]
+    with on_one_device():
+        entries = _exported(parts, earlier if tells_time else None)
+        keys = np.sort(np.concatenate([_keys_of(part) for part in parts]))
+        # New ones whose scores are old: of an import.
+        old = _others(_others(keys, known), np.sort(entries.keys))
+        if len(old):
+            whole = _exported(parts, None)
+            came = _entries.chosen(whole, np.isin(whole.keys, old))
+            entries = _entries.join_entries([entries, came])
     clock = None if earlier is None else earlier.clock
-    return Changes(_entries.join_entries(entries), removed, clock, keys)
+    return Changes(entries, _others(known, keys), clock, keys)
+
+
+def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
+    return _entries.join_entries(
+        [
+            _tiers.export_entries(part, None, since)
+            if isinstance(part, Tiers)
+            else _entries.export_entries(part, changed_since=since)
+            for part in parts
+        ]
+    )
+
+
+def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:
+    """Keys that are not among others; both in order, so that a search goes through them once."""
+    if not len(than):
+        return keys
+    places = np.minimum(np.searchsorted(than, keys), len(than) - 1)
+    return keys[than[places] != keys]
 
 
 def _parts_of(call: str, tables: Any) -> list[Any]:
@@ -133,7 +153,7 @@ def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
     _entries.check_exported(
         call, "since", since, "give what export_changes returned, or None for the first time"
     )
-    return since, since.keys
+    return since, np.sort(since.keys)
 
 
 def _keys_of(part: Table | Tiers) -> np.ndarray:
@@ -152,10 +172,11 @@ def import_changes(
 
     Args:
       placement: of the table, or None for a table of one device.
-      table: with what was there at the time that the changes begin at; it is used up. A server
-        that answers meanwhile gives a copy of its own.
-      changes: of :func:`export_changes`; every process gives all of them, those of several
-        exporting processes one after the other.
+      table: with what was there at the time that the changes begin at, without entries if there
+        is none; it is used up. A server that answers meanwhile gives a copy of its own. Its time is
+        that of the followed table: reads leave it alone, but for `touch=True`.
+      changes: of :func:`export_changes`, in order; every process gives all of them, those of
+        several exporting processes one after the other.
       replicas: whether every device holds the whole table.
 
     Returns:
@@ -163,8 +184,9 @@ def import_changes(
 
     Raises:
       TypeError: naming the argument.
-      ValueError: if changes before these are missing, or as :func:`import_entries`; before anything
-        is changed.
+      ValueError: if the table's time is not one between the changes' beginning and their end, or
+        as :func:`import_entries`; before anything is changed.
+      RuntimeError: if the table was used up before.
 
     Example:
       >>> import numpy as np, jax_hkv as hkv
@@ -180,28 +202,25 @@ def import_changes(
             f"device, got {type(placement).__name__}: the order is (placement, table, changes)"
         )
     check_table(call, table)
-    if not isinstance(changes, Changes):
-        raise TypeError(
-            f"{call}: changes must be what export_changes returned, got {type(changes).__name__}: "
-            "an export of entries alone goes to import_entries"
-        )
+    check_not_used_up(call, jax.tree.leaves(table), "table")
+    _check(call, changes, "an export of entries alone goes to import_entries")
     entries = changes.entries
     if table.optimizer is None:
         entries = entries._replace(optimizer={}, shared={})
     with on_one_device():
         parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
         for part in parts:
-            _entries.check_fits(part, entries)
-        now = max(_entries.clock_of(part) for part in parts)
-        if changes.since is not None and now < changes.since:
+            _entries.check_fits(part, entries, call, "changes.entries")
+        now = max(map(_entries.clock_of, parts))
+        if not (changes.since or 0) <= now <= entries.clock:
             raise ValueError(
                 f"{call}: changes must be those behind the table's last ones, at its time {now}, "
-                f"got changes since {changes.since}: import those before them first, or begin anew "
-                "with a fresh table and export_changes(table, None)"
+                f"got changes from {changes.since} to {entries.clock}: import all of them in "
+                "order, or begin anew with a fresh table and export_changes(table, None)"
             )
         devices = 1 if placement is None or replicas else placement.devices
         numbers = [0] if placement is None else placement.local_parts
-        latest = _entries.latest_time(entries)
+        latest = _entries.latest_time(entries, call, "changes.entries")
         total, erased, after = no_counts(), 0, []
         for number, part in zip(numbers, parts, strict=True):
             own = _entries.owned_keys(changes.removed, number % devices, devices)
@@ -213,6 +232,21 @@ def import_changes(
             total, erased = _entries.plus(total, counts), erased + gone
         table = after[0] if placement is None else placement.join(after)
         return table, ChangeCounts(total, jnp.int32(erased))
+
+
+def _check(call: str, changes: Any, remedy: str) -> None:
+    if not isinstance(changes, Changes):
+        raise TypeError(
+            f"{call}: changes must be what export_changes returned, got {type(changes).__name__}: "
+            f"{remedy}"
+        )
+    _entries.check_exported(call, "changes.entries", changes.entries, "leave them as they were")
+    removed = changes.removed
+    if not isinstance(removed, np.ndarray) or removed.dtype != np.uint64 or removed.ndim != 1:
+        raise TypeError(
+            f"{call}: changes.removed must be uint64[m] of NumPy, got {type(removed).__name__} "
+            f"{getattr(removed, 'dtype', '')}{list(np.shape(removed))}: leave it as it was"
+        )
 
 
 def _without(table: Table, keys: np.ndarray) -> tuple[Table, int]:
@@ -248,11 +282,7 @@ def save_changes(path: Any, changes: Changes) -> None:
       >>> load_changes(path).entries.values.shape
       (0, 2)
     """
-    if not isinstance(changes, Changes):
-        raise TypeError(
-            "sharding.save_changes: changes must be what export_changes returned, got "
-            f"{type(changes).__name__}"
-        )
+    _check("sharding.save_changes", changes, "an export of entries alone goes to save_entries")
     since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
     arrays = {"removed": changes.removed, "since": since}
     _entry_files.write_arrays(path, _entry_files.arrays_of(changes.entries) | arrays)

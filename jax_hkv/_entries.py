@@ -30,8 +30,6 @@ from jax_hkv.table import (
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
-# What the names of arrays in a file begin with.
-
 _CHUNK = 65536  # slots read, and entries written, at a time
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth: multiplicative hashing)
 
@@ -227,14 +225,16 @@ def namespace_of(exported: Exported) -> Namespace | None:
     return given if given is None or isinstance(given, Namespace) else from_array(given)
 
 
-def latest_time(exported: Exported) -> int:
+def latest_time(
+    exported: Exported, call: str = "sharding.import_entries", argument: str = "exported"
+) -> int:
     """The latest score under LRU, 0 under other policies; raises if time could not go on."""
     if exported.policy != Policy.LRU:
         return 0
     latest = int(exported.scores.max(initial=0))
     if latest >= 2**63:
         raise ValueError(
-            "sharding.import_entries: exported must have scores below 2**63 under Policy.LRU, "
+            f"{call}: {argument} must have scores below 2**63 under Policy.LRU, "
             f"where they are times, which go on from the latest one, got {latest}: give entries of "
             "another origin scores of 0"
         )
@@ -445,11 +445,16 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
         )
 
 
-def check_fits(table: Table, exported: Exported) -> None:
-    check_one_device("sharding.import_entries", table)
+def check_fits(
+    table: Table,
+    exported: Exported,
+    call: str = "sharding.import_entries",
+    argument: str = "exported",
+) -> None:
+    check_one_device(call, table)
     if len(table.values.devices()) > 1:
         raise ValueError(
-            "sharding.import_entries: table must lie on one device, got one that "
+            f"{call}: table must lie on one device, got one that "
             f"{len(table.values.devices())} hold: put it on one by jax.device_put(table, device), "
             "or make it by Placement.create and give its placement"
         )
@@ -458,13 +463,13 @@ def check_fits(table: Table, exported: Exported) -> None:
     given = forms_of(exported.values, exported.optimizer, exported.shared)
     if wanted != given:
         raise ValueError(
-            "sharding.import_entries: exported must have rows, optimizer rows and shared state "
+            f"{call}: {argument} must have rows, optimizer rows and shared state "
             f"like the table's, {wanted}, got {given}: {_remedy(table, exported)}"
         )
     if table.policy != exported.policy:
         own, given = table.policy.name, Policy(exported.policy).name
         raise ValueError(
-            f"sharding.import_entries: exported must have scores of Policy.{own} like the table's, "
+            f"{call}: {argument} must have scores of Policy.{own} like the table's, "
             f"got those of Policy.{given}, which mean something else: give each entry a score that "
             "the table understands (under LRU a time, under LFU a count) "
             f"by exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
@@ -472,7 +477,7 @@ def check_fits(table: Table, exported: Exported) -> None:
     own, given = table.index.namespace, namespace_of(exported)
     if not is_of(exported, own):
         raise ValueError(
-            f"sharding.import_entries: exported must have keys like the table's, {keys_are(own)}, "
+            f"{call}: {argument} must have keys like the table's, {keys_are(own)}, "
             f"got {keys_are(given)}: declare the same tables in the same order (others may stand "
             "behind them) with the same table_bits, give what the group of the table makes of it, "
             "group.take(exported, of=its_group), or, of keys by group.keys, "
@@ -481,7 +486,7 @@ def check_fits(table: Table, exported: Exported) -> None:
     own = None if table.admission is None else table.admission.counters
     if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
         raise ValueError(
-            "sharding.import_entries: exported must have sightings like the table's, "
+            f"{call}: {argument} must have sightings like the table's, "
             f"{list(own.shape)}, got {list(exported.counters.shape)}: create the table with the "
             "same admission, or import exported._replace(counters=None), which forgets them"
         )

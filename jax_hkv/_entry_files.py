@@ -78,8 +78,17 @@ def _file_of(number: int, name: str) -> str:
 
 
 def load_entries(path: Any) -> Exported:
-    """What :func:`save_entries` wrote, in every bit."""
+    """What :func:`save_entries` wrote, in every bit.
+
+    Raises:
+      ValueError: if the file is one of :func:`save_changes`.
+    """
     with np.load(path) as saved:
+        if "removed" in saved:
+            raise ValueError(
+                "sharding.load_entries: path must be a file of save_entries, got one of changes, "
+                f"{os.fspath(path)!r}: it goes to load_changes"
+            )
         return entries_of_arrays(saved)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import initializers
+from jax_hkv._changes import Changes
 from jax_hkv._checks import as_integer
 from jax_hkv._entries import Exported, check_exported, is_of, keys_are, namespace_of
 from jax_hkv._exchange import as_exchange
@@ -19,6 +20,8 @@ from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
 from jax_hkv.table import Counts, InsertResult, Settings, Table, create
+
+_Entries = TypeVar("_Entries", Exported, Changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Group:
         keys = as_keys("Group.ids", "keys", keys)
         return outside_namespace(keys, self.bits), NumberOf(self.bits)(keys) == number
 
-    def take(self, exported: Exported, of: Group) -> Exported:
+    def take(self, exported: _Entries, of: Group) -> _Entries:
         """Those entries of another group's table that are of this group's tables, with its keys.
 
         So a collection that serves some of the tables, or has others beside them, takes what was
@@ -167,7 +170,7 @@ class Group:
         of absent keys come along only between groups of the same tables.
 
         Args:
-          exported: of the other group's table.
+          exported: entries of the other group's table, or its :class:`jax_hkv.sharding.Changes`.
           of: the other group, whose keys have as many bits for the table's number: ids that were
             folded for another number of bits are not to be had back.
 
@@ -189,6 +192,12 @@ class Group:
           [True]
         """
         call = f"Group {self.name!r}.take"
+        if isinstance(exported, Changes):
+            entries = self.take(exported.entries, of)
+            others = (exported.removed, exported.keys)
+            removed, keys = (own if own is None else self._taken(own, of)[1] for own in others)
+            keys = keys if keys is None else np.sort(keys)
+            return exported._replace(entries=entries, removed=removed, keys=keys)
         check_exported(call, "exported", exported, "make one by export_entries")
         if not isinstance(of, Group):
             raise TypeError(
@@ -205,7 +214,20 @@ class Group:
                 f"{call}: of must be a group whose keys have {self.bits} bits for the number of "
                 f"their table, got one of {of.bits}: make this collection with table_bits={of.bits}"
             )
-        keys = Keys.from_numpy(exported.keys)
+        kept, keys = self._taken(exported.keys, of)
+        is_same = [config.name for config in of.tables] == [config.name for config in self.tables]
+        return exported._replace(
+            keys=keys,
+            scores=exported.scores[kept],
+            values=exported.values[kept],
+            optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
+            counters=exported.counters if is_same else None,
+            namespace=as_array(self.namespace),
+        )
+
+    def _taken(self, given: np.ndarray, of: Group) -> tuple[np.ndarray, np.ndarray]:
+        """Which keys of another group are of this group's tables, and what they are here."""
+        keys = Keys.from_numpy(given)
         names = {config.name for config in of.tables}
         positions, words = [], []
         for config in self.tables:
@@ -216,15 +238,7 @@ class Group:
             positions.append(own)
             words.append(self.keys(config.name, ids).to_numpy().astype(np.uint64)[own])
         kept = np.concatenate([*positions, np.zeros(0, np.int64)])
-        is_same = [config.name for config in of.tables] == [config.name for config in self.tables]
-        return exported._replace(
-            keys=np.concatenate([*words, np.zeros(0, np.uint64)]),
-            scores=exported.scores[kept],
-            values=exported.values[kept],
-            optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
-            counters=exported.counters if is_same else None,
-            namespace=as_array(self.namespace),
-        )
+        return kept, np.concatenate([*words, np.zeros(0, np.uint64)])
 
     def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
         """What became of the distinct ids of each table.

@@ -124,7 +124,13 @@ def after_step(call: str, cache: Table, returned: Any) -> tuple[Table, Any]:
     name = "the table that step returns"
     check_is_table(call, table, name)
     check_not_used_up(call, jax.tree.leaves(table), name)
-    wanted, got = ((rows_of(own), own.capacity) for own in (cache, table))
+    if is_traced(table.values):
+        raise TypeError(
+            f"{call}: {name} must be outside of jit, got what is traced: call this between steps"
+        )
+    wanted, got = (
+        (rows_of(own), own.capacity, own.policy.name, own.index.namespace) for own in (cache, table)
+    )
     if wanted != got:
         raise ValueError(f"{call}: {name} must be that which it was given, {wanted}, got {got}")
     lay, lies = (getattr(own.values, "sharding", None) for own in (cache, table))

@@ -409,9 +409,10 @@ def _again(tiers: Tiers, given: Any, mask: jax.Array | None) -> tuple[Tiers, Pre
 def _both(first: PrefetchCounts, more: PrefetchCounts) -> PrefetchCounts:
     """The counts of a batch that was prefetched twice."""
     moved = {name: getattr(first, name) + getattr(more, name) for name in ("evicted", "dropped")}
-    if more.hits != first.unique - first.refused:  # the step has displaced some
-        return more._replace(absent=first.absent, **moved)
-    found = {name: getattr(first, name) + getattr(more, name) for name in ("restored", "inserted")}
+    room = first.unique - more.refused
+    hits = min(first.hits, room)
+    restored = min(first.restored + more.restored, room - hits)  # some twice, displaced by the step
+    found = {"hits": hits, "restored": restored, "inserted": room - hits - restored}
     return first._replace(refused=more.refused, **moved, **found)
 
 

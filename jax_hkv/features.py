@@ -162,15 +162,24 @@ class Jagged:
             raise TypeError(f"{call}: the bags must be on the host, got traced ones: call it there")
         parts = _checks.as_integer(call, "parts", parts, 1, MAX_SLOTS)
         is_keys = isinstance(self.ids, Keys)
-        ids = np.asarray(self.ids.words) if is_keys else _flat(call, "ids", self.ids, "iu")
+        if is_keys:
+            check_unmasked(f"{call}: ids", self.ids.words)
+            ids = np.asarray(self.ids.words)
+            if ids.ndim != 2:
+                raise ValueError(
+                    f"{call}: ids must be flat, the ids of one bag after the other, got Keys of "
+                    f"shape {list(ids.shape[:-1])}: reshape them"
+                )
+        else:
+            ids = _flat(call, "ids", self.ids, "iu")
         splits = _known_splits(call, "row_splits", self.row_splits, len(ids))
         given = len(splits) - 1
         batch = given if batch is None else _checks.as_integer(call, "batch", batch, 0, MAX_SLOTS)
         if batch < given or batch % parts:
+            least = max(-(-given // parts), 1) * parts
             raise ValueError(
                 f"{call}: batch must be a multiple of the {parts} parts, with room for {given} "
-                f"bags, got {batch}: with batch={-(-given // parts) * parts}, say, empty bags fill "
-                "it up"
+                f"bags, got {batch}: with batch={least}, say, empty bags fill it up"
             )
         ends = np.append(splits, np.full(batch - given, splits[-1]))
         each = batch // parts

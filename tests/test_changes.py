@@ -141,11 +141,14 @@ def test_changes_that_do_not_follow_are_refused_before_anything_is_changed():
     serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), seen[0])
     with pytest.raises(
         ValueError,
-        match=r"changes must be those behind .* its time 1, got changes since 2: .*fresh table",
+        match=r"changes must be those behind .* its time 1, got changes from 2 to 3: .*fresh table",
     ):
         sharding.import_changes(None, serving, seen[2])
     for changes in seen[1:]:
         serving, _ = sharding.import_changes(None, serving, changes)
+    for changes in seen[:2]:
+        with pytest.raises(ValueError, match=r"at its time 3, got changes from"):
+            sharding.import_changes(None, serving, changes)
     assert sorted(entries_of(serving).keys) == [0, 1, 2]
 
 
@@ -201,7 +204,28 @@ WRONG = {
     "rows of another dim": (
         lambda: sharding.import_changes(None, hkv.create(128, 2), CHANGES),
         ValueError,
-        r"exported must have rows, .* values float32\[n, 2\], .* got values float32\[n, 4\]",
+        r"import_changes: changes\.entries must have rows, .* values float32\[n, 2\], .* got "
+        r"values float32\[n, 4\]",
+    ),
+    "a table that follows and was used up": (
+        lambda: sharding.import_changes(None, used_up(), CHANGES),
+        RuntimeError,
+        r"import_changes: table was used up",
+    ),
+    "no entries": (
+        lambda: sharding.import_changes(None, TABLE, CHANGES._replace(entries=None)),
+        TypeError,
+        r"import_changes: changes\.entries must be",
+    ),
+    "a list of removed keys": (
+        lambda: sharding.import_changes(None, TABLE, CHANGES._replace(removed=[5])),
+        TypeError,
+        r"import_changes: changes\.removed must be uint64\[m\] of NumPy, got list",
+    ),
+    "nothing removed to be saved": (
+        lambda: sharding.save_changes("changes", CHANGES._replace(removed=None)),
+        TypeError,
+        r"save_changes: changes\.removed must be uint64\[m\]",
     ),
     "no changes to be saved": (
         lambda: sharding.save_changes("changes", CHANGES.entries),
@@ -222,3 +246,63 @@ def test_a_file_of_entries_is_none_of_changes(tmp_path):
     sharding.save_entries(tmp_path / "entries", CHANGES.entries)
     with pytest.raises(ValueError, match=r"load_changes: path must be a file of save_changes"):
         sharding.load_changes(tmp_path / "entries")
+    sharding.save_changes(tmp_path / "changes", CHANGES)
+    with pytest.raises(ValueError, match=r"load_entries: path must be a file of save_entries"):
+        sharding.load_entries(tmp_path / "changes")
+
+
+@pytest.mark.parametrize("is_tiers", [False, True])
+def test_new_entries_with_old_scores_are_told(is_tiers, rng):
+    """Those of an import, which were looked up in another table, long ago."""
+    old = train(OPT.init(hkv.create(1024, DIM)), np.arange(100, 140, dtype=np.int32), None)
+    old = sharding.export_entries(old)
+    table = OPT.init(hkv.create(256, DIM))
+    tiers = tiered.Tiers(table, tiered.create_store(table, 1024))
+    for first in range(0, 60, 20):
+        ids = np.arange(first, first + 20, dtype=np.int32)
+        if is_tiers:
+            tiers, _ = tiered.prefetch(tiers, ids)
+        else:
+            table = train(table, ids, None)
+    known = sharding.export_changes(tiers if is_tiers else table, None)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), known)
+    if is_tiers:
+        tiers, _ = tiered.import_entries(tiers, old)
+    else:
+        table, _ = sharding.import_entries(None, table, old)
+    changes = sharding.export_changes(tiers if is_tiers else table, known)
+    assert sorted(changes.entries.keys) == list(range(100, 140)) and not len(changes.removed)
+    serving, _ = sharding.import_changes(None, serving, changes)
+    assert sorted(entries_of(serving).keys) == [*range(60), *range(100, 140)]
+
+
+def test_some_tables_of_a_collection_follow():
+    """Removed ids are those of the tables that are served."""
+    tables = [hkv.TableConfig(name, 256, DIM) for name in ("users", "items")]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    trained = hkv.Collection(tables, features).group_of("items")
+    served = hkv.Collection(tables[1:], features[1:], table_bits=1).group_of("items")
+    table, serving, known = trained.create(), served.create(), None
+    ids = np.arange(10, dtype=np.int32)
+    for users, items in (([], []), ([5], [6]), ([7, 8], [])):
+        for name, gone in (("users", users), ("items", items)):
+            table, _ = hkv.find_or_insert(table, trained.keys(name, ids))
+            gone = trained.keys(name, np.array(gone, np.int32))
+            table, _ = hkv.erase(table, gone)
+        known = sharding.export_changes(table, known)
+        changes = served.take(known, of=trained)
+        assert len(changes.removed) == (known.since is not None and len(items))
+        serving, counts = sharding.import_changes(None, serving, changes)
+        assert int(counts.erased) == len(changes.removed)
+        found = hkv.contains(serving, served.keys("items", ids))[1]
+        assert_same_bits(found, ~np.isin(ids, items))
+        assert len(changes.keys) == 10 - len(items)
+
+
+def test_changes_are_those_of_one_device_whatever_mesh_is_set():
+    tiers, _ = tiered.prefetch(tiers_of(128, 1024), np.arange(5, dtype=np.int32))
+    serving = hkv.create(128, DIM)
+    with jax.set_mesh(jax.make_mesh((len(jax.devices()),), ("device",))):
+        changes = sharding.export_changes(tiers, None)
+        serving, _ = sharding.import_changes(None, serving, changes)
+    assert sorted(entries_of(serving).keys) == [0, 1, 2, 3, 4]

@@ -129,6 +129,18 @@ WRONG = {
         TypeError,
         r"for_parts: ids must be integers along one axis, got float32",
     ),
+    "keys of two axes dealt out": (
+        lambda: hkv.Jagged(
+            hkv.Keys.from_numpy(np.zeros((4, 2), np.int64)), np.array([0, 4], np.int32)
+        ).for_parts(1),
+        ValueError,
+        r"for_parts: ids must be flat, .*got Keys of shape \[4, 2\]",
+    ),
+    "no bags for parts": (
+        lambda: jagged((0,)).for_parts(2, batch=3),
+        ValueError,
+        r"for_parts: batch must be a multiple .* got 3: with batch=2",
+    ),
     "traced bags dealt out": (
         lambda: jax.jit(lambda bags: bags.for_parts(1))(jagged()),
         TypeError,
