@@ -256,14 +256,16 @@ def step_and_prefetch(
         cache, result = _tier_checks.after_step(call, tiers.cache, step(tables["keys"]))
         return {"keys": cache}, result
 
-    first, *_ = _parts_of(call, tiers, placement)
-    _tier_checks.check_outside(call, first.cache, "tiers.cache", "tiered.prefetch")
     names = ("coming", "coming_valid")
     if placement is None:
+        _tier_checks.check(call, tiers)
+        _tier_checks.check_outside(call, tiers.cache, "tiers.cache", "tiered.prefetch")
         kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
     else:
+        placement = _tier_parts.check_placement(call, placement)
         batch = _tier_parts.batch_of(call, keys, valid)
     if coming is None:
+        _parts_of(call, tiers, placement)  # which checks them
         tables, result = stepped({"keys": tiers.cache})
         return tiers._replace(cache=tables["keys"]), None, result
     if placement is None:
