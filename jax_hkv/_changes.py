@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _inserts, _tier_checks, _tiers
+from jax_hkv import _entries, _entry_files, _tier_checks, _tiers
 from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
-from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
-from jax_hkv.table import Counts, Table, check_one_device, check_table, no_counts
+from jax_hkv.table import Counts, Table, check_one_device, no_counts
 
 
 class Changes(NamedTuple):
@@ -196,19 +194,14 @@ def import_changes(
       (2, 0)
     """
     call = "sharding.import_changes"
-    if placement is not None and not isinstance(placement, Placement):
-        raise TypeError(
-            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
-            f"device, got {type(placement).__name__}: the order is (placement, table, changes)"
-        )
-    check_table(call, table)
+    _entries.check_target(call, placement, table, "changes")
     check_not_used_up(call, jax.tree.leaves(table), "table")
     _check(call, changes, "an export of entries alone goes to import_entries")
     entries = changes.entries
     if table.optimizer is None:
         entries = entries._replace(optimizer={}, shared={})
     with on_one_device():
-        parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
+        parts = _entries.parts_of(placement, table)
         for part in parts:
             _entries.check_fits(part, entries, call, "changes.entries")
         now = max(map(_entries.clock_of, parts))
@@ -218,20 +211,14 @@ def import_changes(
                 f"got changes from {changes.since} to {entries.clock}: import all of them in "
                 "order, or begin anew with a fresh table and export_changes(table, None)"
             )
-        devices = 1 if placement is None or replicas else placement.devices
-        numbers = [0] if placement is None else placement.local_parts
         latest = _entries.latest_time(entries, call, "changes.entries")
         total, erased, after = no_counts(), 0, []
-        for number, part in zip(numbers, parts, strict=True):
-            own = _entries.owned_keys(changes.removed, number % devices, devices)
-            part, gone = _without(part, own)
-            part, counts = _entries.fill(
-                part, _entries.owned(entries, number % devices, devices), latest
-            )
+        for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):
+            part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
+            part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest)
             after.append(part)
             total, erased = _entries.plus(total, counts), erased + gone
-        table = after[0] if placement is None else placement.join(after)
-        return table, ChangeCounts(total, jnp.int32(erased))
+        return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
 def _check(call: str, changes: Any, remedy: str) -> None:
@@ -247,22 +234,6 @@ def _check(call: str, changes: Any, remedy: str) -> None:
             f"{call}: changes.removed must be uint64[m] of NumPy, got {type(removed).__name__} "
             f"{getattr(removed, 'dtype', '')}{list(np.shape(removed))}: leave it as it was"
         )
-
-
-def _without(table: Table, keys: np.ndarray) -> tuple[Table, int]:
-    (device,) = table.values.devices()
-    erased = []
-    for batch in _entries.key_chunks(keys):
-        table, count = _erase(table, *jax.device_put(batch, device))
-        erased.append(count)
-    return table, sum(map(int, erased))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _erase(table: Table, keys: Keys, valid: jax.Array) -> tuple[Table, jax.Array]:
-    # The time of a table that follows is that of the one it follows.
-    table, result = _inserts.erase(table, keys, valid, is_ticked=True)
-    return table, result.counts.hits
 
 
 def save_changes(path: Any, changes: Changes) -> None:

@@ -113,13 +113,13 @@ def step_and_prefetch(
                 call, placement, tiers, keys_of, both, stepped
             )
     else:
-        batches = [
-            _batches(call, tiers, _keys_at_once(collection, call, batch, partial, name))
+        keys = {
+            name: _batches(call, tiers, _keys_at_once(collection, call, batch, partial, name))
             for name, batch in given.items()
-        ]
-        kept, given = batches[0], batches[1] if len(batches) > 1 else {}
+        }
+        kept, wanted = keys["inputs"], keys.get("coming", {})
         found, result = _tiers.step_and_prefetch(
-            {name: (tiers[name], batch, kept.get(name)) for name, batch in given.items()}, stepped
+            {name: (tiers[name], batch, kept.get(name)) for name, batch in wanted.items()}, stepped
         )
     return _put_back(after, stores, found), result
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import on_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._inserts import import_rows, most_at_once
+from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array
 from jax_hkv._placement import Placement
@@ -366,31 +366,51 @@ def import_entries(
       (2, 2)
     """
     call = "sharding.import_entries"
-    if placement is not None and not isinstance(placement, Placement):
-        raise TypeError(
-            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
-            f"device, got {type(placement).__name__}: the order is (placement, table, exported)"
-        )
-    check_table(call, table)
+    check_target(call, placement, table, "exported")
     check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
     )
     with on_one_device():
-        # A table of one device may have NumPy's leaves, after jax.device_get.
-        parts = [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
+        parts = parts_of(placement, table)
         for part in parts:
             check_fits(part, exported)
         latest = latest_time(exported)  # of all parts together: their clocks are equal
         total = no_counts()
         filled = []
-        devices = 1 if placement is None or replicas else placement.devices
-        numbers = [0] if placement is None else placement.local_parts
-        for number, part in zip(numbers, parts, strict=True):
-            mine = owned(exported, number % devices, devices)
-            part, counts = fill(part, mine, latest)
+        for owner, part in zip(owners_of(placement, replicas), parts, strict=True):
+            part, counts = fill(part, owned(exported, *owner), latest)
             filled.append(part)
             total = plus(total, counts)
-        return (filled[0] if placement is None else placement.join(filled)), total
+        return whole_of(placement, filled), total
+
+
+def check_target(call: str, placement: Any, table: Any, argument: str) -> None:
+    """Raises unless something can go into a table; `argument` is what goes, the last one."""
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(
+            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
+            f"device, got {type(placement).__name__}: the order is (placement, table, {argument})"
+        )
+    check_table(call, table)
+
+
+def parts_of(placement: Placement | None, table: Table) -> list[Table]:
+    """A table of one device, or this process's parts of one, as tables of one device each."""
+    # One of one device may have NumPy's leaves, after jax.device_get.
+    return [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
+
+
+def owners_of(placement: Placement | None, replicas: bool = False) -> list[tuple[int, int]]:
+    """Of each of these parts its number among the owners of keys, and how many these are."""
+    if placement is None:
+        return [(0, 1)]
+    devices = 1 if replicas else placement.devices
+    return [(number % devices, devices) for number in placement.local_parts]
+
+
+def whole_of(placement: Placement | None, parts: Sequence[Table]) -> Table:
+    """The inverse of :func:`parts_of`."""
+    return parts[0] if placement is None else placement.join(parts)
 
 
 def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None:
@@ -577,6 +597,23 @@ def fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
         table, counts = _write(table, *jax.device_put(batch, device))
         total = plus(total, counts)
     return _with_common(table, exported, device, latest), total
+
+
+def without(table: Table, keys: np.ndarray) -> tuple[Table, int]:
+    """A table of one device without some keys, uint64 on the host, and how many it had."""
+    (device,) = table.values.devices()
+    erased = []
+    for batch in key_chunks(keys):
+        table, count = _erase(table, *jax.device_put(batch, device))
+        erased.append(count)
+    return table, sum(map(int, erased))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _erase(table: Table, keys: Keys, valid: jax.Array) -> tuple[Table, jax.Array]:
+    # Its time is that of the entries that it is given.
+    table, result = erase(table, keys, valid, is_ticked=True)
+    return table, result.counts.hits
 
 
 def plus(a: Counts, b: Counts) -> Counts:

@@ -540,8 +540,7 @@ def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tup
     near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
     cache, overwritten = _entries.fill(tiers.cache, near, latest)
     store, counts = _entries.fill(tiers.store, behind, latest)
-    for keys, valid in _entries.key_chunks(near.keys):  # whose copies may be younger now
-        store, _ = _erased(store, *put_near(store, (keys, valid)))
+    store, _ = _entries.without(store, near.keys)  # whose copies may be younger now
     return Tiers(cache, store), (overwritten, counts)
 
 

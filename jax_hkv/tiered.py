@@ -265,7 +265,8 @@ def step_and_prefetch(
         placement = _tier_parts.check_placement(call, placement)
         batch = _tier_parts.batch_of(call, keys, valid)
     if coming is None:
-        _parts_of(call, tiers, placement)  # which checks them
+        if placement is not None:
+            _tier_parts.parts_of(call, placement, tiers)  # which checks them
         tables, result = stepped({"keys": tiers.cache})
         return tiers._replace(cache=tables["keys"]), None, result
     if placement is None:
@@ -663,12 +664,9 @@ def import_entries(
     with on_one_device():
         for part in parts:
             _entries.check_fits(part.store, exported)
-        numbers, devices = [0], 1
-        if placement is not None:
-            numbers, devices = placement.local_parts, placement.devices
         after = [
-            _tiers.import_entries(part, _entries.owned(exported, number, devices), latest)
-            for number, part in zip(numbers, parts, strict=True)
+            _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
+            for owner, part in zip(_entries.owners_of(placement), parts, strict=True)
         ]
     total = _tier_parts.total([each for _, both in after for each in both])
     return _joined([part for part, _ in after], placement), total

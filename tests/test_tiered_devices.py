@@ -180,14 +180,15 @@ class Model(nn.Module):
         return nn.Dense(1)(rows["user"] + rows["item"])[:, 0]
 
 
+def collection_of_two(capacity):
+    return hkv.Collection(
+        [hkv.TableConfig(name, capacity, DIM, optimizer=ADAM) for name in ("users", "items")],
+        [hkv.Feature("user", "users"), hkv.Feature("item", "items")],
+    )
+
+
 def test_a_model_over_devices_prefetches_all_of_its_tables(rng):
     placement = placement_of("shard_map")
-
-    def of(capacity):
-        return hkv.Collection(
-            [hkv.TableConfig(name, capacity, DIM, optimizer=ADAM) for name in ("users", "items")],
-            [hkv.Feature("user", "users"), hkv.Feature("item", "items")],
-        )
 
     def batches(count):
         for _ in range(count):
@@ -198,7 +199,7 @@ def test_a_model_over_devices_prefetches_all_of_its_tables(rng):
     states = [
         placement.create(
             lambda size=size: hkv.linen.TrainState.create(
-                Model(of(size)),
+                Model(collection_of_two(size)),
                 jax.random.key(0),
                 {name: ids[:16] for name, ids in inputs.items()},
                 tx=DENSE,
@@ -207,7 +208,7 @@ def test_a_model_over_devices_prefetches_all_of_its_tables(rng):
         for size in (256, 8192)
     ]
     steps = [hkv.linen.train_step(loss_of, placement=placement) for _ in states]
-    collection = of(256)
+    collection = collection_of_two(256)
     (name,) = [group.name for group in collection.groups]
     table = states[0].tables["embed"][name]
     stores = {name: tiered.create_store(table, 8192, placement=placement)}

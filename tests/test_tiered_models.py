@@ -139,37 +139,40 @@ def inputs_of(rng):
     }
 
 
+NAMES = ["users+items", "words"]  # of tables that are trained
+
+
+def trainer_of(collection):
+    """A donating step of all features, and their rows before it."""
+
+    def train(tables, inputs):
+        tables, found = collection.lookup(tables, inputs, train=True)
+        after = dict(tables)
+        for name in NAMES:
+            after[name] = ADAM.update(tables[name], found.results[name], 0.5 * found.rows[name])
+        return after, collection.spread(found.rows, found.parts)
+
+    return jax.jit(train, donate_argnums=0)
+
+
 def test_a_collection_prefetches_all_of_its_tables(rng):
     """Fused ones, and none without an optimizer or a store; both stay equal to large ones."""
     small, large = (collection_of(size) for size in (SMALL, LARGE))
     tables, ones = small.create(), large.create()
-    names = ["users+items", "words"]
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
-
-    def looked_up(collection, tables, inputs):
-        tables, found = collection.lookup(tables, inputs, train=True)
-        after = dict(tables)
-        for name in names:
-            gradients = 0.5 * found.rows[name]
-            after[name] = ADAM.update(tables[name], found.results[name], gradients)
-        return after, collection.spread(found.rows, found.parts)
-
-    steps = [
-        jax.jit(lambda tables, inputs, own=own: looked_up(own, tables, inputs), donate_argnums=0)
-        for own in (small, large)
-    ]
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in NAMES}
+    steps = [trainer_of(own) for own in (small, large)]
     restored = 0
     for _ in range(20):
         inputs = inputs_of(rng)
         tables, stores, counts = small.prefetch(tables, stores, inputs)
-        assert list(counts) == names
+        assert list(counts) == NAMES
         assert not any(int(each.refused) + int(each.dropped) for each in counts.values())
         restored += sum(int(each.restored) for each in counts.values())
         tables, rows = steps[0](tables, inputs)
         ones, wanted = steps[1](ones, inputs)
         assert_same_bits(rows, wanted)
     assert restored > 200 and int(hkv.size(tables["frozen"])) == 0
-    for name in names:
+    for name in NAMES:
         assert_same_entries(tiered.Tiers(tables[name], stores[name]), ones[name])
     inputs = inputs_of(rng)
     tables, stores, _ = small.prefetch(tables, stores, inputs, insert=False)
@@ -181,7 +184,7 @@ def test_a_collection_prefetches_all_of_its_tables(rng):
         )
     )
     assert_same_bits(rows, wanted)
-    both = {name: tiered.Tiers(tables[name], stores[name]) for name in names}
+    both = {name: tiered.Tiers(tables[name], stores[name]) for name in NAMES}
     sizes, wanted = small.sizes(both), large.sizes(ones)
     assert list(sizes) == ["users", "items", "words"]
     assert all(int(sizes[name]) == int(wanted[name]) for name in sizes)

@@ -22,6 +22,7 @@ from test_tiered import (
 from test_tiered_devices import (
     DEVICES,
     Model,
+    collection_of_two,
     large,
     placement_of,
     stepper,
@@ -31,8 +32,8 @@ from test_tiered_devices import tiers_of as parts_of
 from test_tiered_models import (
     ADAM,
     DENSE,
-    DIM,
     LARGE,
+    NAMES,
     SMALL,
     LinenModel,
     NnxModel,
@@ -40,6 +41,7 @@ from test_tiered_models import (
     collection_of,
     inputs_of,
     loss_of,
+    trainer_of,
 )
 
 import jax_hkv as hkv
@@ -197,25 +199,10 @@ def test_entries_leave_a_gpu_in_pieces(policy, monkeypatch, rng):
 def test_a_collection_trains_while_its_next_batch_comes_near(rng):
     small, large = (collection_of(size) for size in (SMALL, LARGE))
     tables, ones = small.create(), large.create()
-    names = ["users+items", "words"]
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
-
-    def looked_up(collection, tables, inputs):
-        tables, found = collection.lookup(tables, inputs, train=True)
-        after = dict(tables)
-        for name in names:
-            after[name] = ADAM.update(tables[name], found.results[name], 0.5 * found.rows[name])
-        return after, collection.spread(found.rows, found.parts)
-
-    def touch(tables, inputs):
-        return large.prefetch(tables, empty, inputs)[0]
-
-    steps = [
-        jax.jit(lambda tables, inputs, own=own: looked_up(own, tables, inputs), donate_argnums=0)
-        for own in (small, large)
-    ]
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in NAMES}
+    steps = [trainer_of(own) for own in (small, large)]
     # One table with a store that stays empty is one table.
-    empty = {name: tiered.create_store(ones[name], 2 * LARGE, device=host()) for name in names}
+    empty = {name: tiered.create_store(ones[name], 2 * LARGE, device=host()) for name in NAMES}
     given = [inputs_of(rng) for _ in range(15)]
     tables, stores, _ = small.prefetch(tables, stores, given[0])
     ones, empty, _ = large.prefetch(ones, empty, given[0])
@@ -224,7 +211,7 @@ def test_a_collection_trains_while_its_next_batch_comes_near(rng):
         tables, stores, counts, rows = small.step_and_prefetch(
             lambda tables, inputs=inputs: steps[0](tables, inputs), tables, stores, inputs, coming
         )
-        assert list(counts) == (names if coming else [])
+        assert list(counts) == (NAMES if coming else [])
         for own in counts.values():
             assert int(own.refused) == int(own.dropped) == int(own.absent) == 0
             restored += int(own.restored)
@@ -234,7 +221,7 @@ def test_a_collection_trains_while_its_next_batch_comes_near(rng):
         assert_same_bits(rows, wanted)
     assert restored > 30 and not any(map(int, large.sizes(empty).values()))
     assert int(hkv.size(tables["frozen"])) == 0
-    for name in names:
+    for name in NAMES:
         assert_same_entries(tiered.Tiers(tables[name], stores[name]), ones[name])
 
 
@@ -242,8 +229,7 @@ def test_a_table_of_some_features_is_stepped_alone(rng):
     """Tables without ids in the next batch stay as the step has left them."""
     collection = collection_of(SMALL)
     tables = collection.create()
-    names = ["users+items", "words"]
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in NAMES}
     inputs = inputs_of(rng)
     tables, stores, _ = collection.prefetch(tables, stores, inputs)
 
@@ -366,12 +352,6 @@ def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, aga
 def test_a_model_over_devices_trains_while_its_next_batch_comes_near(rng):
     placement = placement_of("shard_map")
 
-    def of(capacity):
-        return hkv.Collection(
-            [hkv.TableConfig(name, capacity, DIM, optimizer=ADAM) for name in ("users", "items")],
-            [hkv.Feature("user", "users"), hkv.Feature("item", "items")],
-        )
-
     given = []
     for user, item in rng.integers(0, 1500, (12, 2, 64)).astype(np.int32):
         given.append(({"user": user, "item": item}, ((user + item) % 2).astype(np.float32)))
@@ -379,13 +359,13 @@ def test_a_model_over_devices_trains_while_its_next_batch_comes_near(rng):
     small, one = (
         placement.create(
             lambda size=size: hkv.linen.TrainState.create(
-                Model(of(size)), jax.random.key(0), example, tx=DENSE
+                Model(collection_of_two(size)), jax.random.key(0), example, tx=DENSE
             )
         )
         for size in (256, 8192)
     )
     trains = [hkv.linen.train_step(loss_of, placement=placement) for _ in range(2)]
-    collection = of(256)
+    collection = collection_of_two(256)
     (name,) = [group.name for group in collection.groups]
     tables = small.tables["embed"]
     stores = {name: tiered.create_store(tables[name], 8192, placement=placement)}
