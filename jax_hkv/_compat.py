@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -23,12 +24,16 @@ __all__ = [
     "is_traced",
     "match_varying",
     "mlir",
+    "of_one_device",
     "on_one_device",
     "replicated",
     "result_aval",
     "vary",
     "without_rematerialization",
 ]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 # Its Shardy (ManualComputationUnusedInputsPattern) crashes; 0.11.0, 0.11.1 and 0.12.0 do not.
@@ -68,7 +73,22 @@ def is_traced(array: Any) -> bool:
 
 def on_one_device() -> contextlib.AbstractContextManager[Any]:
     """Where a program for one device can run, whatever mesh the caller has set (`jax.set_mesh`)."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def of_one_device(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function of tables of one device each, for calls outside of jit in any mesh that is set."""
+
+    @functools.wraps(fn)
+    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        if any(map(is_traced, jax.tree.leaves((args, options)))):
+            return fn(*args, **options)
+        with on_one_device():
+            return fn(*args, **options)
+
+    return call
 
 
 def replicated(array: Any) -> Any:

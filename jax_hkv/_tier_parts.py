@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_hkv import _checks, _tier_checks, _tiers
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced, vary
+from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange, Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement, check_not_used_up
@@ -97,6 +97,7 @@ def stores_of(call: str, placement: Placement, stores: Any) -> list[Table]:
     return list(stores)
 
 
+@of_one_device
 def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     """Tiers of one device each, checked."""
     if not isinstance(tiers, Tiers):
@@ -109,12 +110,14 @@ def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     return parts
 
 
+@of_one_device
 def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
     """The inverse of :func:`parts_of`."""
     stores: Any = tuple(part.store for part in parts)
     return Tiers(placement.join([part.cache for part in parts]), stores)
 
 
+@of_one_device
 def owned(
     placement: Placement, keys_of: KeysOf, *batches: Any
 ) -> list[dict[str, list[tuple[Keys, jax.Array]]]]:
@@ -167,6 +170,7 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
     return placement.run(own)
 
 
+@of_one_device
 def prefetch(
     call: str,
     placement: Placement,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _entries, _inserts, operations
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, of_one_device, on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
@@ -349,6 +349,7 @@ def _cut(tree: Any, room: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[:room] if leaf.ndim else leaf, tree)
 
 
+@of_one_device
 def prefetch(
     batches: Mapping[Name, tuple[Tiers, Any, jax.Array | None]], inserts: bool
 ) -> dict[Name, tuple[Tiers, PrefetchCounts]]:
@@ -388,15 +389,17 @@ def step_and_prefetch(
       step: from the caches to the caches and a result.
     """
     caches, admitted = {}, {}
-    for name, (tiers, coming, kept) in batches.items():
-        caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
+    with on_one_device():
+        for name, (tiers, coming, kept) in batches.items():
+            caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
     caches, result = step(caches)
     stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
-    after = _exchanged(caches, stores, admitted)
-    for name, (tiers, counts) in after.items():
-        if counts.refused or counts.absent:
-            tiers, more = _again(tiers, *batches[name][1])
-            after[name] = tiers, _both(counts, more)
+    with on_one_device():
+        after = _exchanged(caches, stores, admitted)
+        for name, (tiers, counts) in after.items():
+            if counts.refused or counts.absent:
+                tiers, more = _again(tiers, *batches[name][1])
+                after[name] = tiers, _both(counts, more)
     return after, result
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool
 
 from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
-from jax_hkv._compat import on_one_device
+from jax_hkv._compat import of_one_device, on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 
+@of_one_device
 def create_store(
     table: Table, capacity: int, *, device: Any = None, placement: Placement | None = None
 ) -> Any:
@@ -284,6 +285,7 @@ def step_and_prefetch(
     return tiers, counts, result
 
 
+@of_one_device
 def admit(
     cache: Table, keys: Any, *, valid: Any = None, keep: Any = None, keep_valid: Any = None
 ) -> tuple[Table, Admitted]:
@@ -323,6 +325,7 @@ def admit(
     return _tiers.admit(cache, *batch, kept)
 
 
+@of_one_device
 def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
     """Puts what has left the cache into the store, and reads what the store has of new keys.
 
@@ -371,6 +374,7 @@ def exchange(store: Table, admitted: Admitted) -> tuple[Table, Fetched]:
     return store, fetched
 
 
+@of_one_device
 def restore(cache: Table, fetched: Fetched) -> Table:
     """Gives the keys that the store knew their rows, scores and optimizer rows.
 
@@ -413,6 +417,7 @@ def restore(cache: Table, fetched: Fetched) -> Table:
 # --- Reads and removals, of both -----------------------------------------------------------------
 
 
+@of_one_device
 def find(
     tiers: Tiers, keys: Any, *, valid: Any = None, fill: float | str = 0.0
 ) -> tuple[Tiers, FindResult]:
@@ -465,6 +470,7 @@ def _with_rows(near: FindResult, groups: _index.Groups, rows: jax.Array, found: 
     return FindResult(values, near.found | has_row, near.slots)
 
 
+@of_one_device
 def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool[Array, "*batch"]]:
     """Whether keys are present in one of the tables; masked positions are not.
 
@@ -491,6 +497,7 @@ def contains(tiers: Tiers, keys: Any, *, valid: Any = None) -> tuple[Tiers, Bool
     return tiers, near | behind
 
 
+@of_one_device
 def erase(
     tiers: Tiers, keys: Any, *, valid: Any = None, placement: Placement | None = None
 ) -> tuple[Tiers, EraseResult]:
@@ -532,6 +539,7 @@ def erase(
 # --- Between steps -------------------------------------------------------------------------------
 
 
+@of_one_device
 def map_tables(
     tiers: Tiers, fn: Callable[[Table], Table], *, placement: Placement | None = None
 ) -> Tiers:
@@ -564,6 +572,7 @@ def map_tables(
     return _joined(parts, placement)
 
 
+@of_one_device
 def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
     """Entries of both tables, those that stand in both once. For use between steps.
 
@@ -588,6 +597,7 @@ def _size(tiers: Tiers) -> int:
     return int(whole_table.size(tiers.store)) + len(_tiers.keys_of_cache_alone(tiers))
 
 
+@of_one_device
 def export_entries(
     tiers: Tiers,
     *,

@@ -590,6 +590,49 @@ def test_tables_and_programs_stay_where_they_are(is_alone):
     assert committed.cache.values.devices() == {device} and committed.cache.values.committed
 
 
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_tiers_are_those_of_one_device_whatever_mesh_is_set(axis_type, is_alone, rng):
+    """And a caller's step sees that mesh."""
+    caches = [made(256), made(256)]
+    if is_alone:
+        caches = jax.device_put(caches, jax.devices()[0])
+    batches = [rng.integers(0, 500, 200).astype(np.int32) for _ in range(4)]
+    devices = jax.devices("cpu")
+    kind = (jax.sharding.AxisType[axis_type],)
+    mesh = jax.make_mesh((len(devices),), ("device",), kind, devices=devices)
+    expected = through_all(caches[0], batches)
+    with jax.set_mesh(mesh):
+        got = through_all(caches[1], batches)
+        assert jax.sharding.get_mesh() == mesh
+    assert got.pop() == mesh != expected.pop()
+    assert_same_bits(got, expected)
+
+
+def through_all(cache, batches):
+    """What all operations of tiers return."""
+    tiers, seen = tiered.Tiers(cache, tiered.create_store(cache, 2048, device=host())), []
+
+    def step(cache):
+        seen.append(jax.sharding.get_mesh())
+        return cache, None
+
+    tiers, *found = tiered.prefetch(tiers, batches[0])
+    tiers, *counts = tiered.step_and_prefetch(step, tiers, batches[0], jnp.asarray(batches[1]))
+    cache, admitted = tiered.admit(tiers.cache, batches[2], keep=batches[1])
+    store, fetched = tiered.exchange(tiers.store, admitted)
+    tiers = tiered.Tiers(tiered.restore(cache, fetched), store)
+    tiers, *rows = tiered.find(tiers, batches[3])
+    tiers, *are = tiered.contains(tiers, batches[3])
+    tiers, *gone = tiered.erase(tiers, batches[3][:9])
+    tiers = tiered.map_tables(tiers, jax.jit(lambda table: table))
+    entries = tiered.export_entries(tiers)
+    tiers, *again = tiered.import_entries(tiers, entries)
+    assert tiered.size(tiers) == len(entries.keys) > 256
+    tables = by_key(tiered.export_entries(tiers))
+    return [found, counts, fetched.counts, rows, are, gone, again, by_key(entries), tables, *seen]
+
+
 def test_masked_ids_and_batches_of_none_change_nothing():
     tiers = tiers_of(128, 1024)
     for ids in (np.zeros(0, np.int32), np.arange(5, dtype=np.int32)):

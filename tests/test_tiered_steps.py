@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import jax
@@ -304,15 +305,21 @@ def ids_of_batches(rng, count=15):
 
 
 @pytest.mark.parametrize(
-    ("mode", "policy", "capacity"),
+    ("mode", "policy", "capacity", "sets_mesh"),
     [
-        ("shard_map", hkv.Policy.LRU, 2048),
-        ("shard_map", hkv.Policy.LFU, DEVICES * 128),  # without room for two batches
-        ("pmap", hkv.Policy.EPOCH_LRU, 2048),
+        ("shard_map", hkv.Policy.LRU, 2048, True),
+        ("shard_map", hkv.Policy.LFU, DEVICES * 128, False),  # without room for two batches
+        ("pmap", hkv.Policy.EPOCH_LRU, 2048, False),
     ],
 )
-def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, again, rng):
+def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, sets_mesh, again, rng):
     placement = placement_of(mode)
+    with jax.set_mesh(placement.mesh) if sets_mesh else contextlib.nullcontext():
+        assert_parts_train_as_one(placement, policy, capacity, rng)
+    assert bool(again) == (capacity == DEVICES * 128)
+
+
+def assert_parts_train_as_one(placement, policy, capacity, rng):
     tiers, one = (
         parts_of(placement, capacity, 16384, policy=policy),
         large(placement, 16384, policy=policy),
@@ -345,7 +352,6 @@ def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, aga
             assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
         one, wanted = train(one, *batch)
         assert int(of_step.hits) == int(of_step.unique) == int(wanted.unique)
-    assert bool(again) == (capacity == DEVICES * 128)
     assert_same_parts(placement, tiers, one)
 
 
