@@ -256,6 +256,14 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def _check_count(signature: Signature, size: int, count: int, rows: int = 0) -> None:
+    if is_fixed((size, count, rows)) and size * max(count, rows) >= 2**31:
+        raise ValueError(
+            f"jax.vmap of {signature.name}: a batch must have fewer than 2**31 positions and rows, "
+            f"got {size} of {count} positions and {rows} rows: loop with jax.lax.map over parts"
+        )
+
+
 def _batch_positions(
     primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
 ) -> Any:
@@ -267,6 +275,7 @@ def _batch_positions(
         for x, dim, positions in zip(operands, dims, by_position, strict=True)
     ]
     count = arguments[by_position.index(True)].shape[1]
+    _check_count(signature, size, count)
     arguments = [
         _flat(x) if positions else x for x, positions in zip(arguments, by_position, strict=True)
     ]
@@ -297,11 +306,7 @@ def _batch_bags(
     if dims[1] is not None:
         values = _stacked(values, dims[1], size)
         rows, values = values.shape[1], _flat(values)
-    if is_fixed((size, count, rows)) and size * max(count, rows) >= 2**31:
-        raise ValueError(
-            f"jax.vmap of {signature.name}: a batch must have fewer than 2**31 positions and rows, "
-            f"got {size} of {count} positions and {rows} rows: loop with jax.lax.map over parts"
-        )
+    _check_count(signature, size, count, rows)
     slots = jax.numpy.where(slots >= 0, slots + number * rows, slots)
     # Behind the last bag of each comes one of its padding, which is dropped.
     bags = splits.shape[1]
@@ -357,8 +362,8 @@ def _make_primitive(signature: Signature) -> Primitive:
 
 def _register() -> dict[str, tuple[Signature, Primitive]]:
     for platform, module in (("cpu", _cpu), ("CUDA", _cuda)):
-        for name, handler in (module.handlers() if module else {}).items():
-            jax.ffi.register_ffi_target(_TARGET_PREFIX + name, handler, platform=platform)
+        for name, stages in (module.handlers() if module else {}).items():
+            jax.ffi.register_ffi_target(_TARGET_PREFIX + name, stages, platform=platform)
     signatures = [Signature.of(entries) for entries in _cpu.signatures()]
     return {signature.name: (signature, _make_primitive(signature)) for signature in signatures}
 

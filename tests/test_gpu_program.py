@@ -108,6 +108,15 @@ def compiled(tmp_path_factory):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def test_kernels_are_loaded_before_a_program_begins():
+    """Where they are launched they could wait for a collective, and it for them."""
+    if find_module("jax_hkv._cuda") is None:
+        pytest.skip("jax_hkv was built without its CUDA module")
+    from jax_hkv import _cuda
+
+    assert all(set(stages) == {"execute", "initialize"} for stages in _cuda.handlers().values())
+
+
 def kinds_of(thunks):
     """(depth, kind) of each thunk in a dump."""
     found = [(line, re.search(r"\bk[A-Z]\w+", line)) for line in thunks]

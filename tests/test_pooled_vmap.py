@@ -93,3 +93,6 @@ def test_vmap_that_cannot_be_names_what_it_is_over_and_the_remedy(rng):
     wide = jax.ShapeDtypeStruct((2**16, 2**15, 1, 1), jnp.float32)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31.*jax\.lax\.map"):
         jax.eval_shape(jax.vmap(hkv.pool), wide)
+    many = hkv.Keys(jax.ShapeDtypeStruct((2**16, 2**15, 2), jnp.uint32))
+    with pytest.raises(ValueError, match=r"find_rows: .* fewer than 2\*\*31.*jax\.lax\.map"):
+        jax.eval_shape(jax.vmap(lambda keys: hkv.find(table, keys)[1].values), many)

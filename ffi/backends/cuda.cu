@@ -1,5 +1,6 @@
 // The CUDA backend: operations on XLA's stream, or captured into its command buffers.
 #include "backends/cuda_executor.h"
+#include "backends/cuda_kernels.h"
 #include "binding/handler.h"
 #include "binding/module.h"
 
@@ -21,7 +22,24 @@ struct CudaBackend {
     return handler->Call(frame);
   }
 
+  // Before each execution of a program, which waits for that of the other devices.
+  static XLA_FFI_Error* initializer(XLA_FFI_CallFrame* frame) {
+    static auto* const handler = ffi::Ffi::BindInitialize()
+                                     .Ctx<ffi::DeviceOrdinal>()
+                                     .RemainingArgs()
+                                     .RemainingRets()
+                                     .Attrs()
+                                     .To(&initialize)
+                                     .release();
+    return handler->Call(frame);
+  }
+
  private:
+  static ffi::Error initialize(int32_t device, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+    load_kernels_of(device);
+    return ffi::Error::Success();
+  }
+
   template <class Operation>
   static ffi::Error call(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                          ffi::Dictionary attributes) {

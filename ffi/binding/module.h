@@ -34,14 +34,23 @@ inline nb::dict as_dict(const Signature& signature) {
   return entries;
 }
 
-// `Backend` has a type Executor and a template `handler<Operation>`, an XLA_FFI_Handler.
+inline nb::capsule as_capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// `Backend` has a type Executor, a template `handler<Operation>`, an XLA_FFI_Handler, and maybe an
+// `initializer`, another one, of all operations.
 template <class Backend>
 void define_module(nb::module_& extension) {
   extension.def("handlers", [] {
     nb::dict handlers;
     AllOperations::visit([&]<class Operation>() {
-      handlers[Operation::kName] =
-          nb::capsule(reinterpret_cast<void*>(&Backend::template handler<Operation>));
+      nb::dict stages;
+      stages["execute"] = as_capsule(&Backend::template handler<Operation>);
+      if constexpr (requires { &Backend::initializer; }) {
+        stages["initialize"] = as_capsule(&Backend::initializer);
+      }
+      handlers[Operation::kName] = stages;
     });
     return handlers;
   });

@@ -273,6 +273,8 @@ struct TileGroup {
       copy_each_as<Vector>(to, target, from, source, bytes);
     } else if (alignment % 4 == 0) {
       copy_each_as<uint32_t>(to, target, from, source, bytes);
+    } else if (alignment % 2 == 0) {
+      copy_each_as<uint16_t>(to, target, from, source, bytes);
     } else {
       copy_each_as<uint8_t>(to, target, from, source, bytes);
     }

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <string_view>
 
+#include "backends/cuda_kernels.h"
 #include "device_machine.h"
 #include "scenarios.h"
 
@@ -29,6 +30,10 @@ int main(int count, char** arguments) {
   int devices = 0;
   require(cudaGetDeviceCount(&devices), "no CUDA device");
   Checks checks;
+  const LoadedKernels& kernels = load_kernels_of(0);
+  checks.expect(kernels.failure.empty(), "kernels are not loaded: " + kernels.failure);
+  checks.expect(kernels.all > 0 && kernels.loaded == kernels.all, "not all kernels are loaded");
+  std::printf("%zu kernels are loaded\n", kernels.loaded);
   CpuMachine cpu("the CPU", 4, 'a');
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');

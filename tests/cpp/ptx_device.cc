@@ -1,12 +1,16 @@
 // Behind runtime.cc: a device that carries out the PTX that nvcc has left beside the program, in a file of
 // the program's name with .ptx behind it. Launches and memsets of a capture wait for the launch of its graph.
+// Once a program has loaded kernels, those that it has not loaded cannot be launched.
 #include "ptx_device.h"
+
+#include <cudaTypedefs.h>
 
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -26,6 +30,7 @@ namespace {
 ptx::Memory memory;
 Random order_of_threads{7};
 CUgraph_st* captured = nullptr;
+std::set<const void*> loaded;  // functions that stand for kernels
 
 const ptx::Kernel& find_kernel(const std::string& name) {
   static const std::map<std::string, ptx::Kernel> kKernels = [] {
@@ -50,12 +55,53 @@ bool is_array(const void* address, size_t bytes) {
   return bytes == 0 || memory.has(reinterpret_cast<uintptr_t>(address), bytes);
 }
 
+// The driver, whose handles are those functions, and of the library the map of them.
+CUresult get_library(CUlibrary* library, CUkernel kernel) {
+  if (!kernel_names().contains(kernel)) return CUDA_ERROR_INVALID_HANDLE;
+  *library = reinterpret_cast<CUlibrary>(const_cast<std::map<const void*, std::string>*>(&kernel_names()));
+  return CUDA_SUCCESS;
+}
+CUresult count_kernels(unsigned* count, CUlibrary) {
+  *count = static_cast<unsigned>(kernel_names().size());
+  return CUDA_SUCCESS;
+}
+CUresult list_kernels(CUkernel* kernels, unsigned most, CUlibrary) {
+  for (const auto& [function, name] : kernel_names()) {
+    if (most-- == 0) break;
+    *kernels++ = reinterpret_cast<CUkernel>(const_cast<void*>(function));
+  }
+  return CUDA_SUCCESS;
+}
+CUresult get_function(CUfunction* function, CUkernel kernel) {
+  *function = reinterpret_cast<CUfunction>(kernel);
+  return CUDA_SUCCESS;
+}
+CUresult load_function(CUfunction function) {
+  loaded.insert(function);
+  return CUDA_SUCCESS;
+}
+CUresult get_state(CUfunctionLoadingState* state, CUfunction function) {
+  *state = loaded.contains(function) ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
+  return CUDA_SUCCESS;
+}
+
+const std::map<std::string, void*> kDriver = {
+    {"cuKernelGetLibrary", reinterpret_cast<void*>(PFN_cuKernelGetLibrary_v12050{get_library})},
+    {"cuLibraryGetKernelCount", reinterpret_cast<void*>(PFN_cuLibraryGetKernelCount_v12040{count_kernels})},
+    {"cuLibraryEnumerateKernels",
+     reinterpret_cast<void*>(PFN_cuLibraryEnumerateKernels_v12040{list_kernels})},
+    {"cuKernelGetFunction", reinterpret_cast<void*>(PFN_cuKernelGetFunction_v12000{get_function})},
+    {"cuFuncLoad", reinterpret_cast<void*>(PFN_cuFuncLoad_v12040{load_function})},
+    {"cuFuncIsLoaded", reinterpret_cast<void*>(PFN_cuFuncIsLoaded_v12040{get_state})},
+};
+
 }  // namespace
 
 ptx::Memory& ptx_memory() { return memory; }
 
 cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments) {
-  const ptx::Kernel& kernel = find_kernel(kernel_name(function));
+  const ptx::Kernel& kernel = find_kernel(kernel_names().at(function));
+  if (!loaded.empty() && !loaded.contains(function)) ptx::stop(kernel.name + ": is not among those loaded");
   if (grid.y * grid.z * block.y * block.z != 1) ptx::stop(kernel.name + ": more than one dimension");
   if (shared != 0) ptx::stop(kernel.name + ": shared memory that the launch asks for");
   if (grid.x == 0 || block.x == 0 || block.x > kernel.most_threads) return cudaErrorInvalidConfiguration;
@@ -94,6 +140,17 @@ cudaError_t cudaFree(void* address) {
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   if (!is_array(kind == cudaMemcpyHostToDevice ? to : from, bytes)) return cudaErrorInvalidValue;
   if (bytes > 0) std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** address, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  const auto entry = kDriver.find(name);
+  *address = entry == kDriver.end() ? nullptr : entry->second;
+  *found = entry == kDriver.end() ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {

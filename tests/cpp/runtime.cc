@@ -3,7 +3,6 @@
 // linked.
 #include "runtime.h"
 
-#include <map>
 #include <utility>
 
 namespace hkv::testing {
@@ -22,7 +21,7 @@ size_t pushed_shared;
 
 }  // namespace
 
-const std::string& kernel_name(const void* function) { return names()[function]; }
+const std::map<const void*, std::string>& kernel_names() { return names(); }
 
 }  // namespace hkv::testing
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 
 namespace hkv::testing {
@@ -16,8 +17,8 @@ struct DeviceForm {
 };
 extern DeviceForm device_form;
 
-// Of the function that stands for a kernel on the host.
-const std::string& kernel_name(const void* function);
+// The names of kernels, by the functions that stand for them on the host.
+const std::map<const void*, std::string>& kernel_names();
 
 cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments);
 cudaError_t set_memory(void* address, int value, size_t bytes);
