@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _tier_checks, _tiers
+from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
 from jax_hkv._compat import on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement, check_not_used_up
@@ -182,8 +182,9 @@ def import_changes(
 
     Raises:
       TypeError: naming the argument.
-      ValueError: if the table's time is not one between the changes' beginning and their end, or
-        as :func:`import_entries`; before anything is changed.
+      ValueError: if the table's time is not one between the changes' beginning and their end, if it
+        has entries where there should be none, or as :func:`import_entries`; before anything is
+        changed.
       RuntimeError: if the table was used up before.
 
     Example:
@@ -211,6 +212,15 @@ def import_changes(
                 f"got changes from {changes.since} to {entries.clock}: import all of them in "
                 "order, or begin anew with a fresh table and export_changes(table, None)"
             )
+        # Behind the changes of another process the table has their time.
+        if changes.since is None and now < entries.clock:
+            size = sum(int(whole_table.size(part)) for part in parts)
+            if size:
+                raise ValueError(
+                    f"{call}: table must have no entries before changes from the beginning (since "
+                    f"None), got one with {size}, which these would not remove: give a fresh one, "
+                    "or clear it"
+                )
         latest = _entries.latest_time(entries, call, "changes.entries")
         total, erased, after = no_counts(), 0, []
         for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import pooled
 from jax_hkv._checks import as_mask, flat_mask
 from jax_hkv._keys import as_keys
-from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged
+from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged, each_id_of
 from jax_hkv.table import Bags, jitted
 
 
@@ -72,12 +72,10 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
         if weights is not None:
             weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
         ids = ids.ids
+    if isinstance(ids, Jagged) and combiner is None:
+        each = each_id_of(call, ids, weights, valid)
+        ids, valid, weights = each.ids, each.valid, each.weights
     if isinstance(ids, Jagged):
-        if combiner is None:
-            raise TypeError(
-                f"{call}: a Jagged has no rows of equal shape without a combiner: declare one, or "
-                "give padded ids (jax_hkv.Padded)"
-            )
         return as_bagged(call, ids, weights, valid)
     keys = as_keys(call, "ids", ids)
     valid = as_mask(call, "valid", valid, keys.shape)

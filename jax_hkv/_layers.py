@@ -531,14 +531,32 @@ def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
         )
 
 
-def warn_of_no_update(layer: str) -> None:
-    """Of nnx, whose own gradients pass tables by."""
+_OWN_GRADIENTS = {
+    "nnx": "outside hkv.nnx.train_step and hkv.nnx.value_and_grad inserts ids, but nothing trains "
+    "their rows: nnx.grad and nnx.value_and_grad see dense parameters only. Take gradients with "
+    "hkv.nnx.value_and_grad, and give them to hkv.nnx.update_tables",
+    "linen": "without perturbations inserts ids, but nothing trains their rows: jax.grad sees "
+    "params only. Train by hkv.linen.train_step, or differentiate by hkv.linen.perturbations as "
+    "well and give their gradient to hkv.linen.update_tables",
+}
+
+
+def warn_of_no_update(layer: str, module: str) -> None:
+    """Of an own loop, whose gradients pass tables by."""
     warn(
-        f"{layer}: train=True outside hkv.nnx.train_step and hkv.nnx.value_and_grad inserts ids, "
-        "but nothing trains their rows: nnx.grad and nnx.value_and_grad see dense parameters only. "
-        "Take gradients with hkv.nnx.value_and_grad, and give them to hkv.nnx.update_tables; where "
-        "ids are only to be inserted, silence this with warnings.filterwarnings"
+        f"{layer}: train=True {_OWN_GRADIENTS[module]}; where ids are only to be inserted, silence "
+        "this with warnings.filterwarnings"
     )
+
+
+def explain_structure(error: Exception, lookup: str) -> None:
+    """Raises if JAX complains that a loop has changed a model, with the name of an nnx lookup."""
+    if lookup in str(error):
+        raise TypeError(
+            "hkv.nnx: a lookup with train=True leaves its result in the layer, for the update, "
+            "which nnx.scan, fori_loop and while_loop do not pass on, nor nnx.cond from one of "
+            "its branches alone: look all ids up before, in one call, and pass rows in"
+        ) from error
 
 
 def checked_table(layer: Any, attribute: str, dim: int) -> Table:

@@ -39,7 +39,20 @@ def batch_of(
     given = check_keys(call, names[0], keys)
     check_fixed(call, names[0], given.shape)
     mask = _checks.as_mask(call, names[1], valid, given.shape)
-    return (given, mask) if table is None else _tiers.put_near(table, (given, mask))
+    if table is None:
+        return given, mask
+    for name, argument in zip(names, (given, mask), strict=True):
+        for leaf in jax.tree.leaves(argument):
+            if (
+                isinstance(leaf, jax.Array)
+                and not is_traced(leaf)
+                and not leaf.is_fully_addressable
+            ):
+                raise ValueError(
+                    f"{call}: {name} must be known to this process, got an array of which other "
+                    "processes hold parts: give all of them on the host, in every process"
+                )
+    return _tiers.put_near(table, (given, mask))
 
 
 def check_no_mask(

@@ -461,7 +461,10 @@ def put_near(cache: Table, tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or is_traced(leaf) or leaf.devices() == {device}:
             return leaf
-        return jax.device_put(leaf, device) if cache.values.committed else np.asarray(leaf)
+        # From several devices by the host: device_put keeps what the type says of their mesh.
+        if len(leaf.devices()) > 1 or not cache.values.committed:
+            leaf = np.asarray(leaf)
+        return jax.device_put(leaf, device) if cache.values.committed else leaf
 
     return jax.tree.map(one, tree)
 

@@ -488,7 +488,10 @@ class Collection:
         return added
 
     def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
-        """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner."""
+        """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner.
+
+        Those of a :class:`jax_hkv.Jagged` are ``[n, dim]``, in the order of its ids.
+        """
         outputs = {}
         for group, own_parts in zip(self.groups, parts, strict=True):
             for name, first, shape in own_parts:

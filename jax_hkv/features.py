@@ -375,6 +375,20 @@ def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Ba
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+    keys, splits, factors = _checked_jagged(call, given, weights, valid)
+    layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
+    return _jagged(keys, splits, factors), layout
+
+
+def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
+    """The ids of bags without their bags, checked, with a mask for what is padding."""
+    keys, splits, factors = _checked_jagged(call, given, weights, valid)
+    return Padded(keys, jax.lax.iota(jnp.int32, keys.shape[0]) < splits[-1], factors)
+
+
+def _checked_jagged(
+    call: str, given: Jagged, weights: Any, valid: Any
+) -> tuple[Any, Int32[Array, " batch+1"], Float32[Array, " n"] | None]:
     for name, argument in (("weights", weights), ("valid", valid)):
         if argument is not None:
             raise ValueError(
@@ -388,9 +402,7 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
             "to [n], with row_splits that say where bags begin"
         )
     splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
-    factors = as_weights(call, given.weights, keys.shape)
-    layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
-    return _jagged(keys, splits, factors), layout
+    return keys, splits, as_weights(call, given.weights, keys.shape)
 
 
 @jitted()

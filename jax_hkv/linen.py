@@ -29,14 +29,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import serialization
 from flax.core import unfreeze
 from flax.core.scope import in_filter, union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
+from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
 from jax_hkv._checks import as_initializer
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -80,9 +78,10 @@ class _Layer(nn.Module):
             return False
         if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
             raise ValueError(
-                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Call "
+                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Train by "
+                "linen.train_step, or by hand with linen.perturbations and linen.update_tables, "
                 f"apply(..., mutable={list(MUTABLE)}) (in nn.vmap look up outside of it and pass "
-                "rows in), or pass train=False to evaluate"
+                "rows in); or pass train=False to evaluate"
             )
         return True
 
@@ -100,9 +99,14 @@ class _Layer(nn.Module):
         self, name: str, result: Any, optimizer: Optimizer | None, counts: Any = None
     ) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
-        number = len(self.get_variable(LOOKUPS, name, ()))
+        rows = f"{name}_rows_{len(self.get_variable(LOOKUPS, name, ()))}"
+        is_seen = self.is_mutable_collection(PERTURBATIONS) or self.has_variable(
+            PERTURBATIONS, rows
+        )
+        if optimizer is not None and not is_seen:
+            _layers.warn_of_no_update(type(self).__name__, "linen")
         self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
-        return self.perturb(f"{name}_rows_{number}", result.values, PERTURBATIONS)
+        return self.perturb(rows, result.values, PERTURBATIONS)
 
 
 class Embed(_Layer):
@@ -668,33 +672,4 @@ def _of_this_call(before: Any, after: Any) -> Any:
     return unflatten_dict(found)
 
 
-# --- flax.serialization: to_bytes, from_bytes, to_state_dict, from_state_dict --------------------
-
-
-def _named(node: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves of a pytree by their paths, and its structure."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(node)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
-
-
-def _restored(target: Any, state: Mapping[str, Any]) -> Any:
-    expected, structure = _named(target)
-    if expected.keys() != state.keys():
-        raise ValueError(
-            f"flax.serialization: the state of a {type(target).__name__} must have the leaves of "
-            f"the target; missing: {sorted(expected.keys() - state.keys())}, unknown: "
-            f"{sorted(state.keys() - expected.keys())}: make the target with the same arguments"
-        )
-    for name, leaf in expected.items():
-        kinds = [(np.shape(array), jnp.result_type(array)) for array in (leaf, state[name])]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"flax.serialization: {type(target).__name__}{name} must be {kinds[0][1].name}"
-                f"{list(kinds[0][0])} as in the target, got {kinds[1][1].name}{list(kinds[1][0])}: "
-                "make the target with the same arguments"
-            )
-    return structure.unflatten([state[name] for name in expected])
-
-
-for _kind in (Table, TrainState, LossScale, Keys):
-    serialization.register_serialization_state(_kind, lambda node: _named(node)[0], _restored)
+_state_dicts.register(Table, TrainState, LossScale, Keys)

@@ -101,7 +101,7 @@ class _Layer(nnx.Module):
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
         if not self.is_recording:
             if any(own.optimizer for own in self._owners() if own.attribute == attribute):
-                _layers.warn_of_no_update(type(self).__name__)
+                _layers.warn_of_no_update(type(self).__name__, "nnx")
             return result.values
         number = len(self._lookups(attribute))
         setattr(self, _LOOKUP.format(attribute, number), Lookup(Looked(result, counts or {})))
@@ -429,6 +429,9 @@ def value_and_grad(
             value, gradients = differentiate(model, *args, **kwargs)
             rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
             return value, dense, _row_gradients(model, rows)
+        except (TypeError, ValueError) as error:
+            _layers.explain_structure(error, _LOOKUP.partition("{")[0])
+            raise
         finally:
             _forget(model)
 

@@ -127,6 +127,10 @@ class Stored:
         )
         assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
         assert int(counts.hits) >= int(first.unique)
+        try:
+            hkv.tiered.erase(self.tiers, batch.ids, placement=self.placement)
+        except ValueError as error:
+            assert "keys must be known to this process" in str(error)
         self.restored += int(first.restored) + int(counts.restored)
         table, counts = self.step(self.tiers.cache, batch)
         self.tiers = self.tiers._replace(cache=table)

@@ -158,6 +158,14 @@ def used_up():
     return table
 
 
+def of_ids(*counts):
+    """A table after a lookup of so many ids, and of so many."""
+    table = hkv.create(128, DIM)
+    for count in counts:
+        table, _ = hkv.find_or_insert(table, np.arange(count, dtype=np.int32))
+    return table
+
+
 TABLE = hkv.create(128, DIM)
 CHANGES = sharding.export_changes(TABLE, None)
 WRONG = {
@@ -211,6 +219,13 @@ WRONG = {
         lambda: sharding.import_changes(None, used_up(), CHANGES),
         RuntimeError,
         r"import_changes: table was used up",
+    ),
+    "a table with entries of its own": (
+        lambda: sharding.import_changes(
+            None, of_ids(8), sharding.export_changes(of_ids(5, 4), None)
+        ),
+        ValueError,
+        r"import_changes: table must have no entries .* got one with 8, .* clear it",
     ),
     "no entries": (
         lambda: sharding.import_changes(None, TABLE, CHANGES._replace(entries=None)),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from many_devices import assert_same_bits
 
 import jax_hkv as hkv
 from jax_hkv import collection as collections
@@ -116,6 +117,24 @@ def test_tables_with_one_optimizer_object_are_one_and_with_two_are_not(make):
             for name, optimizer in zip(("users", "items"), optimizers, strict=True)
         ]
         assert len(hkv.Collection(configs, features).groups) == groups
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_jagged_ids_without_a_combiner_have_a_row_each(is_weighted, rng):
+    """As the same ids with a mask have; in training, too, and traced."""
+    collection = hkv.Collection(TABLES, FEATURES)
+    given = inputs_of(rng)
+    bags = jagged(rng)
+    if is_weighted:
+        bags = dataclasses.replace(bags, weights=rng.random(40, np.float32))
+    count = int(bags.row_splits[-1])
+    flat = hkv.Padded(bags.ids, valid=np.arange(40) < count, weights=bags.weights)
+    tables, expected = train(collection, collection.create(), {**given, "item": flat})
+    jitted = jax.jit(lambda tables, inputs: train(collection, tables, inputs))
+    trained, rows = jitted(collection.create(), {**given, "item": bags})
+    assert rows["item"].shape == (40, DIM) and not np.asarray(rows["item"])[count:].any()
+    assert np.asarray(rows["item"])[:count].any(1).all()
+    assert_same_bits((trained, rows), (tables, expected))
 
 
 def test_fusing_tables_changes_no_feature(rng):
@@ -489,10 +508,10 @@ WRONG = {
         TypeError,
         "feature 'title': ids.row_splits must be int32 or int64 [batch + 1], got float32[4]",
     ),
-    "jagged ids without a combiner": (
-        looked_up(item=jagged(np.random.default_rng(0))),
-        TypeError,
-        "feature 'item': a Jagged has no rows of equal shape",
+    "jagged ids without a combiner, in padded ones": (
+        looked_up(item=hkv.Padded(jagged(np.random.default_rng(0)), valid=np.ones(40, bool))),
+        ValueError,
+        "feature 'item': valid cannot be given beside a Jagged",
     ),
 }  # fmt: skip
 

@@ -304,6 +304,7 @@ def test_perturbations_are_those_of_the_call_that_is_given():
     assert set(zeros) == {"b"}
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_perturbations_of_a_later_step_are_those_of_its_lookups_alone():
     """Where the variables still hold the record of an earlier one."""
     model = hkv.linen.Embed(256, DIM, optimizer=SGD)

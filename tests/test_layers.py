@@ -151,8 +151,10 @@ def test_training_without_mutable_tables_says_how_to_call():
     """31: the remedy is in the message."""
     ids = np.zeros((2, 3), np.int32)
     variables = LinenModel().init(jax.random.key(0), ids)
-    with pytest.raises(ValueError, match=r"mutable=\['tables', 'lookups'\]"):
+    with pytest.raises(ValueError, match=r"linen\.train_step, .*mutable=\['tables', 'lookups'\]"):
         LinenModel().apply(variables, ids, train=True)
+    with pytest.warns(UserWarning, match=r"nothing trains .*hkv\.linen\.train_step"):
+        LinenModel().apply(variables, ids, train=True, mutable=hkv.linen.MUTABLE)
 
 
 def test_the_output_type_can_differ_from_the_rows():
