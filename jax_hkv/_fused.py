@@ -288,7 +288,8 @@ def _optimizer(
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
         own = [name for name in inspect.signature(make).parameters if name != "options"]
-        remedy = ": optim.adamw has a weight_decay" if "weight_decay" in options else ""
+        has_one = ": optim.adamw and optim.rowwise_adagrad have a weight_decay"
+        remedy = has_one if "weight_decay" in options else ""
         raise TypeError(
             f"{call}: arguments are {own + sorted(known)}, got {sorted(options.keys() - known)}"
             f"{remedy}"
@@ -370,6 +371,7 @@ def rowwise_adagrad(
     learning_rate: LearningRate,
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-8,
+    weight_decay: float = 0.0,
     **options: Any,
 ) -> FusedOptimizer:
     """Adagrad with one accumulator a row: the mean of its squared gradients (FBGEMM).
@@ -378,11 +380,13 @@ def rowwise_adagrad(
       learning_rate: a number, or a schedule.
       initial_accumulator_value: of new rows.
       eps: outside the root.
+      weight_decay: of a row, each time that it is updated, times the learning rate: decoupled from
+        the gradients and their squares, as in :func:`adamw` (FBGEMM's mode DECOUPLE).
       **options: see :func:`adam`.
     """
     call = "optim.rowwise_adagrad"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
-    constants = {"eps": eps}
+    constants = {"eps": eps, "weight_decay": weight_decay}
     return _optimizer(
         rowwise_adagrad,
         "rowwise_adagrad",

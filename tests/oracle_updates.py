@@ -53,7 +53,8 @@ def rowwise_adagrad(
 ) -> Array:
     squares = reduce(np.add, (g * g).T, np.zeros(len(g), f32))
     s[0] = s[0] + squares / f32(g.shape[1])
-    return w - (rate / (np.sqrt(s[0]) + f32(c["eps"])))[:, None] * g
+    kept = (f32(1) - rate * f32(c["weight_decay"])) * w
+    return kept - (rate / (np.sqrt(s[0]) + f32(c["eps"])))[:, None] * g
 
 
 def ftrl(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array) -> Array:

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "nesterov": partial(hkv.optim.sgd, momentum=0.7, nesterov=True),
     "adagrad": partial(hkv.optim.adagrad),
     "rowwise_adagrad": partial(hkv.optim.rowwise_adagrad),
+    "rowwise_adagrad with decay": partial(hkv.optim.rowwise_adagrad, weight_decay=0.01),
     "adam": partial(hkv.optim.adam),
     "adamw": partial(hkv.optim.adamw, weight_decay=0.01, eps_root=1e-12),
     "ftrl": partial(hkv.optim.ftrl, l1=1e-3, l2=1e-2, beta=1.0),
@@ -208,6 +209,9 @@ def transformation_of(name, rate):
         "nesterov": lambda: optax.sgd(rate, momentum=0.7, nesterov=True),
         "adagrad": lambda: optax.adagrad(rate),
         "rowwise_adagrad": lambda: optax.chain(scale_by_rowwise_rss(0.0, 1e-8), optax.scale(-rate)),
+        "rowwise_adagrad with decay": lambda: optax.chain(
+            scale_by_rowwise_rss(0.0, 1e-8), optax.add_decayed_weights(0.01), optax.scale(-rate)
+        ),
         "adam": lambda: optax.adam(rate),
         "adamw": lambda: optax.adamw(rate, weight_decay=0.01, eps_root=1e-12),
         "ftrl": lambda: scale_by_ftrl(rate, 1e-3, 1e-2, 1.0, 0.1),
@@ -601,7 +605,7 @@ def test_wrong_options_are_named():
         hkv.optim.adagrad(0.1).update(table, result, gradients)
     with pytest.raises(ValueError, match=r"no optimizer rows\. Call table = opt\.init"):
         hkv.optim.adagrad(0.1).update(hkv.create(128, DIM), result, gradients)
-    with pytest.raises(TypeError, match=r"optim\.adam: arguments.*'b1'.*weight_decay.*adamw"):
+    with pytest.raises(TypeError, match=r"optim\.adam: arguments.*'b1'.*adamw.*weight_decay"):
         hkv.optim.adam(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match=r"one entry for each table, got 0 for 1"):
         hkv.optim.clip_by_global_norm(1.0, {}, [result], [])
@@ -620,7 +624,7 @@ def test_wrong_options_are_named():
 CONSTANTS = {
     "sgd": ["momentum"],
     "adagrad": ["initial_accumulator_value", "eps"],
-    "rowwise_adagrad": ["initial_accumulator_value", "eps"],
+    "rowwise_adagrad": ["initial_accumulator_value", "eps", "weight_decay"],
     "adam": ["b1", "b2", "eps", "eps_root"],
     "adamw": ["b1", "b2", "eps", "eps_root", "weight_decay"],
     "ftrl": ["l1", "l2", "beta", "initial_accumulator_value"],

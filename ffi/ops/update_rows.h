@@ -151,22 +151,25 @@ struct FtrlRule {
 };
 
 // Adagrad with one accumulator a row: the mean of its squared gradients (Gupta et al.: Training
-// recommender systems at scale, 2020; FBGEMM's exact row-wise Adagrad).
+// recommender systems at scale, 2020; FBGEMM's exact row-wise Adagrad), and decoupled decay of weights.
 struct RowwiseAdagradRule {
   static constexpr const char* kName = "update_rowwise_adagrad";
   static constexpr int kStates = 1;
   double eps = 0.0;
+  double weight_decay = 0.0;
 
   template <class Binder>
   void describe(Binder& binder) {
     binder.attribute("eps", eps);
+    binder.attribute("weight_decay", weight_decay);
   }
 
   HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   // Here the state of an element is the row's, already grown.
   HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
                                   const StepScales&) const {
-    row = row - (rate / (square_root(sum[0]) + static_cast<float>(eps))) * gradient;
+    const float kept = (1.0f - rate * static_cast<float>(weight_decay)) * row;
+    row = kept - (rate / (square_root(sum[0]) + static_cast<float>(eps))) * gradient;
   }
 };
 
