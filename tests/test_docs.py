@@ -113,6 +113,10 @@ def test_the_code_in_the_guide_runs():
     assert [group.name for group in after["collection"].groups] == ["users+items"]
     assert int(after["written"]["items"].counts.inserted) == 2
     assert int(after["forgotten"]["users"].counts.hits) == 0
+    trained = after["collection"].sizes(after["trained"])
+    assert {name: int(count) for name, count in trained.items()} == {"users": 2, "items": 2}
+    (bias,) = after["variables"]["params"]["Dense_0"]["bias"]
+    assert bias != 0 and int(jax_hkv.size(after["variables"]["tables"]["embed"]["table"])) == 2
     sizes = after["collection"].sizes(after["tables"])
     assert {name: int(count) for name, count in sizes.items()} == {"users": 0, "items": 2}
     assert int(after["removed"]["users"].counts.hits) == 2  # that a prefetch had brought
