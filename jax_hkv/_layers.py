@@ -24,7 +24,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
-from jax_hkv.features import Bagged, Layout, as_splits, is_jagged
+from jax_hkv.features import Bagged, Jagged, Layout, as_splits, each_id_of, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Entries, Table
@@ -177,6 +177,19 @@ class Found(NamedTuple):
     values: jax.Array
     slots: jax.Array
     result: Any
+
+
+def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
+    """Ids and their mask; of bags those of all positions, one after the other."""
+    if not isinstance(ids, Jagged):
+        return ids, valid
+    if ids.weights is not None:
+        raise ValueError(
+            f"{call}: ids must be a Jagged without weights where every id has its row, got "
+            f"{type(ids.weights).__name__}{list(np.shape(ids.weights))}: multiply the rows by them"
+        )
+    each = each_id_of(call, ids, None, valid)
+    return each.ids, each.valid
 
 
 def look_up(

@@ -157,12 +157,14 @@ class Embed(_Layer):
         """Embeddings of ids.
 
         Args:
-          ids: Keys or integers, of any shape.
+          ids: Keys or integers, of any shape; or a :class:`jax_hkv.Jagged` of n ids, whose rows are
+            ``[n, features]``, zeros for its padding.
           train: whether unseen ids are inserted. Otherwise (and in ``init``) the table is left
             alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
+        ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         variable = self._table("table", self.features, self._create)
         is_training = self._begin(train)
         table, found = _layers.look_up(

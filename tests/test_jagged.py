@@ -7,7 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from many_devices import assert_same_bits
 
 import jax_hkv as hkv
 
@@ -154,3 +156,50 @@ def test_what_cannot_be_dealt_out_is_named(name):
     call, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+@pytest.mark.parametrize("unseen", ["initial", "learned"])
+def test_each_id_of_bags_has_a_row_of_embed(module, unseen, rng):
+    """As flat ids with a mask have; in training, and in evaluation with ids that are unseen."""
+    bags = hkv.Jagged.from_lists([rng.integers(0, 50, n) for n in (3, 0, 5, 1)], capacity=12)
+    valid = np.arange(12) < 9
+    other = dataclasses.replace(bags, ids=hkv.Keys.from_numpy(rng.integers(0, 90, 12)))
+    options = {"optimizer": hkv.optim.adam(0.1), "unseen": unseen}
+    found = []
+    for given, mask in ((lambda bags: bags, None), (lambda bags: bags.ids, valid)):
+
+        def loss_of(call, bags, given=given, mask=mask):
+            rows = call(given(bags), train=True, valid=mask)
+            return jnp.sum((rows - 1) ** 2), rows
+
+        if module == "linen":
+            layer = hkv.linen.Embed(256, DIM, **options)
+            state = hkv.linen.TrainState.create(
+                layer, jax.random.key(0), given(bags), tx=optax.sgd(0.1)
+            )
+            step = hkv.linen.train_step(loss_of, has_aux=True)
+            for _ in range(2):
+                state, info = step(state, bags)
+            rows = state.apply(given(other), valid=mask)
+        else:
+            state = hkv.nnx.TrainState(hkv.nnx.Embed(256, DIM, **options), optax.sgd(0.1))
+            step = hkv.nnx.train_step(loss_of, has_aux=True)
+            for _ in range(2):
+                info = step(state, bags)
+            rows = state.model(given(other), valid=mask)
+        assert info.aux.shape == (12, DIM) and not np.asarray(info.aux)[9:].any()
+        assert not np.asarray(rows)[9:].any()
+        found.append((info.loss, info.aux, rows))
+    assert_same_bits(*found)
+
+
+def test_bags_that_embed_does_not_take_are_named():
+    layer = hkv.nnx.Embed(256, DIM)
+    bags = hkv.Jagged.from_lists([[1], [2]], weights=[[1.0], [2.0]])
+    with pytest.raises(
+        ValueError, match=r"Embed: ids must be a Jagged without weights .* got .*\[2\]"
+    ):
+        layer(bags)
+    with pytest.raises(ValueError, match=r"Embed: valid cannot be given beside a Jagged"):
+        layer(dataclasses.replace(bags, weights=None), valid=np.ones(2, bool))

@@ -22,7 +22,7 @@ struct CudaBackend {
     return handler->Call(frame);
   }
 
-  // Before each execution of a program, which waits for that of the other devices.
+  // Before each execution of a program.
   static XLA_FFI_Error* initializer(XLA_FFI_CallFrame* frame) {
     static auto* const handler = ffi::Ffi::BindInitialize()
                                      .Ctx<ffi::DeviceOrdinal>()
