@@ -110,6 +110,14 @@ def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     return parts
 
 
+def between_steps(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
+    """Tiers of one device each, checked: those that were given, or their parts."""
+    if placement is None:
+        _tier_checks.check(call, tiers)
+        return [tiers]
+    return parts_of(call, check_placement(call, placement), tiers)
+
+
 @of_one_device
 def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
     """The inverse of :func:`parts_of`."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jax_hkv import _checks, _entries, _inserts, operations
+from jax_hkv import _checks, _entries, _inserts, operations, whole_table
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, of_one_device, on_one_device
 from jax_hkv._entries import Exported
@@ -516,6 +516,14 @@ def keys_of_cache_alone(tiers: Tiers) -> np.ndarray:
     """The keys, uint64, that the cache has and the store has not."""
     keys = _entries.keys_of(tiers.cache)
     return keys[~is_in(tiers.store, keys)]
+
+
+@of_one_device
+def sizes_by(tiers: Tiers, number_of: Callable[[Keys], jax.Array], kinds: int) -> np.ndarray:
+    """How many entries of each kind the tables have, ``int32[kinds]``; those in both count once."""
+    alone = number_of(Keys.from_numpy(keys_of_cache_alone(tiers)))
+    behind = np.asarray(whole_table.sizes_by(tiers.store, number_of, kinds))
+    return behind + np.bincount(alone, minlength=kinds).astype(np.int32)
 
 
 def is_in(table: Table, keys: np.ndarray) -> np.ndarray:

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _collection_tiers, _sharded, _tier_checks, _tiers, pooled, whole_table
+from jax_hkv import _collection_tiers, _sharded, _tier_parts, _tiers, pooled, whole_table
 from jax_hkv._checks import as_bool, as_integer, as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
@@ -144,29 +143,31 @@ class Collection:
         """
         return {group.name: group.create(axis_name) for group in self.groups}
 
-    def sizes(self, tables: Mapping[str, Table | Tiers]) -> dict[str, Int32[Array, ""]]:
+    def sizes(
+        self, tables: Mapping[str, Table | Tiers], *, placement: Placement | None = None
+    ) -> dict[str, Int32[Array, ""]]:
         """Entries of each table, by its own name; of all devices, seen from outside of them.
 
         Args:
-          tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those on
-            one device, for use between steps, of which entries that stand in both tables count
-            once.
+          tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those, for
+            use between steps, of which entries that stand in both tables count once.
+          placement: of tiers over devices, whose parts in this process are counted.
         """
         self._check_some("Collection.sizes", tables)
         found = {}
         for group in self.groups:
             if group.name in tables:
-                sizes = self._sizes_of(group, tables[group.name])
+                sizes = self._sizes_of(group, tables[group.name], placement)
                 found |= {config.name: sizes[n] for n, config in enumerate(group.tables)}
         return found
 
-    def _sizes_of(self, group: Group, table: Table | Tiers) -> Int32[Array, " tables"]:
+    def _sizes_of(
+        self, group: Group, table: Table | Tiers, placement: Placement | None
+    ) -> Int32[Array, " tables"]:
         number_of, kinds = NumberOf(group.bits), len(group.tables)
         if isinstance(table, Tiers):
-            _tier_checks.check("Collection.sizes", table)
-            alone = number_of(Keys.from_numpy(_tiers.keys_of_cache_alone(table)))
-            behind = whole_table.sizes_by(table.store, number_of, kinds)
-            return behind + jnp.asarray(np.bincount(alone, minlength=kinds), jnp.int32)
+            parts = _tier_parts.between_steps("Collection.sizes", table, placement)
+            return jnp.asarray(sum(_tiers.sizes_by(part, number_of, kinds) for part in parts))
         check_table("Collection.sizes", table)
         is_one = table.clock.shape == (2,)
         count = whole_table.sizes_by if is_one else whole_table.sizes_over_devices

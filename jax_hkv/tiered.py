@@ -528,7 +528,7 @@ def erase(
       (50, 150)
     """
     call = "tiered.erase"
-    parts = _parts_of(call, tiers, placement)
+    parts = _tier_parts.between_steps(call, tiers, placement)
     given, mask = _tier_checks.batch_of(call, parts[0].cache, keys, valid)
     after = [_tiers.erase(part, given, mask) for part in parts]
     statuses = [status for _, both in after for status in both]
@@ -564,7 +564,7 @@ def map_tables(
     """
     call = "tiered.map_tables"
     parts = []
-    for part in _parts_of(call, tiers, placement):
+    for part in _tier_parts.between_steps(call, tiers, placement):
         after = Tiers(*(fn(table) for table in part))
         for name, table in after._asdict().items():
             _tier_checks.check_table(call, f"fn(tiers.{name})", table)
@@ -590,7 +590,7 @@ def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
       >>> size(Tiers(cache, create_store(cache, 1024)))
       0
     """
-    return sum(map(_size, _parts_of("tiered.size", tiers, placement)))
+    return sum(map(_size, _tier_parts.between_steps("tiered.size", tiers, placement)))
 
 
 def _size(tiers: Tiers) -> int:
@@ -631,7 +631,7 @@ def export_entries(
       >>> len(export_entries(tiers).keys)
       200
     """
-    parts = _parts_of("tiered.export_entries", tiers, placement)
+    parts = _tier_parts.between_steps("tiered.export_entries", tiers, placement)
     return _entries.join_entries(
         [_tiers.export_entries(part, min_score, changed_since) for part in parts]
     )
@@ -668,7 +668,7 @@ def import_entries(
       (500, 500)
     """
     call = "tiered.import_entries"
-    parts = _parts_of(call, tiers, placement)
+    parts = _tier_parts.between_steps(call, tiers, placement)
     _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
     latest = _entries.latest_time(exported)
     with on_one_device():
@@ -680,14 +680,6 @@ def import_entries(
         ]
     total = _tier_parts.total([each for _, both in after for each in both])
     return _joined([part for part, _ in after], placement), total
-
-
-def _parts_of(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
-    """Tiers of one device each, for use between steps."""
-    if placement is None:
-        _tier_checks.check(call, tiers)
-        return [tiers]
-    return _tier_parts.parts_of(call, _tier_parts.check_placement(call, placement), tiers)
 
 
 def _joined(parts: list[Tiers], placement: Placement | None) -> Tiers:

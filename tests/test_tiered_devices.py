@@ -241,6 +241,9 @@ def test_a_model_over_devices_prefetches_all_of_its_tables(rng):
     exported = tiered.export_entries(tiers, placement=placement)
     wanted = sharding.export_entries(placement.shards(states[1].tables["embed"][name]))
     assert_same_bits(by_key(exported)[0][2:], by_key(wanted)[0][2:])
+    sizes = collection.sizes({name: tiers}, placement=placement)
+    assert sum(map(int, sizes.values())) == len(exported.keys)
+    assert_same_bits(sizes, collection_of_two(8192).sizes(states[1].tables["embed"]))
 
 
 WRONG = {
