@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_hkv import _tier_checks, _tier_parts, _tiers
+from jax_hkv._compat import of_one_device
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
@@ -119,7 +120,8 @@ def step_and_prefetch(
         }
         kept, wanted = keys["inputs"], keys.get("coming", {})
         found, result = _tiers.step_and_prefetch(
-            {name: (tiers[name], batch, kept.get(name)) for name, batch in wanted.items()}, stepped
+            {name: (tiers[name], batch, kept.get(name)) for name, batch in wanted.items()},
+            of_one_device(stepped),
         )
     return _put_back(after, stores, found), result
 

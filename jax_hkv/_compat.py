@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax._src import config as _config
+from jax._src.core import trace_state_clean
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jaxlib.version import __version__ as JAXLIB_VERSION
@@ -72,19 +73,20 @@ def is_traced(array: Any) -> bool:
 
 
 def on_one_device() -> contextlib.AbstractContextManager[Any]:
-    """Where a program for one device can run, whatever mesh the caller has set (`jax.set_mesh`)."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Where a program for one device can run, whatever mesh the caller has set (`jax.set_mesh`).
+
+    While something is traced it is a part of that program, wherever that runs.
+    """
+    if jax.sharding.get_abstract_mesh().empty or not trace_state_clean():
         return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
 def of_one_device(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """A function of tables of one device each, for calls outside of jit in any mesh that is set."""
+    """A function of tables of one device each, in any mesh that is set."""
 
     @functools.wraps(fn)
     def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
-        if any(map(is_traced, jax.tree.leaves((args, options)))):
-            return fn(*args, **options)
         with on_one_device():
             return fn(*args, **options)
 

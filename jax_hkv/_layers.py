@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -562,9 +563,10 @@ def warn_of_no_update(layer: str, module: str) -> None:
     )
 
 
-def explain_structure(error: Exception, lookup: str) -> None:
-    """Raises if JAX complains that a loop has changed a model, with the name of an nnx lookup."""
-    if lookup in str(error):
+def explain_structure(error: Exception, names: Sequence[str]) -> None:
+    """Raises if JAX complains that a loop has given a model more than it had, by one of these."""
+    text = str(error)
+    if "structure" in text and any(re.search(rf"\b{re.escape(name)}\b", text) for name in names):
         raise TypeError(
             "hkv.nnx: a lookup with train=True leaves its result in the layer, for the update, "
             "which nnx.scan, fori_loop and while_loop do not pass on, nor nnx.cond from one of "

@@ -14,7 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._compat import check_elements, is_traced, without_rematerialization
+from jax_hkv._compat import (
+    check_elements,
+    is_traced,
+    on_one_device,
+    without_rematerialization,
+)
 from jax_hkv._digest import digest
 from jax_hkv._keys import would_cut
 from jax_hkv._reports import (
@@ -146,7 +151,8 @@ class Placement:
             )
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
-            return on_each(np.arange(len(self.local_devices)))
+            with on_one_device():  # pmap makes a mesh of its own
+                return on_each(np.arange(len(self.local_devices)))
         leaves, trees, specs = self._leaves_of(make)
         made = jax.jit(self._mapped(leaves, (), specs))()
         return jax.tree.unflatten(trees[-1], made)
@@ -386,7 +392,8 @@ class Placement:
             return own[0] if self.mode == "pmap" else own
 
         first = [holders[0] for holders in self._holders().values()]
-        return [jax.tree.map(functools.partial(of, device), tree) for device in first]
+        with on_one_device():
+            return [jax.tree.map(functools.partial(of, device), tree) for device in first]
 
     def join(self, shards: Sequence[Table]) -> Table:
         """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
@@ -410,7 +417,8 @@ class Placement:
             shape = (size, *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
-        return jax.tree.map(one, *shards)
+        with on_one_device():
+            return jax.tree.map(one, *shards)
 
     def digests(self, tree: Any) -> np.ndarray:
         """A digest of what every device of the mesh holds: ``uint32[devices, 2]``.
@@ -554,12 +562,14 @@ class _Pmapped:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, *batch: Any) -> Any:
-        outputs = self._of(state, batch)(state, *batch)
-        return outputs if self._finish is None else self._finish(outputs)
+        with on_one_device():
+            outputs = self._of(state, batch)(state, *batch)
+            return outputs if self._finish is None else self._finish(outputs)
 
     def lower(self, state: Any, *batch: Any) -> Any:
         """As of jitted functions."""
-        return self._of(state, batch).lower(state, *batch)
+        with on_one_device():
+            return self._of(state, batch).lower(state, *batch)
 
     def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
         local = (len(self._placement.local_devices),)

@@ -43,11 +43,9 @@ def batch_of(
         return given, mask
     for name, argument in zip(names, (given, mask), strict=True):
         for leaf in jax.tree.leaves(argument):
-            if (
-                isinstance(leaf, jax.Array)
-                and not is_traced(leaf)
-                and not leaf.is_fully_addressable
-            ):
+            if not isinstance(leaf, jax.Array) or is_traced(leaf):
+                continue
+            if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
                 raise ValueError(
                     f"{call}: {name} must be known to this process, got an array of which other "
                     "processes hold parts: give all of them on the host, in every process"

@@ -432,7 +432,8 @@ def value_and_grad(
             rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
             return value, dense, _row_gradients(model, rows)
         except (TypeError, ValueError) as error:
-            _layers.explain_structure(error, _LOOKUP.partition("{")[0])
+            owners = [own.attribute for _, layer in _layers_of(model) for own in layer._owners()]
+            _layers.explain_structure(error, [_LOOKUP.format(own, 0) for own in owners])
             raise
         finally:
             _forget(model)

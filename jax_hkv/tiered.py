@@ -259,6 +259,7 @@ def step_and_prefetch(
 
     names = ("coming", "coming_valid")
     if placement is None:
+        stepped = of_one_device(stepped)
         _tier_checks.check(call, tiers)
         _tier_checks.check_outside(call, tiers.cache, "tiers.cache", "tiered.prefetch")
         kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)

@@ -542,3 +542,15 @@ def test_arguments_of_a_step_that_are_given_by_name_are_refused(api):
             step(*positional, state=None, ids=IDS)
     with pytest.raises(TypeError, match="train_step: state must be .* got builtins.NoneType"):
         step()
+
+
+def test_an_error_of_a_loss_is_its_own_whatever_it_names():
+    """Only a loop that has changed a model is told of lookups."""
+
+    def lookup_table_0(model, ids):
+        return model(ids, train=True).sum()
+
+    state = hkv.nnx.TrainState(hkv.nnx.Embed(256, DIM, optimizer=SGD), optax.sgd(0.1))
+    step = hkv.nnx.train_step(lambda model, ids: lookup_table_0(model))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'ids'"):
+        step(state, IDS)

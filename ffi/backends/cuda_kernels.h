@@ -94,17 +94,26 @@ class KernelLoader {
 
 // Once for each device. What cannot be loaded is left to its launch, which says why.
 inline const LoadedKernels& load_kernels_of(int device) {
+  struct Loading {
+    std::once_flag once;
+    LoadedKernels kernels;
+  };
   static std::mutex mutex;
-  static std::map<int, LoadedKernels> known;
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_first] = known.try_emplace(device);
-  int before = 0;
-  if (is_first && cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
-    entry->second = KernelLoader::load();
-    (void)cudaSetDevice(before);
+  static std::map<int, Loading> devices;
+  Loading* own = nullptr;
+  {
+    const std::lock_guard lock(mutex);
+    own = &devices[device];
   }
-  if (is_first) (void)cudaGetLastError();
-  return entry->second;
+  std::call_once(own->once, [own, device] {
+    int before = 0;
+    if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
+      own->kernels = KernelLoader::load();
+      (void)cudaSetDevice(before);
+    }
+    (void)cudaGetLastError();
+  });
+  return own->kernels;
 }
 
 }  // namespace hkv

@@ -30,10 +30,12 @@ int main(int count, char** arguments) {
   int devices = 0;
   require(cudaGetDeviceCount(&devices), "no CUDA device");
   Checks checks;
+#if CUDART_VERSION >= 12050
   const LoadedKernels& kernels = load_kernels_of(0);
   checks.expect(kernels.failure.empty(), "kernels are not loaded: " + kernels.failure);
   checks.expect(kernels.all > 0 && kernels.loaded == kernels.all, "not all kernels are loaded");
   std::printf("%zu kernels are loaded\n", kernels.loaded);
+#endif
   CpuMachine cpu("the CPU", 4, 'a');
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');

@@ -55,6 +55,7 @@ bool is_array(const void* address, size_t bytes) {
   return bytes == 0 || memory.has(reinterpret_cast<uintptr_t>(address), bytes);
 }
 
+#if CUDART_VERSION >= 12050
 // The driver, whose handles are those functions, and of the library the map of them.
 CUresult get_library(CUlibrary* library, CUkernel kernel) {
   if (!kernel_names().contains(kernel)) return CUDA_ERROR_INVALID_HANDLE;
@@ -94,6 +95,7 @@ const std::map<std::string, void*> kDriver = {
     {"cuFuncLoad", reinterpret_cast<void*>(PFN_cuFuncLoad_v12040{load_function})},
     {"cuFuncIsLoaded", reinterpret_cast<void*>(PFN_cuFuncIsLoaded_v12040{get_state})},
 };
+#endif
 
 }  // namespace
 
@@ -142,6 +144,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   if (bytes > 0) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+#if CUDART_VERSION >= 12050
 cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
   return cudaSuccess;
@@ -153,6 +156,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** address, u
   *found = entry == kDriver.end() ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+#endif
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   *stream = nullptr;
   return cudaSuccess;
