@@ -128,7 +128,10 @@ class Stored:
         assert int(counts.refused) == int(counts.dropped) == int(counts.absent) == 0
         assert int(counts.hits) >= int(first.unique)
         if jax.process_count() > 1:
-            check_refused(lambda: hkv.tiered.erase(self.tiers, batch.ids, placement=self.placement))
+            kind = (jax.sharding.AxisType.Auto,)  # those of Explicit axes are brought together
+            auto = jax.sharding.Mesh(self.placement.mesh.devices, ("device",), axis_types=kind)
+            ids = hkv.sharding.Placement(auto).put(np.arange(LOCAL_BATCH, dtype=np.int32))
+            check_refused(lambda: hkv.tiered.erase(self.tiers, ids, placement=self.placement))
         self.restored += int(first.restored) + int(counts.restored)
         table, counts = self.step(self.tiers.cache, batch)
         self.tiers = self.tiers._replace(cache=table)
