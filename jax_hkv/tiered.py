@@ -219,7 +219,7 @@ def step_and_prefetch(
 
     Args:
       step: from the cache to the cache and a result; it is called once, and should wait for
-        nothing. If it raises, the tiers are lost.
+        nothing. If it raises, the tiers are lost. Without a placement it sees no mesh that is set.
       tiers: which are used up.
       keys: of the step, see :func:`prefetch`; they stay in the cache.
       coming: keys of the next step; None: there is none, and the step alone is done.
