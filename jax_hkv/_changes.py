@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
-from jax_hkv._compat import on_one_device
+from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._tiers import Tiers
@@ -51,6 +51,7 @@ class ChangeCounts(NamedTuple):
     erased: Int32[jax.Array, ""]
 
 
+@of_one_device
 def export_changes(
     tables: Table | Tiers | Sequence[Table | Tiers], since: Changes | Exported | None
 ) -> Changes:
@@ -89,15 +90,14 @@ def export_changes(
     earlier, known = _known_of(call, since)
     policy = parts[0].cache.policy if isinstance(parts[0], Tiers) else parts[0].policy
     tells_time = policy not in (Policy.LFU, Policy.CUSTOM)
-    with on_one_device():
-        entries = _exported(parts, earlier if tells_time else None)
-        keys = np.sort(np.concatenate([_keys_of(part) for part in parts]))
-        # New ones whose scores are old: of an import.
-        old = _others(_others(keys, known), np.sort(entries.keys))
-        if len(old):
-            whole = _exported(parts, None)
-            came = _entries.chosen(whole, np.isin(whole.keys, old))
-            entries = _entries.join_entries([entries, came])
+    entries = _exported(parts, earlier if tells_time else None)
+    keys = np.sort(np.concatenate([_keys_of(part) for part in parts]))
+    # New ones whose scores are old: of an import.
+    old = _others(_others(keys, known), np.sort(entries.keys))
+    if len(old):
+        whole = _exported(parts, None)
+        came = _entries.chosen(whole, np.isin(whole.keys, old))
+        entries = _entries.join_entries([entries, came])
     clock = None if earlier is None else earlier.clock
     return Changes(entries, _others(known, keys), clock, keys)
 
@@ -160,6 +160,7 @@ def _keys_of(part: Table | Tiers) -> np.ndarray:
     return _entries.keys_of(part)
 
 
+@of_one_device
 def import_changes(
     placement: Placement | None, table: Table, changes: Changes, *, replicas: bool = False
 ) -> tuple[Table, ChangeCounts]:
@@ -201,34 +202,33 @@ def import_changes(
     entries = changes.entries
     if table.optimizer is None:
         entries = entries._replace(optimizer={}, shared={})
-    with on_one_device():
-        parts = _entries.parts_of(placement, table)
-        for part in parts:
-            _entries.check_fits(part, entries, call, "changes.entries")
-        now = max(map(_entries.clock_of, parts))
-        if not (changes.since or 0) <= now <= entries.clock:
+    parts = _entries.parts_of(placement, table)
+    for part in parts:
+        _entries.check_fits(part, entries, call, "changes.entries")
+    now = max(map(_entries.clock_of, parts))
+    if not (changes.since or 0) <= now <= entries.clock:
+        raise ValueError(
+            f"{call}: changes must be those behind the table's last ones, at its time {now}, "
+            f"got changes from {changes.since} to {entries.clock}: import all of them in "
+            "order, or begin anew with a fresh table and export_changes(table, None)"
+        )
+    # Behind the changes of another process the table has their time.
+    if changes.since is None and now < entries.clock:
+        size = sum(int(whole_table.size(part)) for part in parts)
+        if size:
             raise ValueError(
-                f"{call}: changes must be those behind the table's last ones, at its time {now}, "
-                f"got changes from {changes.since} to {entries.clock}: import all of them in "
-                "order, or begin anew with a fresh table and export_changes(table, None)"
+                f"{call}: table must have no entries before changes from the beginning (since "
+                f"None), got one with {size}, which these would not remove: give a fresh one, "
+                "or clear it"
             )
-        # Behind the changes of another process the table has their time.
-        if changes.since is None and now < entries.clock:
-            size = sum(int(whole_table.size(part)) for part in parts)
-            if size:
-                raise ValueError(
-                    f"{call}: table must have no entries before changes from the beginning (since "
-                    f"None), got one with {size}, which these would not remove: give a fresh one, "
-                    "or clear it"
-                )
-        latest = _entries.latest_time(entries, call, "changes.entries")
-        total, erased, after = no_counts(), 0, []
-        for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):
-            part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
-            part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest)
-            after.append(part)
-            total, erased = _entries.plus(total, counts), erased + gone
-        return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
+    latest = _entries.latest_time(entries, call, "changes.entries")
+    total, erased, after = no_counts(), 0, []
+    for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):
+        part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
+        part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest)
+        after.append(part)
+        total, erased = _entries.plus(total, counts), erased + gone
+    return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
 def _check(call: str, changes: Any, remedy: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv._checks import as_integer
-from jax_hkv._compat import on_one_device
+from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
@@ -65,6 +65,7 @@ class Exported(NamedTuple):
     namespace: np.ndarray | Namespace | None = None
 
 
+@of_one_device
 def export_entries(
     tables: Table | Sequence[Table],
     *,
@@ -126,8 +127,7 @@ def export_entries(
                 "too: give one of them"
             )
         min_score = first_change(parts, changed_since)
-    with on_one_device():
-        return join_entries([_exported(part, min_score) for part in parts])
+    return join_entries([_exported(part, min_score) for part in parts])
 
 
 def first_change(parts: Sequence[Table], earlier: Exported) -> int:
@@ -326,6 +326,7 @@ def _chunks(table: Table, min_score: int | None) -> Any:
         )
 
 
+@of_one_device
 def import_entries(
     placement: Placement | None, table: Table, exported: Exported, *, replicas: bool = False
 ) -> tuple[Table, Counts]:
@@ -370,18 +371,17 @@ def import_entries(
     check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
     )
-    with on_one_device():
-        parts = parts_of(placement, table)
-        for part in parts:
-            check_fits(part, exported)
-        latest = latest_time(exported)  # of all parts together: their clocks are equal
-        total = no_counts()
-        filled = []
-        for owner, part in zip(owners_of(placement, replicas), parts, strict=True):
-            part, counts = fill(part, owned(exported, *owner), latest)
-            filled.append(part)
-            total = plus(total, counts)
-        return whole_of(placement, filled), total
+    parts = parts_of(placement, table)
+    for part in parts:
+        check_fits(part, exported)
+    latest = latest_time(exported)  # of all parts together: their clocks are equal
+    total = no_counts()
+    filled = []
+    for owner, part in zip(owners_of(placement, replicas), parts, strict=True):
+        part, counts = fill(part, owned(exported, *owner), latest)
+        filled.append(part)
+        total = plus(total, counts)
+    return whole_of(placement, filled), total
 
 
 def check_target(call: str, placement: Any, table: Any, argument: str) -> None:

@@ -25,7 +25,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
-from jax_hkv.features import Bagged, Jagged, Layout, as_splits, each_id_of, is_jagged
+from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps
 from jax_hkv.table import Counts, Entries, Table
@@ -182,7 +182,7 @@ class Found(NamedTuple):
 
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
     """Ids and their mask; of bags those of all positions, one after the other."""
-    if not isinstance(ids, Jagged):
+    if not is_jagged(ids):
         return ids, valid
     if ids.weights is not None:
         raise ValueError(

@@ -97,7 +97,6 @@ def stores_of(call: str, placement: Placement, stores: Any) -> list[Table]:
     return list(stores)
 
 
-@of_one_device
 def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     """Tiers of one device each, checked."""
     if not isinstance(tiers, Tiers):
@@ -118,7 +117,6 @@ def between_steps(call: str, tiers: Any, placement: Placement | None) -> list[Ti
     return parts_of(call, check_placement(call, placement), tiers)
 
 
-@of_one_device
 def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
     """The inverse of :func:`parts_of`."""
     stores: Any = tuple(part.store for part in parts)
@@ -178,7 +176,6 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
     return placement.run(own)
 
 
-@of_one_device
 def prefetch(
     call: str,
     placement: Placement,

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool
 
 from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv import index as _index
-from jax_hkv._compat import of_one_device, on_one_device
+from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
@@ -638,6 +638,7 @@ def export_entries(
     )
 
 
+@of_one_device
 def import_entries(
     tiers: Tiers, exported: Exported, *, placement: Placement | None = None
 ) -> tuple[Tiers, Counts]:
@@ -672,13 +673,12 @@ def import_entries(
     parts = _tier_parts.between_steps(call, tiers, placement)
     _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
     latest = _entries.latest_time(exported)
-    with on_one_device():
-        for part in parts:
-            _entries.check_fits(part.store, exported)
-        after = [
-            _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
-            for owner, part in zip(_entries.owners_of(placement), parts, strict=True)
-        ]
+    for part in parts:
+        _entries.check_fits(part.store, exported)
+    after = [
+        _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
+        for owner, part in zip(_entries.owners_of(placement), parts, strict=True)
+    ]
     total = _tier_parts.total([each for _, both in after for each in both])
     return _joined([part for part, _ in after], placement), total
 
