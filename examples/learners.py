@@ -125,7 +125,7 @@ def dense_learner(
         with_gradients = jax.value_and_grad(loss_of, has_aux=True)
         (loss, logits), gradients = with_gradients(state.params, inputs)
         keys, none = inputs.valid.sum() * CATEGORIES, jnp.int32(0)
-        counts = hkv.Counts(unique=keys, hits=keys, inserted=none, evicted=none, refused=none)
+        counts = hkv.Counts(*[none] * len(hkv.Counts._fields))._replace(unique=keys, hits=keys)
         outcome = Outcome(logits, loss, counts, jnp.int32(len(vocabulary)))
         return updated(optimizer, state, gradients), outcome
 

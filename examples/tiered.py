@@ -37,7 +37,7 @@ def tiered_learner(near: Learner, capacity: int) -> Learner:
         tiers = hkv.tiered.Tiers(state.near.table, state.store)
         (table, store), counts = hkv.tiered.prefetch(tiers, inputs.keys, valid=valid)
         after, outcome = near.step(state.near._replace(table=table), inputs)
-        counts = hkv.Counts(
+        counts = outcome.counts._replace(
             unique=counts.unique,
             hits=counts.hits,
             inserted=counts.inserted,

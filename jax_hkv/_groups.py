@@ -263,6 +263,7 @@ class Group:
                 inserted=_sum_of(own, Status.INSERTED, Status.EVICTED),
                 evicted=_sum_of(own, Status.EVICTED),
                 refused=_sum_of(own, Status.REFUSED),
+                not_admitted=_sum_of(own, Status.NOT_ADMITTED),
             )
             for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
         }

@@ -46,14 +46,16 @@ def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
         is_new(unique_status).astype(jnp.int32),
         (unique_status == Status.EVICTED).astype(jnp.int32),
         (unique_status == Status.REFUSED).astype(jnp.int32),
+        # None: the native call knows no admission. A sum of its own would be a copy of a constant.
+        (unique_status == Status.NOT_ADMITTED).astype(jnp.int32),
     ]
-    hits, inserted, evicted, refused = jax.lax.reduce(
+    hits, inserted, evicted, refused, not_admitted = jax.lax.reduce(
         tallies,
         [jnp.int32(0)] * len(tallies),
         lambda sums, terms: [a + b for a, b in zip(sums, terms, strict=True)],
         (0,),
     )
-    return Counts(groups.count[0], hits, inserted, evicted, refused)
+    return Counts(groups.count[0], hits, inserted, evicted, refused, not_admitted)
 
 
 def upsert(
@@ -105,17 +107,17 @@ def _let_in(
     return table, _index.unique(keys, enters)
 
 
-def _with_refused(result: InsertResult, seen: Groups) -> InsertResult:
+def _with_those_away(result: InsertResult, seen: Groups) -> InsertResult:
     """A result of the keys that were let in, completed by those that were not."""
     away = (seen.inverse >= 0) & (result.groups.inverse < 0)
     unique = seen.count[0]
-    refused = result.counts.refused + unique - result.counts.unique
+    not_admitted = unique - result.counts.unique
     slots = jnp.where(_index.all_of(seen), _index.take(result.slots, seen.first), NO_SLOT)
     return result._replace(
         groups=seen,
         unique_slots=slots,
-        status=jnp.where(away, jnp.int32(Status.REFUSED), result.status),
-        counts=result.counts._replace(unique=unique, refused=refused),
+        status=jnp.where(away, jnp.int32(Status.NOT_ADMITTED), result.status),
+        counts=result.counts._replace(unique=unique, not_admitted=not_admitted),
     )
 
 
@@ -417,4 +419,4 @@ def insert_result(
         unique_slots=upserted.unique_slots,
         bags=bags,
     )
-    return result if seen is groups else _with_refused(result, seen)
+    return result if seen is groups else _with_those_away(result, seen)

@@ -580,7 +580,7 @@ def _masked(result: ShardedResult, mask: Bool[Array, ...]) -> ShardedResult:
 
 def slots_like(status: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
     """0 where a key has a row, -1 where it has none."""
-    has_row = (status != Status.MISSING) & (status != Status.REFUSED)
+    has_row = (status == Status.FOUND) | is_new(status)
     return jnp.where(has_row, jnp.int32(0), NO_SLOT)
 
 

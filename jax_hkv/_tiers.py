@@ -22,7 +22,7 @@ from jax_hkv._compat import is_traced, of_one_device, on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
-from jax_hkv.table import Counts, Entries, EraseResult, Table
+from jax_hkv.table import Counts, Entries, EraseResult, Table, no_counts
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
@@ -125,7 +125,7 @@ def _admit(
     pieces: int,
 ) -> tuple[Table, Admitted]:
     keys, valid = _checks.flat_batch(given, mask)
-    no_counts = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
+    uncounted = Keys(jnp.zeros_like(keys.words)) if cache.policy.counts else None
     pinned, absent, found = None, jnp.int32(0), jnp.int32(0)
     if kept is not None:
         others, are_meant = _checks.flat_batch(*kept)
@@ -134,7 +134,7 @@ def _admit(
         is_absent = (pinned < 0) & _checks.flat_mask(are_meant, pinned.shape)
         absent, found = (_index.unique(others, own).count[0] for own in (is_absent, pinned >= 0))
     cache, inserted = _inserts.insert_rows(
-        cache, keys, valid, no_counts, None, True, pinned=pinned, is_ticked=is_ticked
+        cache, keys, valid, uncounted, None, True, pinned=pinned, is_ticked=is_ticked
     )
     assert inserted.evicted is not None
     counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
@@ -506,7 +506,7 @@ def either(given: Any, mask: jax.Array | None, statuses: list[jax.Array]) -> Era
     gone = functools.reduce(jnp.logical_or, [status == Status.FOUND for status in statuses])
     unique, hits = (_index.unique(keys, chosen).count[0] for chosen in (valid, gone))
     status = jnp.where(gone, jnp.int32(Status.FOUND), statuses[0]).reshape(given.shape)
-    return EraseResult(status, Counts(unique, hits, *(jnp.zeros_like(hits),) * 3))
+    return EraseResult(status, no_counts()._replace(unique=unique, hits=hits))
 
 
 # --- Between steps -------------------------------------------------------------------------------

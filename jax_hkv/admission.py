@@ -2,8 +2,8 @@
 
 Most ids of a click log are seen once; a row for each of them evicts rows that are needed. A table
 made with one of these rules lets ``find_or_insert`` insert an absent key only when the rule admits
-it; the others are refused. Decisions are functions of (seed, key, table), in integers alone, so all
-backends agree on them.
+it; the others are turned away. Decisions are functions of (seed, key, table), in integers alone, so
+all backends agree on them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequenc
       >>> for _ in range(3):
       ...     table, result = hkv.find_or_insert(table, np.array([5], np.int32))
       ...     print(hkv.Status(int(result.status[0])).name)
-      REFUSED
+      NOT_ADMITTED
       INSERTED
       FOUND
     """

@@ -41,13 +41,14 @@ class Policy(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """What became of a position of a batch."""
+    """What became of a position of a batch (docs/semantics.md, sections 3.4 and 11)."""
 
     MISSING = 0
     FOUND = 1
     INSERTED = 2
     EVICTED = 3
     REFUSED = 4
+    NOT_ADMITTED = 5
 
 
 def is_new(status: Int32[Array, "*batch"]) -> Bool[Array, "*batch"]:

@@ -42,6 +42,7 @@ class Metrics(NamedTuple):
     inserted: Int32[Array, ""]
     evicted: Int32[Array, ""]
     refused: Int32[Array, ""]
+    not_admitted: Int32[Array, ""]
     unique: Int32[Array, ""]
     overflow: Int32[Array, ""]
     load_factor: Float[Array, ""]

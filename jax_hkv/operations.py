@@ -266,8 +266,8 @@ def find_or_insert(
 ) -> tuple[Table, InsertResult]:
     """Looks up rows; absent keys are inserted, with their initial or the given row.
 
-    Where the table was created with an admission rule, absent keys that it does not admit are
-    refused: they get no slot, and their initial row.
+    Where the table was created with an admission rule, absent keys that it does not admit get no
+    slot, their initial row, and the status NOT_ADMITTED.
 
     Args:
       table: to change.

@@ -147,7 +147,8 @@ class Table:
 class Counts(NamedTuple):
     """What became of the distinct keys of a batch; ``int32`` scalars.
 
-    size_after + evicted = size_before + inserted.
+    size_after + evicted = size_before + inserted. Of those without a row, `refused` ones found no
+    room, and `not_admitted` ones were turned away by the rule of the table's admission.
     """
 
     unique: Int32[Array, ""]
@@ -155,6 +156,7 @@ class Counts(NamedTuple):
     inserted: Int32[Array, ""]
     evicted: Int32[Array, ""]
     refused: Int32[Array, ""]
+    not_admitted: Int32[Array, ""]
 
 
 def no_counts() -> Counts:
@@ -209,9 +211,9 @@ class InsertResult(NamedTuple):
     """What `find_or_insert` returns, and what an optimizer's update needs.
 
     Attributes:
-      values: rows of the keys; initial rows where refused, zeros where masked.
+      values: rows of the keys; initial rows where refused or not admitted, zeros where masked.
       keys: of the batch.
-      slots: valid until the next operation that inserts or removes; -1 where refused or masked.
+      slots: valid until the next operation that inserts or removes; -1 where there is no row.
       status: see :class:`Status`.
       counts: of distinct keys.
       evicted: the entries that were evicted, if asked for.

@@ -215,8 +215,8 @@ def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
     buckets = buckets_of("resize", capacity)
     if buckets * LANES == table.capacity:
         entries = size(table)
-        none = 0 * entries
-        return table, Counts(entries, none, entries, none, none)
+        none = Counts(*[0 * entries] * len(Counts._fields))
+        return table, none._replace(unique=entries, inserted=entries)
     return _resize(table, buckets=buckets)
 
 
@@ -233,8 +233,7 @@ def _resize(table: Table, buckets: int) -> Any:
         new, result = import_rows(new, *entries, evicted=False, is_ticked=True)
         return old, (new, jax.tree.map(jnp.add, total, result.counts))
 
-    zero = _zeros(table)
-    none = Counts(zero, zero, zero, zero, zero)
+    none = Counts(*[_zeros(table)] * len(Counts._fields))
     return _over_chunks(table, body, (wider, none), chunk)[1]
 
 

@@ -25,7 +25,7 @@ from oracle_rows import (
 
 LANES = 128
 CHUNK = 32
-MISSING, FOUND, INSERTED, EVICTED, REFUSED = range(5)
+MISSING, FOUND, INSERTED, EVICTED, REFUSED, NOT_ADMITTED = range(6)
 POLICIES = ("LRU", "LFU", "EPOCH_LRU", "EPOCH_LFU", "CUSTOM")
 COUNTING_POLICIES = ("LFU", "EPOCH_LFU")
 REFUSING_POLICIES = ("EPOCH_LFU", "CUSTOM")
@@ -82,6 +82,7 @@ class Counts(NamedTuple):
     inserted: int
     evicted: int
     refused: int
+    not_admitted: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from oracle import REFUSED, U32_MAX, Array, Oracle, Outcome, unique
+from oracle import NOT_ADMITTED, U32_MAX, Array, Oracle, Outcome, unique
 
 DRAW = 2**32 - 1
 
@@ -76,13 +76,11 @@ class AdmittingOracle(Oracle):
         mask[is_valid] = enters[seen.inverse[is_valid]]
         outcome = super().find_or_insert(keys, values, scores, mask, return_evicted)
         away = is_valid & ~mask
-        outcome.status[away] = REFUSED
+        outcome.status[away] = NOT_ADMITTED
         assert outcome.values is not None
         outcome.values[away] = self.initial_rows(keys[away])
         away_keys = int((~enters).sum())
         counts = outcome.counts
         return outcome._replace(
-            counts=counts._replace(
-                unique=counts.unique + away_keys, refused=counts.refused + away_keys
-            )
+            counts=counts._replace(unique=counts.unique + away_keys, not_admitted=away_keys)
         )

@@ -49,7 +49,7 @@ def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, polic
     both = twin(256, 3, policy=policy, choices=choices, init=init, seed=seed, admission=rule)
     both.oracle = AdmittingOracle.of(both.table, **settings)
     universe = rng.integers(0, 2**64, 1500, np.uint64)
-    happened = dict.fromkeys(("hits", "inserted", "evicted", "refused"), 0)
+    happened = dict.fromkeys(("hits", "inserted", "evicted", "refused", "not_admitted"), 0)
     for number in range(25):
         length = 200
         keys = rng.choice(universe, length)
@@ -64,6 +64,8 @@ def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, polic
             happened[name] += getattr(outcome.counts, name)
         if number % 5 == 4:
             both.erase(rng.choice(universe, 50))
+    if policy != "CUSTOM":
+        del happened["refused"]  # few policies turn away whom the rule lets in
     print(happened)
     assert min(happened.values()) > 0
 
@@ -71,14 +73,14 @@ def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, polic
 def test_a_key_gets_a_row_in_the_batch_of_its_last_sighting_needed():
     table = hkv.create(128, 2, admission=hkv.admission.frequency(3))
     table, result = hkv.find_or_insert(table, numbers(5, 6, 6, 7, 7, 7))
-    assert names(result) == ["REFUSED"] * 3 + ["INSERTED", "FOUND", "FOUND"]
+    assert names(result) == ["NOT_ADMITTED"] * 3 + ["INSERTED", "FOUND", "FOUND"]
     assert result.slots.tolist()[:3] == [-1] * 3 and int(hkv.size(table)) == 1
-    assert [int(count) for count in result.counts] == [3, 0, 1, 0, 2]
+    assert [int(count) for count in result.counts] == [3, 0, 1, 0, 0, 2]
     np.testing.assert_array_equal(result.values, hkv.initial_rows(table, result.keys))
     table, result = hkv.find_or_insert(table, numbers(5, 6), valid=np.array([False, True]))
     assert names(result) == ["MISSING", "INSERTED"]
     table, result = hkv.find_or_insert(table, numbers(5))
-    assert names(result) == ["REFUSED"]
+    assert names(result) == ["NOT_ADMITTED"]
     _, result = hkv.find_or_insert(table, numbers(5))
     assert names(result) == ["INSERTED"]
 
@@ -125,7 +127,7 @@ def test_present_keys_are_not_counted_and_an_evicted_one_counts_from_what_is_hel
         table, result = hkv.find_or_insert(table, numbers(5))
         assert names(result) == ["FOUND"]
     table, _ = hkv.erase(table, numbers(5))
-    for expected in ("REFUSED", "REFUSED", "INSERTED"):
+    for expected in ("NOT_ADMITTED", "NOT_ADMITTED", "INSERTED"):
         table, result = hkv.find_or_insert(table, numbers(5))
         assert names(result) == [expected]
     table, _ = hkv.erase(table, numbers(5))
@@ -266,7 +268,7 @@ def test_orbax_keeps_the_sketch(tmp_path):
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, table)
         restored = checkpointer.restore(tmp_path / "step", shapes)
     assert_equal_leaves(restored, table)
-    assert names(hkv.find_or_insert(restored, numbers(3, 4))[1]) == ["INSERTED", "REFUSED"]
+    assert names(hkv.find_or_insert(restored, numbers(3, 4))[1]) == ["INSERTED", "NOT_ADMITTED"]
 
 
 def test_halving_forgets_half_of_the_sightings():
@@ -274,7 +276,7 @@ def test_halving_forgets_half_of_the_sightings():
     table, _ = hkv.find_or_insert(table, numbers(1, 1, 1))
     table = hkv.halve_sightings(table)
     table, result = hkv.find_or_insert(table, numbers(1, 1))
-    assert names(result) == ["REFUSED"] * 2  # 3 // 2 + 2
+    assert names(result) == ["NOT_ADMITTED"] * 2  # 3 // 2 + 2
     _, result = hkv.find_or_insert(table, numbers(1))
     assert names(result) == ["INSERTED"]
 

@@ -62,7 +62,7 @@ def test_many_occurrences_of_a_new_key_take_one_slot(policy, choices, is_full, t
     first = EVICTED if is_full else INSERTED
     assert outcome.status.tolist() == [first] + [FOUND] * 1023
     assert len(np.unique(outcome.slots)) == 1
-    assert outcome.counts == (1, 0, 1, int(is_full), 0)
+    assert outcome.counts == (1, 0, 1, int(is_full), 0, 0)
     assert both.oracle.size == (2 * LANES if is_full else 1)
     assert both.find(keys[:1]).values[0, 0] == 1023
 

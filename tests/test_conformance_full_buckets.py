@@ -34,7 +34,7 @@ def test_a_batch_of_better_scores_replaces_the_worst(twin, rng):
     present = rng.permutation(LANE_NUMBERS)[:64]
     keys = rng.permutation(np.concatenate([present, 5000 + LANE_NUMBERS[:64]]))
     outcome = both.insert_or_assign(keys, rows_of(keys), 1128 + rng.permutation(LANE_NUMBERS))
-    assert outcome.counts == (128, 64, 64, 64, 0)
+    assert outcome.counts == (128, 64, 64, 64, 0, 0)
     assert sorted(both.oracle.score_words.tolist()) == list(range(1128, 1256))
     assert sorted(both.oracle.key_words.tolist()) == sorted(keys.tolist())
 
@@ -47,7 +47,7 @@ def test_keys_of_a_low_score_are_refused(policy, twin):
     outcome = both.insert_and_evict(newcomers, rows_of(newcomers), 95 + LANE_NUMBERS[:10])
     assert outcome.status.tolist() == [REFUSED] * 5 + [EVICTED] * 5
     assert outcome.slots.tolist() == [-1] * 5 + [0, 1, 2, 3, 4]
-    assert outcome.counts == (10, 0, 5, 5, 5)
+    assert outcome.counts == (10, 0, 5, 5, 5, 0)
     refused = both.find_or_insert(newcomers[:5], scores=95 + LANE_NUMBERS[:5])
     assert (refused.status == REFUSED).all()
 
@@ -88,7 +88,7 @@ def test_a_batch_never_evicts_what_it_inserted(policy, choices, is_full, twin):
     outcome = both.insert_and_evict(keys, rows_of(keys), scores_for(policy, keys))
     stays = EVICTED if is_full else INSERTED
     assert outcome.status.tolist() == [stays] * LANES + [REFUSED] * 72
-    assert outcome.counts == (200, 0, LANES, LANES * is_full, 72)
+    assert outcome.counts == (200, 0, LANES, LANES * is_full, 72, 0)
     assert outcome.evicted.count == LANES * is_full
     assert sorted(both.oracle.key_words.tolist()) == keys[:LANES].tolist()
 
@@ -98,13 +98,13 @@ def test_present_keys_of_a_batch_are_not_evicted_by_it(twin):
     both = full_bucket(twin, "LRU")
     keys = np.concatenate([1000 + LANE_NUMBERS, LANE_NUMBERS[:100]])
     outcome = both.insert_and_evict(keys, rows_of(keys))
-    assert outcome.counts == (228, 100, 28, 28, 100)
+    assert outcome.counts == (228, 100, 28, 28, 100, 0)
     assert both.contains(LANE_NUMBERS).tolist() == [True] * 100 + [False] * 28
 
     both = full_bucket(twin, "LRU")
     exists = np.zeros(len(keys), bool)
     outcome = both.accum_or_assign(keys, rows_of(keys), exists)
-    assert outcome.counts == (128, 0, 28, 28, 100)
+    assert outcome.counts == (128, 0, 28, 28, 100, 0)
     assert both.contains(LANE_NUMBERS).tolist() == [True] * 100 + [False] * 28
 
 
@@ -118,7 +118,7 @@ def test_a_bucket_whose_entries_are_all_pinned_is_not_asked(pinned, twin):
     asked = np.concatenate([present, 1000 + LANE_NUMBERS[:50]])
     scores = np.repeat(np.array([1, 200], np.uint64), [LANES, 50])
     outcome = both.insert_or_assign(asked, rows_of(asked), scores)
-    assert outcome.counts == (178, 128, 50, 50, 0)
+    assert outcome.counts == (178, 128, 50, 50, 0, 0)
     assert (outcome.slots[LANES:] // LANES == 1 - pinned).all()
 
 
@@ -128,14 +128,14 @@ def test_the_extreme_scores_are_ordinary(twin):
     both = full_bucket(twin, "CUSTOM", scores)
     newcomers = 1000 + LANE_NUMBERS
     outcome = both.insert_and_evict(newcomers[:60], rows_of(newcomers[:60]), scores[:60])
-    assert outcome.counts == (60, 0, 60, 60, 0)
+    assert outcome.counts == (60, 0, 60, 60, 0, 0)
     assert not outcome.evicted.scores.any()
     outcome = both.insert_and_evict(newcomers[60:], rows_of(newcomers[60:]), scores[60:])
-    assert outcome.counts == (68, 0, 51, 51, 17)
+    assert outcome.counts == (68, 0, 51, 51, 17, 0)
     assert (scores[60:][outcome.status == REFUSED] == 0).all()
     best = np.full(LANES, U64_MAX, np.uint64)
     outcome = both.insert_and_evict(5000 + LANE_NUMBERS, rows_of(LANE_NUMBERS), best)
-    assert outcome.counts == (128, 0, 128, 128, 0)
+    assert outcome.counts == (128, 0, 128, 128, 0, 0)
     assert (both.oracle.score_words == U64_MAX).all()
 
 

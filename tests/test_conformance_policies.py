@@ -337,7 +337,7 @@ def test_find_or_insert_returns_what_is_stored(policy, choices, is_given, twin, 
 
     other = rng.standard_normal((200, 6)).astype(np.float32)
     again = both.find_or_insert(keys, other, scores)
-    assert again.counts == (200, 200, 0, 0, 0)
+    assert again.counts == (200, 200, 0, 0, 0, 0)
     assert np.array_equal(again.values, expected)
     found = both.find(np.concatenate([keys, keys + np.uint64(1)]), fill="initial")
     assert np.array_equal(found.values[:200], expected)

@@ -66,6 +66,7 @@ def test_metrics_of_several_results_are_sums_and_skipped_rows_are_seen():
         "inserted": 8,
         "evicted": 0,
         "refused": 0,
+        "not_admitted": 0,
         "unique": 9,
         "overflow": 0,
         "skipped": 2,

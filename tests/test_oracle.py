@@ -299,7 +299,7 @@ def test_accumulation_ignores_what_disagrees_with_presence():
     )
     assert outcome.status.tolist() == [FOUND, FOUND, MISSING, INSERTED, FOUND, MISSING, FOUND]
     assert outcome.slots.tolist() == [0, 0, -1, 1, 1, -1, 0]
-    assert outcome.counts == (2, 1, 1, 0, 0)
+    assert outcome.counts == (2, 1, 1, 0, 0, 0)
     assert table.values[:2].tolist() == [[18], [5]]
     assert table.score_words[:2].tolist() == [3, 2]
 

@@ -84,7 +84,7 @@ def test_doubling_keeps_every_entry_with_its_score_row_and_optimizer_rows(rng, c
     assert len(before) > 1000
     for factor in (2, 3):
         larger, counts = hkv.resize(table, factor * 1024)
-        assert [int(count) for count in counts] == [len(before), 0, len(before), 0, 0]
+        assert [int(count) for count in counts] == [len(before), 0, len(before), 0, 0, 0]
         assert int(hkv.misplaced(larger)) == 0
         assert contents(larger) == before
         assert (larger.clock == table.clock).all() and larger.epoch == table.epoch
@@ -146,7 +146,7 @@ def test_two_candidates_lose_nothing_where_there_is_room(rng, policy):
     for table, capacity in [(filled(16_384, 20_000), 20_480), (filled(65_536, 14_700), 16_384)]:
         entries = int(hkv.size(table))
         resized, counts = hkv.resize(table, capacity)
-        assert [int(count) for count in counts] == [entries, 0, entries, 0, 0]
+        assert [int(count) for count in counts] == [entries, 0, entries, 0, 0, 0]
         again, counts = sharding.import_entries(
             None,
             hkv.create(capacity, 1, choices=2, policy=table.policy),
@@ -162,11 +162,15 @@ def test_sightings_and_skipped_updates_stay(rng, platform):
     rule = hkv.admission.frequency(2, width=1024)
     table = hkv.optim.adagrad(0.1).init(hkv.create(128, DIM, admission=rule))
     table, result = hkv.find_or_insert(table, np.array([7, 7, 8], np.int32))
-    assert result.status.tolist() == [hkv.Status.INSERTED, hkv.Status.FOUND, hkv.Status.REFUSED]
+    assert result.status.tolist() == [
+        hkv.Status.INSERTED,
+        hkv.Status.FOUND,
+        hkv.Status.NOT_ADMITTED,
+    ]
     optimizer = dataclasses.replace(table.optimizer, skipped=jnp.full(1, 5, jnp.uint32))
     table, _ = hkv.resize(dataclasses.replace(table, optimizer=optimizer), 512)
     table, result = hkv.find_or_insert(table, np.array([8, 9], np.int32))
-    assert result.status.tolist() == [hkv.Status.INSERTED, hkv.Status.REFUSED]
+    assert result.status.tolist() == [hkv.Status.INSERTED, hkv.Status.NOT_ADMITTED]
     assert table.optimizer.skipped.tolist() == [5]
     rows = [np.asarray(leaf) for leaf in table.optimizer.rows.values()]
     assert all((leaf == leaf[0, 0]).all() for leaf in rows), "empty slots have fresh rows"

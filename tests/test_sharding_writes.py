@@ -100,7 +100,7 @@ def operations(case, module, axis):
             table, (entries, found, overflow) = sharding.export_keys(
                 table, batch.keys, valid=batch.valid, **axis
             )
-        none = hkv.Counts(*[jnp.int32(0)] * 5)
+        none = hkv.Counts(*[jnp.int32(0)] * 6)
         return table, sharding.ShardedWrite(found.astype(jnp.int32), none, overflow, entries)
 
     def contains(table, batch, values):
@@ -113,7 +113,7 @@ def operations(case, module, axis):
 
     def read(result):
         found, overflow = getattr(result, "found", result), getattr(result, "overflow", 0)
-        none = hkv.Counts(*[jnp.int32(0)] * 5)
+        none = hkv.Counts(*[jnp.int32(0)] * 6)
         return sharding.ShardedWrite(found.astype(jnp.int32), none, jnp.int32(overflow))
 
     def accumulate(table, batch, values):
@@ -287,7 +287,7 @@ def test_a_strict_exchange_without_room_writes_nothing_but_the_clock(act, rng):
     )
     before = [jax.tree.map(np.array, part) for part in case.placement.shards(table)]
     table, (status, counts, overflow) = step_of(case, act)(table, *given_to(case, owned, rng))
-    assert int(overflow) > 0 and [int(count) for count in counts] == [0] * 5
+    assert int(overflow) > 0 and [int(count) for count in counts] == [0] * 6
     assert (np.asarray(status) == hkv.Status.MISSING).all()
     with pytest.raises(sharding.ExchangeOverflow, match="found no room"):
         sharding.check_overflow(overflow)
@@ -367,7 +367,7 @@ def test_an_empty_batch_ticks_the_clock(act, exchange):
     keys, rows = hkv.Keys.from_numpy(np.zeros(0, np.int64)), np.zeros((0, DIM), np.float32)
     given = case.placement.put((keys, rows))
     table, (counts, _) = case.placement.step(step)(case.placement.create(case.table), *given)
-    assert [int(count) for count in counts] == [0] * 5
+    assert [int(count) for count in counts] == [0] * 6
     assert [part.clock.tolist() for part in case.placement.shards(table)] == [[1, 0]] * 4
 
 

@@ -401,7 +401,7 @@ def test_a_step_counts_the_ids_of_each_table(made):
     for (inputs, _), one, other in zip(made, linen_infos, nnx_infos, strict=True):
         ids = {"users": set(inputs["user"].tolist()), "items": set(inputs["seen"].ravel().tolist())}
         for name, own in ids.items():
-            expected = hkv.Counts(len(own), len(own & seen[name]), len(own - seen[name]), 0, 0)
+            expected = hkv.Counts(len(own), len(own & seen[name]), len(own - seen[name]), 0, 0, 0)
             linen_name = f"block/EmbedCollection_0/{name}"
             for found in (one.counts[linen_name], other.counts[f"embed/{name}"]):
                 assert jax.tree.map(int, found) == expected
@@ -409,7 +409,7 @@ def test_a_step_counts_the_ids_of_each_table(made):
         assert set(one.counts) == {f"block/EmbedCollection_0/{name}" for name in ids}
 
 
-def test_evictions_and_refusals_are_counted_by_the_table_whose_ids_asked(rng):
+def test_evictions_and_rejections_are_counted_by_the_table_whose_ids_asked(rng):
     """In a table that is too small for both, their sum is that of the physical table."""
     settings = {"capacity": 64, "dim": DIM, "optimizer": OPTIMIZER}
     settings["admission"] = hkv.admission.probability(0.8)
@@ -432,7 +432,7 @@ def test_evictions_and_refusals_are_counted_by_the_table_whose_ids_asked(rng):
         (whole,) = info.tables.values()
         total = jax.tree.map(lambda *counts: int(sum(counts)), *info.counts.values())
         assert total == hkv.Counts(*(int(getattr(whole, name)) for name in hkv.Counts._fields))
-    assert total.evicted > 0 and total.refused > 0
+    assert total.evicted > 0 and total.not_admitted > 0
 
 
 def nnx_run(model, made, loss_scale=None):
@@ -554,7 +554,7 @@ def test_the_learned_row_is_trained_by_ids_that_are_turned_away():
     step = hkv.linen.train_step(lambda apply, ids: jnp.sum((apply(ids, train=True) - target) ** 2))
     after, info = step(state, ids)
     (metrics,) = info.tables.values()
-    assert int(metrics.refused) == 2 and int(metrics.inserted) == 1
+    assert int(metrics.not_admitted) == 2 and int(metrics.inserted) == 1
     np.testing.assert_allclose(after.params["unseen"], 0.1 * 2 * 2 * np.ones(DIM), rtol=1e-6)
     np.testing.assert_array_equal(after.apply(np.array([1], np.int32))[0], after.params["unseen"])
 
