@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _config
 from jax._src.core import trace_state_clean
@@ -139,6 +140,14 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(one, tree)
+
+
+def zeros_of(like: Any) -> jax.Array:
+    """Zeros of an array's shape and type, which differ between devices where it does.
+
+    The gradient of what is equal on all devices of a shard_map would be the sum of theirs.
+    """
+    return vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(_varying(like))))
 
 
 def agreed(tree: Any, axes: tuple[str, ...]) -> Any:

@@ -92,6 +92,34 @@ class Keys:
         on_host = all(isinstance(part, np.ndarray) for part in words)
         return cls(_read_only((np if on_host else jnp).concatenate(words, along)))
 
+    @classmethod
+    def where(cls, condition: Any, keys: Any, others: Any) -> Keys:
+        """Keys where a condition holds, and others elsewhere, as ``jnp.where``.
+
+        Args:
+          condition: an array of bool.
+          keys: Keys or integers (see :func:`jax_hkv.find`), of a shape that fits the condition's.
+          others: likewise, one key for all of them say.
+
+        Raises:
+          TypeError: naming the argument.
+
+        Example:
+          >>> keys, mask = Keys.from_numpy([7, 2**40]), Keys.from_numpy(-1)
+          >>> Keys.where(np.array([True, False]), mask, keys).to_numpy(signed=True).tolist()
+          [-1, 1099511627776]
+        """
+        call = "Keys.where"
+        if getattr(condition, "dtype", None) != np.bool_:
+            raise TypeError(
+                f"{call}: condition must be an array of bool, got {type(condition).__name__} "
+                f"{getattr(condition, 'dtype', '')}: compare, as ids == padding"
+            )
+        words = [as_keys(call, "keys", keys).words, as_keys(call, "others", others).words]
+        on_host = not any(isinstance(part, jax.Array) for part in (condition, *words))
+        choose = np.where if on_host else jnp.where
+        return cls(_read_only(choose(condition[..., None], *words)))
+
     def to_numpy(self, *, signed: bool = False) -> np.ndarray:
         """On the host as ``uint64``, or as ``int64``, where negative ids are what they were."""
         words = np.asarray(self.words).astype(np.uint64)

@@ -119,7 +119,14 @@ def host_checked(
                 error.add_note(
                     "train_step: if loss_fn called a layer inside a transformation of JAX "
                     "(jit, checkpoint, lax.scan, cond or map), its table could not come back: "
-                    "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit)"
+                    "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit). "
+                    "And in nnx loss_fn is to call its argument, not the model outside of it"
+                )
+            elif "donated" in str(error):
+                error.add_note(
+                    "train_step: an argument must not hold arrays of the state, which a step uses "
+                    "up: give copies (copy.deepcopy; nnx.clone makes none), or make the step with "
+                    "donate=False"
                 )
             raise
         for where, overflow in info_of(outputs).strict_overflow.items():

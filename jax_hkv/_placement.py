@@ -359,7 +359,8 @@ class Placement:
         if leaf.shape[0] % count:
             raise ValueError(
                 f"Placement.put: the leading axis must be a multiple of the devices, {count}, got "
-                f"shape {list(leaf.shape)}: pad the batch, with a mask (valid=) that says so"
+                f"shape {list(leaf.shape)}: pad the batch, with a mask (valid=) that says so; "
+                "random keys are those of jax.random.key, which all devices share"
             )
         if self.mode == "pmap":
             return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])

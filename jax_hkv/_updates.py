@@ -202,7 +202,8 @@ def listed(
             raise TypeError(
                 f"{call}: result must be what {lookup} returned (or a sequence of such), got "
                 f"{type(each).__name__}: results of a table over several devices go to "
-                "jax_hkv.sharding.update, others to the update of an optimizer"
+                "jax_hkv.sharding.update, others to the update of an optimizer, and those of find "
+                "to none: look rows up by find_or_insert to train them"
             )
     if not results or len(results) != len(gradients):
         raise ValueError(

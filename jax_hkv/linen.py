@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
 from jax_hkv._checks import as_initializer
+from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
 from jax_hkv._layers import StepInfo
@@ -349,7 +350,7 @@ def perturbations(
 def _zeros(call: Callable[[Any], Any], variables: Mapping[str, Any]) -> Any:
     clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
     shapes = jax.eval_shape(call, clean).get(PERTURBATIONS, {})
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.tree.map(zeros_of, shapes)
 
 
 def _lookups(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:

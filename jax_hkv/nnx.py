@@ -29,11 +29,13 @@ from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
 from jax_hkv._checks import as_initializer
+from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
 from jax_hkv._nnx_devices import Placed
 from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
+from jax_hkv._nnx_steps import GRAPH_MODE, in_micro_batches
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -416,7 +418,7 @@ def value_and_grad(
       table, for :func:`update_tables`. The model's tables have the new ids.
     """
     state = nnx.DiffState(0, nnx.Any(wrt, RowPerturbation))
-    differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux)
+    differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux, **GRAPH_MODE)
 
     def compute(
         model: nnx.Module, *args: Any, **kwargs: Any
@@ -427,7 +429,7 @@ def value_and_grad(
             shapes = _row_shapes(loss_fn, model, args, kwargs)
             for path, layer in _layers_of(model):
                 for name, shape in shapes.get(_path_text(path), {}).items():
-                    setattr(layer, name, RowPerturbation(jnp.zeros(shape.shape, shape.dtype)))
+                    setattr(layer, name, RowPerturbation(zeros_of(shape)))
             value, gradients = differentiate(model, *args, **kwargs)
             rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
             return value, dense, _row_gradients(model, rows)
@@ -469,18 +471,19 @@ def _row_shapes(
 def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     """What the layers recorded, with the gradients of the perturbations, by path of the table."""
     flat = {_path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
-    found = {}
+    names = {id(variable): where for where, (variable, _) in _places(model).items()}
+    found: dict[str, RowGradients] = {}
     for path, layer in _layers_of(model):
-        for attribute, name, _ in layer._owners():
-            looked = [lookup.get_value() for _, lookup in layer._lookups(attribute)]
-            if not looked:
-                continue
-            names = [_ROWS.format(attribute, number) for number in range(len(looked))]
-            found[_path_text((*path, name))] = RowGradients(
-                [each.result for each in looked],
-                [flat[_path_text((*path, row))] for row in names],
-                [each.counts for each in looked],
-            )
+        for owner in layer._owners():
+            where = names[id(getattr(layer, owner.attribute))]
+            for number, (_, lookup) in enumerate(layer._lookups(owner.attribute)):
+                own = found.setdefault(where, RowGradients([], [], []))
+                looked = lookup.get_value()
+                own.results.append(looked.result)
+                own.gradients.append(
+                    flat[_path_text((*path, _ROWS.format(owner.attribute, number)))]
+                )
+                own.counts.append(looked.counts)
     return found
 
 
@@ -511,12 +514,25 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
 
 
 def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
-    """Where the tables are, and who updates them, by path."""
-    return {
-        _path_text((*path, owner.name)): (getattr(layer, owner.attribute), owner)
-        for path, layer in _layers_of(model)
-        for owner in layer._owners()
-    }
+    """Where the tables are, and who updates them, by path; of what layers share the first one's.
+
+    Raises:
+      ValueError: if layers that share a table have different optimizers.
+    """
+    places: dict[int, tuple[str, TableVariable, Owner]] = {}
+    for path, layer in _layers_of(model):
+        for owner in layer._owners():
+            variable = getattr(layer, owner.attribute)
+            own = _path_text((*path, owner.name))
+            where, _, first = places.setdefault(id(variable), (own, variable, owner))
+            if first.optimizer is None:
+                places[id(variable)] = where, variable, owner
+            elif owner.optimizer not in (None, first.optimizer):
+                raise ValueError(
+                    f"nnx: layers that share a table must have one optimizer, got another one at "
+                    f"{own!r} than at {where!r}: give both the same object"
+                )
+    return {where: (variable, owner) for where, variable, owner in places.values()}
 
 
 def _trainable(model: nnx.Module) -> list[str]:
@@ -620,7 +636,7 @@ def train_step(
         if micro_batches == 1:
             (_, (loss, aux)), dense, rows = differentiate(state.model, *args)
         else:
-            dense, ((_, (loss, aux)), rows) = _in_micro_batches(
+            dense, ((_, (loss, aux)), rows) = in_micro_batches(
                 differentiate, state.model, args, micro_batches
             )
         _layers.check_trained(_trainable(state.model), rows)
@@ -657,43 +673,11 @@ def train_step(
         return info
 
     if placement is None:
-        jitted = nnx.jit(step, donate_argnums=0) if donate else nnx.jit(step)
+        donated = {"donate_argnums": 0} if donate else {}
+        jitted = nnx.jit(step, **donated, **GRAPH_MODE)
     else:
         jitted = Placed(placement, step_of_one, donate)
 
     return _layers.host_checked(
         jitted, TrainState, lambda info: info, placement, micro_batches, check_overflow, nnx.state
     )
-
-
-def _in_micro_batches(
-    differentiate: Callable[..., Any], model: nnx.Module, args: Any, count: int
-) -> tuple[Any, Any]:
-    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked."""
-    kinds = (nnx.Pytree, nnx.Variable)
-    for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
-        if isinstance(each, kinds):
-            raise TypeError(
-                "train_step: arguments must be arrays where there are micro-batches, got the "
-                f"{type(each).__name__} of nnx, whose changes would be lost: hold it in the model, "
-                "or return what it is to know (has_aux=True)"
-            )
-    graph, values = nnx.split(model)
-
-    def one(values: Any, *part: Any) -> tuple[Any, Any, Any]:
-        model = nnx.merge(graph, values)
-        value, dense, rows = differentiate(model, *part)
-        nnx.pop(model, nnx.Intermediate)
-        after, values = nnx.split(model)
-        if after != graph:
-            raise ValueError(
-                "train_step: the model must change in its arrays alone where there are "
-                "micro-batches, got other attributes, Variables or static values after a call: "
-                "make all of them when the model is made"
-            )
-        return values, dense, (value, rows)
-
-    like = nnx.state(model, nnx.Param)
-    values, dense, rest = _micro_batches.scan(one, values, args, count, like)
-    nnx.update(model, values)
-    return dense, rest

@@ -91,6 +91,34 @@ def test_concatenated_keys_are_their_numbers_concatenated(where, axis):
     assert isinstance(joined.words, np.ndarray) == (where == "host")
 
 
+@pytest.mark.parametrize("where", WHERE)
+def test_keys_are_chosen_as_numbers_are(rng, where):
+    """Of equal shapes, one for all, and of broadcast shapes; inside jit."""
+    keys, mask = WHERE[where], rng.random(IDS.shape) < 0.5
+    others = {"one": np.array(-7), "a row": IDS[0, 0], "all": IDS[::-1]}
+    for number in others.values():
+        other = hkv.Keys.from_numpy(number)
+        wanted = np.where(mask, IDS, number.astype(np.uint64))
+        for chosen in (
+            hkv.Keys.where(mask, keys, other),
+            jax.jit(hkv.Keys.where)(mask, keys, other),
+        ):
+            np.testing.assert_array_equal(chosen.to_numpy(), wanted)
+        swapped = hkv.Keys.where(~mask, other, keys)
+        np.testing.assert_array_equal(swapped.to_numpy(), wanted)
+        assert isinstance(swapped.words, np.ndarray) == (where == "host")
+    small = hkv.Keys.where(
+        jnp.array([True, False]), np.array([1, 2], np.int32), jnp.array([-3, -4])
+    )
+    assert small.to_numpy(signed=True).tolist() == [1, -4]
+    with pytest.raises(
+        TypeError, match=r"Keys\.where: condition must be an array of bool, got .*int.*compare"
+    ):
+        hkv.Keys.where(np.array([1, 0]), keys, keys)
+    with pytest.raises(TypeError, match=r"Keys\.where: others must be .*got list"):
+        hkv.Keys.where(mask, keys, [1])
+
+
 def test_wrong_parts_of_a_concatenation_are_named():
     with pytest.raises(ValueError, match=r"Keys\.concatenate: parts must be .*at least one"):
         hkv.Keys.concatenate([])

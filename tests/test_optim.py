@@ -411,7 +411,9 @@ def test_wrong_results_and_gradients_are_named():
     table = opt.init(hkv.create(128, DIM))
     table, result = hkv.find_or_insert(table, hkv.Keys.from_numpy(np.arange(3)))
     rows = jnp.ones((3, DIM), jnp.float32)
-    with pytest.raises(TypeError, match=r"result must be what find_or_insert returned"):
+    with pytest.raises(
+        TypeError, match=r"what find_or_insert returned.*up by find_or_insert to train"
+    ):
         opt.update(table, hkv.find(table, result.keys)[1], rows)
     with pytest.raises(ValueError, match=r"one for each result, got 0 for 0 results"):
         opt.update(table, [], [])

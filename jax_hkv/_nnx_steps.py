@@ -1,0 +1,53 @@
+"""Pieces of a training step of flax.nnx."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_hkv import _micro_batches
+
+# For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
+# lookups as attributes, for which a tree has no room. Older versions of Flax know only this.
+GRAPH_MODE: dict[str, Any] = {
+    name: True
+    for name in ("graph", "graph_updates")
+    if name in inspect.signature(nnx.jit).parameters
+}
+
+
+def in_micro_batches(
+    differentiate: Callable[..., Any], model: nnx.Module, args: Any, count: int
+) -> tuple[Any, Any]:
+    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked."""
+    kinds = (nnx.Pytree, nnx.Variable)
+    for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
+        if isinstance(each, kinds):
+            raise TypeError(
+                "train_step: arguments must be arrays where there are micro-batches, got the "
+                f"{type(each).__name__} of nnx, whose changes would be lost: hold it in the model, "
+                "or return what it is to know (has_aux=True)"
+            )
+    graph, values = nnx.split(model)
+
+    def one(values: Any, *part: Any) -> tuple[Any, Any, Any]:
+        model = nnx.merge(graph, values)
+        value, dense, rows = differentiate(model, *part)
+        nnx.pop(model, nnx.Intermediate)
+        after, values = nnx.split(model)
+        if after != graph:
+            raise ValueError(
+                "train_step: the model must change in its arrays alone where there are "
+                "micro-batches, got other attributes, Variables or static values after a call: "
+                "make all of them when the model is made"
+            )
+        return values, dense, (value, rows)
+
+    like = nnx.state(model, nnx.Param)
+    values, dense, rest = _micro_batches.scan(one, values, args, count, like)
+    nnx.update(model, values)
+    return dense, rest

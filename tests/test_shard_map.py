@@ -1,0 +1,130 @@
+"""Layers in a shard_map of the user's own, which may track what differs between devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_hkv as hkv
+
+DIM, DEVICES = 2, 4
+SGD = hkv.optim.sgd(1.0)
+IDS = np.arange(8, dtype=np.int32)
+# The gradient of an id's row; a sum over devices would show in every digit.
+FACTORS = np.float32(10.0 ** np.arange(8) / 1e4)
+
+
+@pytest.fixture(scope="module")
+def placement():
+    mesh = jax.make_mesh((DEVICES,), ("device",), axis_types=(AxisType.Auto,))
+    return hkv.sharding.Placement(mesh)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, axis_name):
+        self.embed = hkv.nnx.Embed(1024, DIM, optimizer=SGD, axis_name=axis_name)
+
+
+def by_linen(axis_name):
+    layer = hkv.linen.Embed(1024, DIM, optimizer=SGD, axis_name=axis_name)
+
+    def step(variables, ids, factors):
+        zeros = hkv.linen.perturbations(layer, variables, ids, train=True)
+
+        def loss(zeros):
+            given = {**variables, "perturbations": zeros}
+            rows, updated = layer.apply(given, ids, train=True, mutable=hkv.linen.MUTABLE)
+            return jnp.sum(rows * factors[:, None]), updated
+
+        gradients, updated = jax.grad(loss, has_aux=True)(zeros)
+        tables = hkv.linen.update_tables(updated, gradients)
+        return {"tables": tables}, jax.tree.leaves(gradients)[0]
+
+    return lambda: layer.init(jax.random.key(0), IDS[:2]), step
+
+
+def by_nnx(axis_name):
+    graph = None
+
+    def make():
+        nonlocal graph
+        graph, values = nnx.split(NnxModel(axis_name))
+        return values
+
+    def step(values, ids, factors):
+        model = nnx.merge(graph, values)
+        _, _, rows = hkv.nnx.value_and_grad(
+            lambda model: jnp.sum(model.embed(ids, train=True) * factors[:, None])
+        )(model)
+        hkv.nnx.update_tables(model, rows)
+        return nnx.state(model), rows["embed/table"].gradients[0]
+
+    return make, step
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_name", ["device", None])
+@pytest.mark.parametrize("api", [by_linen, by_nnx])
+def test_each_device_has_the_gradients_of_its_own_rows(api, axis_name, check_vma, placement):
+    """Tables split over the devices, and one for each."""
+    make, step = api(axis_name)
+    state = placement.create(make)
+    split = P("device")
+    mapped = jax.shard_map(
+        step, mesh=placement.mesh, in_specs=split, out_specs=split, check_vma=check_vma
+    )
+    state, gradients = jax.jit(mapped)(state, *placement.put((IDS, FACTORS)))
+    np.testing.assert_array_equal(gradients, np.broadcast_to(FACTORS[:, None], (8, DIM)))
+    assert_moved_by_factors(placement, state)
+
+
+def assert_moved_by_factors(placement, state):
+    first = np.asarray(hkv.initial_rows(hkv.create(128, DIM), IDS))
+    rows = dict(rows_of(placement, state))
+    assert rows.keys() == set(range(8))
+    for number, factor in enumerate(FACTORS):
+        np.testing.assert_allclose(rows[number], first[number] - factor, rtol=1e-6)
+
+
+def rows_of(placement, state):
+    """What all devices' tables hold."""
+    (table,) = (
+        leaf
+        for leaf in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, hkv.Table))
+        if isinstance(leaf, hkv.Table)
+    )
+    for part in placement.shards(table):
+        entries = hkv.export_batch(part, 0, part.capacity)
+        count = int(entries.count)
+        yield from zip(
+            entries.keys.to_numpy()[:count].tolist(), entries.values[:count], strict=True
+        )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_whole_step_trains_each_devices_own_table(check_vma, placement):
+    layer = hkv.linen.Embed(1024, DIM, optimizer=SGD)
+
+    def make():
+        return hkv.linen.TrainState.create(layer, jax.random.key(0), IDS[:2], tx=optax.sgd(0.1))
+
+    step = hkv.linen.train_step(
+        lambda apply, ids, factors: jnp.sum(apply(ids, train=True) * factors[:, None]), donate=False
+    )
+    state = placement.create(make)
+    specs = placement.specs(state)
+    mapped = jax.shard_map(
+        lambda state, *own: step(state, *own)[0],
+        mesh=placement.mesh,
+        in_specs=(specs, P("device"), P("device")),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    state = jax.jit(mapped)(state, *placement.put((IDS, FACTORS)))
+    assert_moved_by_factors(placement, state)

@@ -1,0 +1,131 @@
+"""Layers of nnx that share one table, as `decoder.embedding = encoder.embedding` has it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+
+DIM, IDS = 8, 40
+OPTIMIZERS = {
+    "adagrad": lambda: hkv.optim.adagrad(0.1),
+    "Adam": lambda: hkv.optim.adam(0.01),
+    "a schedule": lambda: hkv.optim.sparse(optax.sgd(optax.linear_schedule(1.0, 0.0, 5))),
+}
+
+
+class Model(nnx.Module):
+    """Rows of some ids against rows of others."""
+
+    def __init__(self, optimizer, tie):
+        self.inp = hkv.nnx.Embed(1024, DIM, optimizer=optimizer)
+        self.out = self.inp if tie == "layer" else hkv.nnx.Embed(1024, DIM, optimizer=optimizer)
+        if tie == "table":
+            self.out.table = self.inp.table
+
+    def __call__(self, ids, others, train=True):
+        return jnp.sum(self.inp(ids, train=train) * self.out(others, train=train), axis=-1)
+
+
+def loss_fn(model, ids, others, labels):
+    return jnp.mean((model(ids, others) - labels) ** 2)
+
+
+def batches(rng, count=5):
+    for _ in range(count):
+        ids, others = rng.integers(0, IDS, (2, 16), dtype=np.int32)
+        yield ids, others, rng.random(16, np.float32)
+
+
+def trained(tie, optimizer, made, **options):
+    state = hkv.nnx.TrainState(Model(optimizer, tie), optax.sgd(0.1))
+    step = hkv.nnx.train_step(loss_fn, **options)
+    infos = [step(state, *batch) for batch in made]
+    return state, infos
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.05}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_shared_table_has_one_update_a_step(rng, name, options):
+    """In bits what a layer that is called twice has: its count, its clipped norm, its rows."""
+    made = list(batches(rng))
+    one, of_layer = trained("layer", OPTIMIZERS[name](), made, **options)
+    two, of_table = trained("table", OPTIMIZERS[name](), made, **options)
+    for a, b in zip(of_layer, of_table, strict=True):
+        assert a.loss == b.loss
+        assert [*b.tables] == ["inp/table"]
+        assert b.tables["inp/table"].hits == a.tables["inp/table"].hits
+    tables = [state.model.inp.table.get_value() for state in (one, two)]
+    wanted, found = (hkv.find(table, np.arange(IDS, dtype=np.int32))[1].values for table in tables)
+    np.testing.assert_array_equal(found, wanted)
+    assert two.model.out.table is two.model.inp.table
+    counts = tables[1].optimizer.shared.values()
+    assert all(int(count[0]) == len(made) for count in counts)
+
+
+def test_a_layer_that_only_reads_shares_the_table_of_one_that_trains(rng):
+    """Whichever comes first in the model."""
+
+    class Reader(nnx.Module):
+        def __init__(self):
+            self.a_reader = hkv.nnx.Embed(1024, DIM)
+            self.trainer = hkv.nnx.Embed(1024, DIM, optimizer=hkv.optim.sgd(0.1))
+            self.a_reader.table = self.trainer.table
+
+    state = hkv.nnx.TrainState(Reader(), optax.sgd(0.1))
+    step = hkv.nnx.train_step(
+        lambda model, ids: jnp.sum(
+            model.trainer(ids, train=True) + model.a_reader(ids, train=False)
+        )
+    )
+    ids = np.arange(3, dtype=np.int32)
+    first = hkv.initial_rows(state.model.trainer.table.get_value(), ids)
+    info = step(state, ids)
+    assert [*info.tables] == ["a_reader/table"]
+    np.testing.assert_allclose(state.model.a_reader(ids), first - 0.1, rtol=1e-6)
+
+
+def test_two_optimizers_of_one_table_are_refused():
+    model = Model(hkv.optim.sgd(0.1), "none")
+    model.out = hkv.nnx.Embed(1024, DIM, optimizer=hkv.optim.sgd(0.2))
+    model.out.table = model.inp.table
+    with pytest.raises(
+        ValueError, match=r"share a table must have one optimizer.*'out/table'.*same"
+    ):
+        hkv.nnx.TrainState(model, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("mode", ["set_graph_mode", "set_graph_updates"])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
+def test_models_train_in_flax_modes_for_trees_too(rng, mode, options):
+    if not hasattr(nnx, mode):
+        pytest.skip("this Flax has no such mode")
+    made = list(batches(rng, 2))
+    losses = []
+    for setting in (contextlib.nullcontext(), getattr(nnx, mode)(False)):
+        with setting:
+            _, infos = trained("none", hkv.optim.adam(0.1), made, **options)
+        losses.append([float(info.loss) for info in infos])
+    assert losses[0] == losses[1]
+
+
+def test_an_argument_that_holds_arrays_of_the_state_is_named(rng):
+    state = hkv.nnx.TrainState(Model(hkv.optim.sgd(0.1), "layer"), optax.sgd(0.1))
+    step = hkv.nnx.train_step(
+        lambda model, target, *batch: (
+            loss_fn(model, *batch) + jnp.sum(target(*batch[:2], train=False))
+        )
+    )
+    batch = next(batches(rng))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="donated") as caught:
+        step(state, nnx.clone(state.model), *batch)
+    assert "copy.deepcopy" in "".join(caught.value.__notes__)
+    step(state, copy.deepcopy(state.model), *batch)
