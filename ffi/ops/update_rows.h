@@ -20,11 +20,13 @@ HKV_HOST_DEVICE double power_of(double decay, uint32_t step) {
   return power;
 }
 
-// What a rule derives from the step, once for all elements.
+// What a rule may derive from the step, once for all elements.
 struct StepScales {
   float first = 1.0f;
   float second = 1.0f;
 };
+template <class Rule>
+inline constexpr bool kHasScales = requires(const Rule rule) { rule.scales(uint32_t{}); };
 
 // Plain gradient descent.
 struct SgdRule {
@@ -34,7 +36,6 @@ struct SgdRule {
   template <class Binder>
   void describe(Binder&) {}
 
-  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   HKV_HOST_DEVICE void operator()(float& row, float*, float gradient, float rate, const StepScales&) const {
     row = row - rate * gradient;
   }
@@ -54,7 +55,6 @@ struct MomentumRule {
     binder.attribute("nesterov", nesterov);
   }
 
-  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   HKV_HOST_DEVICE void operator()(float& row, float* trace, float gradient, float rate,
                                   const StepScales&) const {
     const auto decay = static_cast<float>(momentum);
@@ -76,7 +76,6 @@ struct AdagradRule {
     binder.attribute("eps", eps);
   }
 
-  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
                                   const StepScales&) const {
     sum[0] = sum[0] + gradient * gradient;
@@ -134,7 +133,6 @@ struct FtrlRule {
     binder.attribute("beta", beta);
   }
 
-  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   HKV_HOST_DEVICE void operator()(float& row, float* state, float gradient, float rate,
                                   const StepScales&) const {
     const float old_root = square_root(state[0]);
@@ -164,7 +162,6 @@ struct RowwiseAdagradRule {
     binder.attribute("weight_decay", weight_decay);
   }
 
-  HKV_HOST_DEVICE StepScales scales(uint32_t) const { return {}; }
   // Here the state of an element is the row's, already grown.
   HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
                                   const StepScales&) const {
@@ -265,7 +262,7 @@ struct UpdateRows {
       if (span.length == 0) return;  // no position says that it is to be updated
       const uint32_t before = counts_rows ? steps[slot] : 0;
       const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;
-      const StepScales scale = counts_rows ? rule.scales(step) : *scales;
+      const StepScales scale = scales_at(step);
       const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
       const float learning_rate = *rate;
       const bool is_plain = has_float32_rows();
@@ -316,6 +313,14 @@ struct UpdateRows {
     }
 
    private:
+    HKV_HOST_DEVICE StepScales scales_at(uint32_t step) const {
+      if constexpr (kHasScales<Rule>) {
+        return counts_rows ? rule.scales(step) : *scales;
+      } else {
+        return {};
+      }
+    }
+
     HKV_HOST_DEVICE bool has_float32_rows() const {
       bool are = values.type == RowType::kFloat32;
       for (int i = 0; i < Rule::kStates; ++i) are = are && states[i].type == RowType::kFloat32;
@@ -398,13 +403,15 @@ struct UpdateRows {
   template <class Executor>
   void reserve(Arena& arena) {
     gradients.reserve<Executor>(arena);
-    scales = arena.take<StepScales>(1);
+    scales = arena.take<StepScales>(kHasScales<Rule> ? 1 : 0);
   }
 
   template <class Executor>
   void run(Executor& executor) const {
     const bool counts_rows = steps.rows > 1;
-    if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
+    if constexpr (kHasScales<Rule>) {
+      if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
+    }
     gradients.run(executor);
     Step step{rule,
               stochastic != 0,

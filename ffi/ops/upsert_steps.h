@@ -460,8 +460,9 @@ struct EvictFromBucket {
     return group.lowest_score({run.scores}, {run.pinned});
   }
 
-  // Of the next key that is let in. Each member looks at some in steps of the group, whose scores are on
-  // their way together. Those before it are refused, by later victims too: their scores are higher.
+  // Of the next key that is let in. Each member looks at some in steps of the group, whose numbers are on
+  // their way together, and then their scores: no branch lies between. Those before it are refused, by later
+  // victims too: their scores are higher.
   template <Group G>
   HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
     if (!state.scoring().can_refuse()) return run.place;
@@ -470,10 +471,19 @@ struct EvictFromBucket {
     int found = kNone;
     int64_t own = int64_t{run.place} + group.rank();
     HKV_ROLLED while (found == kNone && groups.is_in_run(own, run.bucket)) {
-      for (int k = kAtOnce - 1; k >= 0; --k) {
+      int32_t items[kAtOnce];
+      bool is_in_run[kAtOnce];
+      for (int k = 0; k < kAtOnce; ++k) {
         const int64_t further = own + k * group.size();
-        const int64_t place = groups.is_in_run(further, run.bucket) ? further : own;
-        if (!(state.new_score(groups.item(place)) < victim)) found = static_cast<int>(place);
+        const int64_t place = further < groups.count ? further : own;
+        is_in_run[k] = (place == further) & (groups.target(place) == run.bucket);
+        items[k] = groups.item(place);
+      }
+      Score scores[kAtOnce];  // of policies that can refuse: given
+      for (int k = 0; k < kAtOnce; ++k) scores[k] = state.new_scores[is_in_run[k] ? items[k] : items[0]];
+      for (int k = kAtOnce - 1; k >= 0; --k) {
+        const bool is_let_in = is_in_run[k] & !(scores[k] < victim);
+        found = is_let_in ? static_cast<int>(own + k * group.size()) : found;
       }
       own += kAtOnce * group.size();
     }
