@@ -7,14 +7,15 @@
 # benchmarks, sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as
 # the default), thorough (large batches of the driver), others (all other tests, most of which need no GPU); without
 # names, all.
+# A part that others follow gives up after its share of the time (seconds_of) and goes on at the next call.
 # OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json: some two dozen files, all of
 # which belong together. No part, test, tool or case of a benchmark that has passed for the same sources (the
 # package's; and those of the tests or of the benchmarks) is run again, so that a call which ran out of time is
 # finished by calling again with the same OUTDIR, or with a copy of it on another machine.
 # Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc. Where time on
 # the device is short, `benchmarks/gpu_check.sh OUTDIR prepare` compiles for an H200 beforehand, on any machine
-# with nvcc and such a Python: what it leaves in wheelhouse/ is taken there for the same sources. COMMIT names the
-# commit where there is no repository.
+# with nvcc and such a Python, 3.12 or newer (whose wheel serves all newer ones): what it leaves in wheelhouse/ is
+# taken there for the same sources. COMMIT names the commit where there is no repository.
 set -uo pipefail
 
 if (($# == 0)); then
@@ -62,6 +63,7 @@ sources_of() { # PART
 }
 
 prepare() {
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12) and "prepare: PYTHON must be 3.12 or newer")' || return
   mkdir -p "$prebuilt"
   "$python" -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir "$prebuilt" \
     --config-settings=cmake.define.HKV_CUDA=ON . &&
@@ -87,7 +89,8 @@ build() {
 # NAME COMPILE: where the program is, in $program; compiled if nobody has yet.
 have() {
   program=$prebuilt/$1
-  [[ -x $program ]] && return
+  # Not where the system's libraries are older than those that it was linked with.
+  [[ -x $program ]] && ! ldd "$program" 2>&1 | grep 'not found' && return
   program=$work/$built/$1
   mkdir -p "$work/$built"
   [[ -x $program ]] || "$2" "$work/$built" -arch=native
@@ -129,6 +132,7 @@ layers() { # XLA's products are to be those of float32, as on a CPU
 }
 
 large() { # one after the other: there is one memory
+  export XLA_PYTHON_CLIENT_PREALLOCATE=true # in one piece: memory that grows by pieces has gaps
   run_tests large 1 --slow --needs-gpu -k gpu tests/test_large.py
 }
 
@@ -167,7 +171,10 @@ sanitizers() {
     printf '== %s\n' "$tool"
     has_passed sanitizers "$tool" && continue
     status=0
-    timeout --foreground --kill-after=5 "${TOOL_SECONDS:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    local seconds=$((deadline - $(date +%s) - 10)) # in a group of its own, which ends the driver too, in time
+    ((seconds > 0)) || return "$OUT_OF_TIME"
+    ((seconds < ${TOOL_SECONDS:-240})) || seconds=${TOOL_SECONDS:-240}
+    timeout --kill-after=5 "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
@@ -216,9 +223,10 @@ benchmarks() {
   if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     peer=(--peer-python "$python")
   fi
+  export XLA_PYTHON_CLIENT_PREALLOCATE=true # a process at a time has the device
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
-  benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark table table || count $?
+  benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark tiers "$python" benchmarks/tiers.py || count $?
   benchmark soak "$python" benchmarks/soak.py --seconds 60 || count $?
@@ -229,6 +237,19 @@ benchmarks() {
 
 readonly SKIPPED=77      # as automake's tests say it
 readonly OUT_OF_TIME=124 # as timeout says it
+
+# PART: of the time that is left, while others wait.
+seconds_of() {
+  local left=$((BUDGET - SECONDS)) share
+  case $1 in
+    driver) share=90 ;;
+    suite) share=200 ;;
+    sanitizers | large) share=150 ;;
+    *) share=$left ;;
+  esac
+  [[ $1 != "${parts[-1]}" ]] && ((share < left)) && left=$share
+  echo "$left"
+}
 
 verdict_of() { # the last line of a part's log, if it is a verdict on these sources
   tail -n 1 "$out/$1.log" 2>/dev/null | sed -n "s/^gpu_check $(sources_of "$1"): //p"
@@ -247,8 +268,11 @@ run_part() {
     return
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
-  timeout --kill-after=5 $((BUDGET - SECONDS)) bash -c "
-    $(declare -p out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)
+  local deadline seconds
+  seconds=$(seconds_of "$part")
+  deadline=$(($(date +%s) + seconds))
+  timeout --kill-after=5 "$seconds" bash -c "
+    $(declare -p deadline out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)
     $(declare -f)
     $part" >"$out/$part.log" 2>&1
   status=$?

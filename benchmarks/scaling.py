@@ -18,7 +18,7 @@ from typing import Any
 
 import measure
 import numpy as np
-from table import BATCHES, Case, batches, check, compiled, filled, timed
+from table import BATCHES, Case, batches, call_of, check, filled, timed
 
 import jax_hkv as hkv
 
@@ -35,7 +35,7 @@ def point(slots: int, batch: int, options: argparse.Namespace) -> dict[str, Any]
     for name, operation in (("find", hkv.find), ("find_or_insert", hkv.find_or_insert)):
         # Together more than the L2 holds only where one is large: small batches stay there.
         keys = [batches("present", table, offered, batch, rng) for _ in range(BATCHES)]
-        call = compiled(operation)
+        call = call_of(operation)
         wall, device, table = timed(call, table, keys, (), options, is_fresh=False)
         rate = batch / measure.median(device)
         record["operations"][name] = {"wall": wall, "device": device, "keys_per_second": rate}

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import measure
 import numpy as np
-from table import BATCHES, GOLDEN, Call, compiled, keys_of, timed
+from table import BATCHES, GOLDEN, Call, call_of, keys_of, timed
 from train_step import EXPONENT, power_law
 
 import jax_hkv as hkv
@@ -65,9 +65,9 @@ def calls() -> dict[str, Call]:
         return ADAM.update(table, result, gradients), result.counts
 
     return {
-        "find": compiled(lambda table, keys, _: hkv.find(table, keys)),
-        "find_or_insert": compiled(lambda table, keys, _: hkv.find_or_insert(table, keys)),
-        "find_or_insert, adam": compiled(train),
+        "find": call_of(lambda table, keys, _: hkv.find(table, keys)),
+        "find_or_insert": call_of(lambda table, keys, _: hkv.find_or_insert(table, keys)),
+        "find_or_insert, adam": call_of(train),
     }
 
 
@@ -95,7 +95,10 @@ def refused(is_skewed: bool, rng: np.random.Generator, options: argparse.Namespa
     # So many that no bucket has a lane left: 192 keys for each of them all, give or take 14.
     offers = options.batch if is_skewed else options.slots * 3 // 2
     table = hkv.create(options.slots, options.dim, policy=hkv.Policy.CUSTOM)
-    call = compiled(lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores))
+    # One turn, since one tile goes through all keys of a bucket.
+    call = call_of(
+        lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores), turns=1
+    )
 
     def drawn() -> hkv.Keys:
         return keys_of(of_hashes(rng.integers(0, 2**limit, options.batch, np.uint64)))

@@ -7,7 +7,8 @@ until its load factor is reached, then batches of 2^20 keys are timed, of which 
 inserted last and 40 % are absent, or all of which are present. A call is timed twice: alone, until
 its result is there (wall), and in one program that makes a row of calls (device), so that the host
 starts a row and not a call: memory of other addresses has XLA record a CUDA graph anew. The calls
-of a row take turns with several batches, so that nothing can be done once for all of them. Calls
+of a row take turns with several batches, so that nothing can be done once for all of them; each
+turn is written out, since cutting a batch out of an array would be timed with the call. Calls
 that change what they measure start from a fresh copy of the table, which is not timed, and each has
 a batch of its own: at load factor .75 a row of them ends at .78 in 2^27 slots, at .81 in 2^26. What
 it takes to start a row and to hear of its end is not taken off: "start" in the record, of which
@@ -21,9 +22,11 @@ sizes run on a CPU too, to try the script.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -73,9 +76,14 @@ def copy_of(table: hkv.Table) -> hkv.Table:
     return jax.block_until_ready(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), table))
 
 
+def created(case: Case, slots: int) -> hkv.Table:
+    """An empty table of a case."""
+    return hkv.create(slots, case.dim, choices=case.choices, init=hkv.initializers.uniform(-1, 1))
+
+
 def filled(case: Case, slots: int, batch: int) -> tuple[hkv.Table, int]:
     """A table at its load factor, and how many keys were offered: 0, 1, 2, ..."""
-    table = hkv.create(slots, case.dim, choices=case.choices, init=hkv.initializers.uniform(-1, 1))
+    table = created(case, slots)
     insert = jax.jit(lambda table, keys: hkv.find_or_insert(table, keys)[0], donate_argnums=0)
     offered = 0
     while True:
@@ -118,44 +126,53 @@ def batches(
 
 
 class Call(NamedTuple):
-    """An operation from (table, batch, *rest) to (table, result), compiled; the table is donated.
+    """An operation from (table, batch, *rest) to (table, result); the table is donated.
 
     Attributes:
       once: of one batch.
-      in_a_row: from (table, batches, count, *rest), where batches are stacked and taken in turn.
+      in_a_row: of a tuple of batches, all of which are taken in each of some turns.
+      calls: in a row.
     """
 
-    once: Callable[..., Any]
-    in_a_row: Callable[..., Any]
+    once: Any
+    in_a_row: Any
+    calls: int
 
 
-def compiled(operation: Callable[..., Any]) -> Call:
+def call_of(operation: Callable[..., Any], turns: int = IN_A_ROW // BATCHES) -> Call:
     """The two programs that are timed. Large arrays are arguments: captured ones are constants."""
 
-    def row(table: hkv.Table, batches: Any, count: int, *rest: Any) -> Any:
-        available = jax.tree.leaves(batches)[0].shape[0]
+    def row(table: hkv.Table, batches: tuple[Any, ...], *rest: Any) -> Any:
+        def turn(_: Any, state: Any) -> Any:
+            for batch in batches:
+                state = operation(state[0], batch, *rest)
+            return state
 
-        def take(number: Any) -> Any:
-            return jax.tree.map(lambda leaf: leaf[number % available], batches)
-
-        def body(number: Any, state: Any) -> Any:
-            return operation(state[0], take(number), *rest)
-
-        _, result = jax.eval_shape(operation, table, take(0), *rest)
+        if turns == 1:
+            return turn(0, (table,))
+        _, result = jax.eval_shape(operation, table, batches[0], *rest)
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-        return jax.lax.fori_loop(0, count, body, (table, empty))
+        return jax.lax.fori_loop(0, turns, turn, (table, empty))
 
     return Call(
-        jax.jit(operation, donate_argnums=0), jax.jit(row, donate_argnums=0, static_argnums=2)
+        jax.jit(operation, donate_argnums=0), jax.jit(row, donate_argnums=0), turns * BATCHES
     )
+
+
+def compiled(call: Call, table: Any, batch: Any, rest: Any, pool: Any) -> Call:
+    """The same for arrays of these shapes, once the pool has come to it."""
+    programs = (
+        call.once.lower(table, batch, *rest),
+        call.in_a_row.lower(table, (batch,) * BATCHES, *rest),
+    )
+    made = [pool.submit(program.compile) for program in programs]
+    return Call(*(lambda *given, own=own: own.result()(*given) for own in made), call.calls)
 
 
 def timed(
     call: Call, table: hkv.Table, batches: list[Any], rest: Any, options: Any, is_fresh: bool
 ) -> tuple[list[float], list[float], hkv.Table]:
     """Wall and device seconds of a call, and the table after those that leave it as it was."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-    calls = len(batches) if is_fresh else IN_A_ROW
 
     def seconds(run: Callable[[hkv.Table], Any]) -> list[float]:
         nonlocal table
@@ -171,8 +188,8 @@ def timed(
         return times[measure.WARM_UPS :]
 
     wall = seconds(lambda table: call.once(table, batches[0], *rest))
-    device = seconds(lambda table: call.in_a_row(table, stacked, calls, *rest))
-    return wall, [each / calls for each in device], table
+    device = seconds(lambda table: call.in_a_row(table, tuple(batches), *rest))
+    return wall, [each / call.calls for each in device], table
 
 
 def find_in_two_steps(table: hkv.Table, keys: hkv.Keys) -> tuple[hkv.Table, Any]:
@@ -190,7 +207,7 @@ class Operation(NamedTuple):
     name: str
     pattern: str  # of keys
     changes: bool  # what is there, so that each measurement needs a fresh table
-    call: Call
+    does: Callable[..., Any]
     rest: tuple[Any, ...]
     bytes: int  # a key
 
@@ -201,37 +218,41 @@ def operations(dim: int, batch: int) -> list[Operation]:
     exists = jnp.ones((batch,), jnp.bool_)
     row, probe = 4 * dim, DIGESTS + SECTOR
     hit, inserted = probe + SECTOR, probe + 2 * SECTOR
-    find, two, contains, find_or_insert, insert_or_assign, assign, accumulate, evict, erase = map(
-        compiled,
-        (
-            hkv.find, find_in_two_steps, hkv.contains, hkv.find_or_insert, hkv.insert_or_assign,
-            hkv.assign, hkv.accum_or_assign, hkv.insert_and_evict, hkv.erase,
-        ),
-    )  # fmt: skip
     reads = [
-        Operation(f"{name} {pattern}", pattern, False, call, (), bytes_a_key)
+        Operation(f"{name} {pattern}", pattern, False, does, (), bytes_a_key)
         for pattern in ("mixed", "present")
-        for name, call, bytes_a_key in (
-            ("find", find, probe + 2 * row),
-            ("find in two", two, probe + 2 * row),
-            ("contains", contains, probe),
+        for name, does, bytes_a_key in (
+            ("find", hkv.find, probe + 2 * row),
+            ("find in two", find_in_two_steps, probe + 2 * row),
+            ("contains", hkv.contains, probe),
         )
     ]
     present, absent = "present", "absent"
     return [
         *reads,
-        Operation("find_or_insert present", present, False, find_or_insert, (), hit + 2 * row),
-        Operation("insert_or_assign present", present, False, insert_or_assign, new, hit + 2 * row),
-        Operation("assign present", present, False, assign, new, probe + 2 * row),
+        Operation("find_or_insert present", present, False, hkv.find_or_insert, (), hit + 2 * row),
         Operation(
-            "accum_or_assign present", present, False, accumulate, (*new, exists), hit + 3 * row
+            "insert_or_assign present", present, False, hkv.insert_or_assign, new, hit + 2 * row
         ),
-        Operation("find_or_insert absent", absent, True, find_or_insert, (), inserted + 2 * row),
+        Operation("assign present", present, False, hkv.assign, new, probe + 2 * row),
         Operation(
-            "insert_or_assign absent", absent, True, insert_or_assign, new, inserted + 2 * row
+            "accum_or_assign present",
+            present,
+            False,
+            hkv.accum_or_assign,
+            (*new, exists),
+            hit + 3 * row,
         ),
-        Operation("insert_and_evict absent", absent, True, evict, new, inserted + 4 * row),
-        Operation("erase present", present, True, erase, (), hit),
+        Operation(
+            "find_or_insert absent", absent, True, hkv.find_or_insert, (), inserted + 2 * row
+        ),
+        Operation(
+            "insert_or_assign absent", absent, True, hkv.insert_or_assign, new, inserted + 2 * row
+        ),
+        Operation(
+            "insert_and_evict absent", absent, True, hkv.insert_and_evict, new, inserted + 4 * row
+        ),
+        Operation("erase present", present, True, hkv.erase, (), hit),
     ]
 
 
@@ -289,7 +310,9 @@ def check(table: hkv.Table, offered: int, rng: Any) -> None:
     assert not np.asarray(hkv.contains(table, keys_of(numbers + 2**40))[1]).any()
 
 
-def measured(case: Case, calls: list[Operation], options: Any) -> dict[str, Any]:
+def measured(
+    case: Case, of: list[Operation], calls: dict[Any, Call], options: Any
+) -> dict[str, Any]:
     """All operations on one table."""
     slots = slots_for(case.dim, options)
     rng = np.random.default_rng(0)
@@ -300,27 +323,48 @@ def measured(case: Case, calls: list[Operation], options: Any) -> dict[str, Any]
         "operations": {},
     }  # fmt: skip
     made: dict[str, list[hkv.Keys]] = {}
-    for operation in calls:
-        _, pattern, changes, call, rest, bytes_a_key = operation
+    for operation in of:
+        _, pattern, changes, does, rest, bytes_a_key = operation
         if pattern not in made:
             draw = functools.partial(batches, pattern, table, offered, options.batch, rng)
             made[pattern] = [draw(number) for number in range(BATCHES)]
         keys = made[pattern]
         if any(each.shape[0] < options.batch for each in keys):
             continue  # a table this empty has no batch of present keys
+        call = calls[does, changes]
         wall, device, table = timed(call, table, keys, rest, options, changes)
         add_rate(record, operation.name, Timed(wall, device, bytes_a_key * options.batch), options)
-    places = [jnp.int32(number * options.batch % table.capacity) for number in range(IN_A_ROW)]
-    export = functools.partial(export_as_call, count=options.batch)
-    wall, device, table = timed(compiled(export), table, places, (), options, is_fresh=False)
+    places = [jnp.int32(number * options.batch % table.capacity) for number in range(BATCHES)]
+    call = calls[export_as_call, False]
+    wall, device, table = timed(call, table, places, (), options, is_fresh=False)
     result = Timed(wall, device, options.batch * (49 + 8 * case.dim))
     add_rate(record, "export", result, options)
     return record
 
 
 def export_as_call(table: hkv.Table, offset: jax.Array, count: int) -> tuple[hkv.Table, Any]:
-    """`export_batch` in the form of other operations; of the slots some are empty, as they come."""
-    return table, hkv.export_batch(table, offset, count)
+    """`export_batch` in the form of other operations; of the slots some are empty, as they come.
+
+    The clock ticks, and the offset asks it: what is the same in all turns is done once for all.
+    """
+    ticked = index.tick(table.index)
+    offset = offset + (ticked.clock[1] == jnp.uint32(2**32 - 1)).astype(jnp.int32)
+    return dataclasses.replace(table, index=ticked), hkv.export_batch(table, offset, count)
+
+
+def calls_of(case: Case, of: list[Operation], options: Any) -> dict[Any, Call]:
+    """The programs of a case's operations, which all cores compile at once."""
+    table = jax.eval_shape(functools.partial(created, case, slots_for(case.dim, options)))
+    keys = hkv.Keys(jax.ShapeDtypeStruct((options.batch, 2), jnp.uint32))
+    kinds = {(each.does, each.changes): (keys, each.rest) for each in of}
+    kinds[export_as_call, False] = jax.ShapeDtypeStruct((), jnp.int32), ()
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        calls = {}
+        for (does, changes), (batch, rest) in kinds.items():
+            turns = 1 if changes else IN_A_ROW // BATCHES
+            made = functools.partial(does, count=options.batch) if does is export_as_call else does
+            calls[does, changes] = compiled(call_of(made, turns), table, batch, rest, pool)
+    return calls
 
 
 def add_rate(record: dict[str, Any], name: str, result: Timed, options: Any) -> None:
@@ -342,14 +386,15 @@ def seen_in(record: dict[str, Any]) -> set[Case]:
 
 def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, Any]]:
     """What was measured of cases that differ in their load, and so share compiled programs."""
-    calls = operations(cases[0].dim, options.batch)
+    of = operations(cases[0].dim, options.batch)
+    calls = calls_of(cases[0], of, options)
     found = []
     for case in cases:
         if time.time() > deadline:
             break
         print(f"dim {case.dim}, load factor {case.load}, {case.choices} choice(s)", flush=True)
         try:
-            found.append(measured(case, calls, options))
+            found.append(measured(case, of, calls, options))
         except jax.errors.JaxRuntimeError as error:
             found.append(failed(case, error))
     return found
@@ -371,8 +416,10 @@ def main() -> None:
     add("--out", type=Path, default=measure.RESULTS / "table.json")
     options = parser.parse_args()
     deadline = time.time() + options.budget
+    # The loads that say most first, of all tables.
     groups = [
-        [Case(dim, load, choices) for load in options.loads]
+        [Case(dim, load, choices) for load in loads]
+        for loads in (options.loads[:2], options.loads[2:])
         for choices in options.choices
         for dim in options.dims
     ]
