@@ -7,7 +7,8 @@
 # benchmarks, sanitizers, large (tests of full size), layers (tests without a platform of their own, with the GPU as
 # the default), thorough (large batches of the driver), others (all other tests, most of which need no GPU); without
 # names, all.
-# A part that others follow gives up after its share of the time (seconds_of) and goes on at the next call.
+# Driver, suite, sanitizers and large give up after a share of the time (seconds_of) where others follow, and go
+# on at the next call.
 # OUTDIR gets one log a part, the benchmarks' JSON, what has passed and summary.json: some two dozen files, all of
 # which belong together. No part, test, tool or case of a benchmark that has passed for the same sources (the
 # package's; and those of the tests or of the benchmarks) is run again, so that a call which ran out of time is
@@ -172,7 +173,7 @@ sanitizers() {
     has_passed sanitizers "$tool" && continue
     status=0
     local seconds=$((deadline - $(date +%s) - 10)) # in a group of its own, which ends the driver too, in time
-    ((seconds > 0)) || return "$OUT_OF_TIME"
+    ((seconds > 0)) || { unfinished=$((unfinished + 1)) && break; }
     ((seconds < ${TOOL_SECONDS:-240})) || seconds=${TOOL_SECONDS:-240}
     timeout --kill-after=5 "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$program" watched >"$log" 2>&1 || status=$?
@@ -242,9 +243,9 @@ readonly OUT_OF_TIME=124 # as timeout says it
 seconds_of() {
   local left=$((BUDGET - SECONDS)) share
   case $1 in
-    driver) share=90 ;;
+    driver) share=120 ;; # and nvcc's time, where nothing was prepared
     suite) share=200 ;;
-    sanitizers | large) share=150 ;;
+    sanitizers | large) share=260 ;; # a tool, or a test of full size
     *) share=$left ;;
   esac
   [[ $1 != "${parts[-1]}" ]] && ((share < left)) && left=$share
@@ -263,13 +264,13 @@ run_part() {
   if [[ $(verdict_of "$part") == passed* && -e $result ]]; then
     return
   fi
-  if ((SECONDS >= BUDGET)); then
+  local deadline seconds
+  seconds=$(seconds_of "$part")
+  if ((seconds <= 0)); then
     printf 'gpu_check %s: out of time\n' "$(sources_of "$part")" >"$out/$part.log"
     return
   fi
   # A shell of its own, so that the time limit holds for all that a part starts.
-  local deadline seconds
-  seconds=$(seconds_of "$part")
   deadline=$(($(date +%s) + seconds))
   timeout --kill-after=5 "$seconds" bash -c "
     $(declare -p deadline out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)

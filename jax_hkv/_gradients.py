@@ -26,7 +26,7 @@ def clip_by_global_norm(
     """Scales all gradients so that their norm, over dense parameters and rows, is at most a bound.
 
     The norm is that of a dense model with the same rows: the gradients of equal keys are summed
-    first; keys without a row (refused ones) do not count. Source: Pascanu, Mikolov, Bengio: On the
+    first; keys without a row do not count. Source: Pascanu, Mikolov, Bengio: On the
     difficulty of training recurrent neural networks, 2013.
 
     Args:

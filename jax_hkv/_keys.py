@@ -102,7 +102,7 @@ class Keys:
           others: likewise, one key for all of them say.
 
         Raises:
-          TypeError: naming the argument.
+          TypeError, ValueError: naming the argument.
 
         Example:
           >>> keys, mask = Keys.from_numpy([7, 2**40]), Keys.from_numpy(-1)
@@ -116,6 +116,14 @@ class Keys:
                 f"{getattr(condition, 'dtype', '')}: compare, as ids == padding"
             )
         words = [as_keys(call, "keys", keys).words, as_keys(call, "others", others).words]
+        shapes = [np.shape(condition), *(part.shape[:-1] for part in words)]
+        try:
+            np.broadcast_shapes(*shapes)
+        except ValueError:
+            raise ValueError(
+                f"{call}: condition, keys and others must have shapes that fit each other, got "
+                f"{', '.join(str(list(shape)) for shape in shapes)}: reshape or broadcast them"
+            ) from None
         on_host = not any(isinstance(part, jax.Array) for part in (condition, *words))
         choose = np.where if on_host else jnp.where
         return cls(_read_only(choose(condition[..., None], *words)))

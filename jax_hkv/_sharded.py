@@ -80,8 +80,8 @@ class ShardedResult(NamedTuple):
     """What `find_or_insert` over several devices returns, on each of them.
 
     Attributes:
-      values: rows of this device's keys, or of its bags; initial rows where refused, zeros where
-        masked.
+      values: rows of this device's keys, or of its bags; initial rows where they got none,
+        zeros where masked.
       keys: of this device's batch.
       status: of its positions; see :class:`jax_hkv.Status`.
       counts: of the distinct keys of all devices' batches, the same on every device.

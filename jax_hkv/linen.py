@@ -128,7 +128,7 @@ class Embed(_Layer):
         ids. Where that matters (two towers whose ids overlap), give them different seeds.
       optimizer: whose rows the table carries, and which updates it; None: for ``train=False`` only.
       admission: which new ids get a row, from ``jax_hkv.admission``; None: all of them.
-      unseen: what ids without a row get (in evaluation; in training those that were refused):
+      unseen: what ids without a row get (in evaluation; in training those that got none):
         "initial", the row that they would start with; "zeros"; or "learned", one row for all of
         them, a parameter.
       axis_name: of the mesh axis that the table and the batches are spread over, or a

@@ -19,6 +19,7 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -47,6 +48,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
+_ORDER = itertools.count()  # of lookups: layers that share a table do not take turns by their names
 
 
 class TableVariable(nnx.Variable[Table]):
@@ -106,7 +108,8 @@ class _Layer(nnx.Module):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")
             return result.values
         number = len(self._lookups(attribute))
-        setattr(self, _LOOKUP.format(attribute, number), Lookup(Looked(result, counts or {})))
+        lookup = Lookup(Looked(result, counts or {}), order=next(_ORDER))
+        setattr(self, _LOOKUP.format(attribute, number), lookup)
         perturbation = getattr(self, _ROWS.format(attribute, number), None)
         return result.values if perturbation is None else result.values + perturbation.get_value()
 
@@ -137,7 +140,7 @@ class Embed(_Layer):
         that matters (two towers whose ids overlap), give them different seeds.
       optimizer: whose rows the table carries, and which updates it; None: for ``train=False`` only.
       admission: which new ids get a row, from ``jax_hkv.admission``; None: all of them.
-      unseen: what ids without a row get (in evaluation; in training those that were refused):
+      unseen: what ids without a row get (in evaluation; in training those that got none):
         "initial", the row that they would start with; "zeros"; or "learned", one row for all of
         them, a parameter.
       name: for error messages.
@@ -394,7 +397,8 @@ class RowGradients(NamedTuple):
     Attributes:
       results: of the lookups.
       gradients: by their rows.
-      counts: of the tables that are in the table, for each lookup.
+      counts: of the tables that are in the table, by the layer's path and their names, for each
+        lookup.
     """
 
     results: list[Any]
@@ -472,18 +476,18 @@ def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     """What the layers recorded, with the gradients of the perturbations, by path of the table."""
     flat = {_path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
     names = {id(variable): where for where, (variable, _) in _places(model).items()}
-    found: dict[str, RowGradients] = {}
-    for path, layer in _layers_of(model):
-        for owner in layer._owners():
-            where = names[id(getattr(layer, owner.attribute))]
-            for number, (_, lookup) in enumerate(layer._lookups(owner.attribute)):
-                own = found.setdefault(where, RowGradients([], [], []))
-                looked = lookup.get_value()
-                own.results.append(looked.result)
-                own.gradients.append(
-                    flat[_path_text((*path, _ROWS.format(owner.attribute, number)))]
-                )
-                own.counts.append(looked.counts)
+    lookups = [
+        (lookup, path, owner.attribute, number, names[id(getattr(layer, owner.attribute))])
+        for path, layer in _layers_of(model)
+        for owner in layer._owners()
+        for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
+    ]
+    found: dict[str, RowGradients] = {where: RowGradients([], [], []) for *_, where in lookups}
+    for lookup, path, attribute, number, where in sorted(lookups, key=lambda own: own[0].order):
+        own, looked = found[where], lookup.get_value()
+        own.results.append(looked.result)
+        own.gradients.append(flat[_path_text((*path, _ROWS.format(attribute, number)))])
+        own.counts.append({_path_text((*path, name)): part for name, part in looked.counts.items()})
     return found
 
 
@@ -661,8 +665,8 @@ def train_step(
             for where in rows
         }
         counts: dict[str, Counts] = {}
-        for where, own in rows.items():
-            counts |= _layers.summed(own.counts, where.rpartition("/")[0])
+        for own in rows.values():
+            counts |= _layers.summed(own.counts, "")
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
         return StepInfo(loss, aux, measured, counts, finite, overflow, evicted)
 

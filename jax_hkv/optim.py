@@ -180,8 +180,8 @@ class SparseOptimizer:
         """The table after one step of the optimizer on the rows of a batch.
 
         The gradients of equal keys are summed. A row whose slot holds another key by now (the
-        result is stale) is skipped, and ``table.optimizer.skipped`` counts it; refused and masked
-        positions are left out. Leaves that rows share (step counts) advance once a call.
+        result is stale) is skipped, and ``table.optimizer.skipped`` counts it; positions without a
+        row are left out. Leaves that rows share (step counts) advance once a call.
 
         Args:
           table: after the :func:`jax_hkv.find_or_insert` that gave the result.

@@ -127,7 +127,8 @@ def find_or_insert_pooled(
     Returns:
       The table, and an :class:`InsertResult` whose values are float32 ``[*batch, dim]`` and whose
       `bags` say what each id added. The gradient by ``values`` goes to
-      ``jax_hkv.optim.sparse(...).update`` with that result. Refused ids add their initial rows.
+      ``jax_hkv.optim.sparse(...).update`` with that result. Ids that got no row add their
+      initial ones.
 
     Raises:
       TypeError, ValueError: naming the argument.

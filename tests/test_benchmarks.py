@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+
+import jax_hkv as hkv
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 ONCE = ("--runs", "1")
@@ -106,6 +113,7 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
 
 STAND_IN = """#!/usr/bin/env bash
 here=$(dirname "$0")
+[[ $1 != -c ]] || exit 0
 [[ $1 == *.py ]] || exit 1
 calling=$1
 basename "$1" >>"$here/calls"
@@ -125,6 +133,11 @@ here=$(dirname "$0")
 echo "$2" >>"$here/calls"
 [[ $2 != initcheck || -e $here/repaired ]]
 """
+SLOW_SANITIZER = """#!/usr/bin/env bash
+echo "$2" >>"$(dirname "$0")/calls"
+[[ $2 != memcheck ]] || exit 9
+sleep 60
+"""
 TOOLS = ("bash", "sha256sum", "timeout", "install")
 needs_tools = pytest.mark.skipif(
     not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}"
@@ -141,11 +154,11 @@ def check(tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     surroundings = os.environ | {"PATH": path, "PYTHON": "python", "TMPDIR": str(tmp_path)}
 
-    def checked(part: str, verdict: str) -> list[str]:
+    def checked(part: str, verdict: str, **more: str) -> list[str]:
         (tmp_path / "calls").write_text("")
         command = ["bash", str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "out"), part]
         finished = subprocess.run(
-            command, env=surroundings, capture_output=True, text=True, check=False
+            command, env=surroundings | more, capture_output=True, text=True, check=False
         )
         assert f"           {verdict}" in finished.stdout
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -186,6 +199,31 @@ def test_a_tool_that_has_passed_is_not_asked_again_and_a_failure_is_told(check, 
     assert check("sanitizers", "passed") == ["initcheck"]
     assert check("sanitizers", "passed") == []
     assert check("prepare", "failed") == []  # the stand-in installs nothing
+
+
+@needs_tools
+def test_a_tool_that_fails_is_told_though_the_others_have_no_time(check, tmp_path):
+    """And a slow one is ended by its own limit, before that of the part."""
+    (tmp_path / "compute-sanitizer").write_text(SLOW_SANITIZER)
+    assert check("sanitizers", "failed", BUDGET="14") == ["memcheck", "synccheck"]
+
+
+def test_calls_in_a_row_are_all_made(monkeypatch):
+    """XLA leaves out what nobody reads, and does once what is the same in every turn."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = importlib.import_module("table")
+    options = argparse.Namespace(slots=1024, batch=64)
+    case = table.Case(dim=8, load=0.5, choices=1)
+    empty = table.created(case, options.slots)
+    keys = hkv.Keys(jax.ShapeDtypeStruct((64, 2), np.uint32))
+    export = functools.partial(table.export_as_call, count=64)
+    made = {(own.does, own.changes): (keys, own.rest) for own in table.operations(8, 64)}
+    made[export, False] = jax.ShapeDtypeStruct((), np.int32), ()
+    for (does, changes), (batch, rest) in made.items():
+        call = table.call_of(does, turns=1 if changes else 3)
+        lowered = call.in_a_row.lower(empty, (batch,) * table.BATCHES, *rest)
+        targets = re.findall(r'custom_call_target="(jax_hkv[^"]*)"', lowered.compile().as_text())
+        assert targets and set(Counter(targets).values()) == {table.BATCHES}, does
 
 
 PROFILE = """

@@ -117,6 +117,10 @@ def test_keys_are_chosen_as_numbers_are(rng, where):
         hkv.Keys.where(np.array([1, 0]), keys, keys)
     with pytest.raises(TypeError, match=r"Keys\.where: others must be .*got list"):
         hkv.Keys.where(mask, keys, [1])
+    with pytest.raises(ValueError, match=r"Keys\.where: .* fit each other, got \[2\], \[3\], \[\]"):
+        hkv.Keys.where(
+            np.array([True, False]), np.arange(3, dtype=np.int32), hkv.Keys.from_numpy(1)
+        )
 
 
 def test_wrong_parts_of_a_concatenation_are_named():

@@ -117,6 +117,61 @@ def test_models_train_in_flax_modes_for_trees_too(rng, mode, options):
     assert losses[0] == losses[1]
 
 
+class Coder(nnx.Module):
+    """Calls its first layer first, which comes last by its name."""
+
+    def __init__(self):
+        options = {"optimizer": hkv.optim.sgd(1.0), "return_evicted": True}
+        self.encoder = hkv.nnx.Embed(128, DIM, **options)
+        self.decoder = hkv.nnx.Embed(128, DIM, **options)
+        self.decoder.table = self.encoder.table
+
+
+def test_what_a_shared_table_has_displaced_is_told_in_order_of_time():
+    """Imported in reverse, an id that left twice has the row from before the step."""
+    state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
+    known = np.arange(128, dtype=np.int32)
+    table, _ = hkv.find_or_insert(state.model.encoder.table.get_value(), known)
+    table, _ = hkv.assign(table, known[:1], np.full((1, DIM), 77.0, np.float32))
+    state.model.encoder.table.set_value(table)
+
+    def loss(model, first, second, third):
+        rows = [model.encoder(first, train=True), model.encoder(second, train=True)]
+        return sum(each.sum() for each in [*rows, model.decoder(third, train=True)])
+
+    info = hkv.nnx.train_step(loss)(state, known + 1000, known[:1], known + 2000)
+    ((_, evicted),) = info.evicted.items()
+    assert [int(each.count) for each in evicted] == [128, 1, 128]
+    store = hkv.create(4096, DIM, policy=table.policy)
+    store = hkv.optim.sgd(1.0).init(store)
+    for entries in reversed(evicted):
+        store, _ = hkv.import_batch(store, entries)
+    assert hkv.find(store, known[:1])[1].values.tolist() == [[77.0] * DIM]
+
+
+def test_counts_are_named_by_the_layer_that_looked_up():
+    """Not by the one whose name comes first."""
+
+    class Both(nnx.Module):
+        def __init__(self):
+            config = hkv.TableConfig("x", 256, DIM, optimizer=hkv.optim.sgd(0.1))
+            declared = hkv.Collection([config], [hkv.Feature("f", "x")])
+            self.q = hkv.nnx.EmbedCollection(declared)
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=config.optimizer)
+            ((attribute, _, _),) = self.q._owners()
+            self.embed.table = getattr(self.q, attribute)
+
+    state = hkv.nnx.TrainState(Both(), optax.sgd(0.1))
+    step = hkv.nnx.train_step(
+        lambda model, ids: (
+            model.q({"f": ids}, train=True)["f"].sum() + model.embed(ids, train=True).sum()
+        )
+    )
+    info = step(state, np.arange(3, dtype=np.int32))
+    assert [*info.tables] == ["embed/table"] and [*info.counts] == ["q/x"]
+    assert int(info.counts["q/x"].inserted) == 3
+
+
 def test_an_argument_that_holds_arrays_of_the_state_is_named(rng):
     state = hkv.nnx.TrainState(Model(hkv.optim.sgd(0.1), "layer"), optax.sgd(0.1))
     step = hkv.nnx.train_step(
