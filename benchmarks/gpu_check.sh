@@ -172,10 +172,10 @@ sanitizers() {
     printf '== %s\n' "$tool"
     has_passed sanitizers "$tool" && continue
     status=0
-    local seconds=$((deadline - $(date +%s) - 10)) # in a group of its own, which ends the driver too, in time
-    ((seconds > 0)) || { unfinished=$((unfinished + 1)) && break; }
-    ((seconds < ${TOOL_SECONDS:-240})) || seconds=${TOOL_SECONDS:-240}
-    timeout --kill-after=5 "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    local left=$((seconds - SECONDS - 10)) # in a group of its own, which ends the driver too, in time
+    ((left > 0)) || { unfinished=$((unfinished + 1)) && break; }
+    ((left < ${TOOL_SECONDS:-240})) || left=${TOOL_SECONDS:-240}
+    timeout --kill-after=5 "$left" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       "$program" watched >"$log" 2>&1 || status=$?
     cat "$log"
     if grep -q 'Device not supported' "$log"; then
@@ -264,16 +264,15 @@ run_part() {
   if [[ $(verdict_of "$part") == passed* && -e $result ]]; then
     return
   fi
-  local deadline seconds
+  local seconds
   seconds=$(seconds_of "$part")
   if ((seconds <= 0)); then
     printf 'gpu_check %s: out of time\n' "$(sources_of "$part")" >"$out/$part.log"
     return
   fi
-  # A shell of its own, so that the time limit holds for all that a part starts.
-  deadline=$(($(date +%s) + seconds))
+  # A shell of its own, so that the time limit holds for all that a part starts; its SECONDS begin at 0.
   timeout --kill-after=5 "$seconds" bash -c "
-    $(declare -p deadline out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)
+    $(declare -p seconds out python work site built tested measured everything prebuilt SKIPPED OUT_OF_TIME)
     $(declare -f)
     $part" >"$out/$part.log" 2>&1
   status=$?

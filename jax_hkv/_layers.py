@@ -653,22 +653,8 @@ def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:
     """The counts of all lookups of a training step, by path; a scan may have stacked them."""
     totals: dict[str, Counts] = {}
     for part in parts:
-        for name, own in _totals(part).items():
+        for name, own in metrics.totals_of(part).items():
             where = f"{scope}/{name}" if scope else name
             before = totals.get(where)
             totals[where] = own if before is None else jax.tree.map(jnp.add, before, own)
     return totals
-
-
-def _totals(counts: dict[str, Counts]) -> dict[str, Counts]:
-    """The sums of stacked counts, hundreds of them, in few kernels.
-
-    One by one each would be a kernel of its own, and cut out of one array of sums a copy; sums of
-    two numbers XLA makes together.
-    """
-    leaves, structure = jax.tree.flatten(counts)
-    if not leaves or leaves[0].ndim == 0:
-        return counts
-    rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
-    others = jnp.sum(rows[:, 1:], axis=1, dtype=jnp.int32)
-    return structure.unflatten([*map(jnp.add, rows[:, 0], others)])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jax_hkv.index import LANES, total_of
+from jax_hkv.index import LANES
 from jax_hkv.table import (
     Counts,
     InsertResult,
@@ -85,13 +85,27 @@ def of(
             )
     totals = no_counts()
     for each in results:  # a scan may have stacked them
-        totals = jax.tree.map(lambda total, own: total + total_of(own), totals, each.counts)
+        totals = jax.tree.map(jnp.add, totals, totals_of(each.counts))
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(overflow, jnp.int32),
         load_factor=load_factor(table),
         skipped=table.optimizer.skipped[0] if table.optimizer else jnp.uint32(0),
     )
+
+
+def totals_of(counts: Any) -> Any:
+    """The sums of a tree of stacked counts, hundreds of them, in few kernels.
+
+    One by one each would be a kernel of its own, and cut out of one array of sums a copy; sums of
+    two numbers XLA makes together.
+    """
+    leaves, structure = jax.tree.flatten(counts)
+    if not leaves or leaves[0].ndim == 0:
+        return counts
+    rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
+    others = jnp.sum(rows[:, 1:], axis=1, dtype=jnp.int32)
+    return structure.unflatten([*map(jnp.add, rows[:, 0], others)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -677,8 +677,7 @@ def train_step(
         return info
 
     if placement is None:
-        donated = {"donate_argnums": 0} if donate else {}
-        jitted = nnx.jit(step, **donated, **GRAPH_MODE)
+        jitted = nnx.jit(step, donate_argnums=0 if donate else None, **GRAPH_MODE)
     else:
         jitted = Placed(placement, step_of_one, donate)
 

@@ -159,9 +159,9 @@ class Counts(NamedTuple):
     not_admitted: Int32[Array, ""]
 
 
-def no_counts() -> Counts:
-    """The counts of an empty batch."""
-    return Counts(*(jnp.int32(0) for _ in Counts._fields))
+def no_counts(zero: Int32[Array, ""] | None = None) -> Counts:
+    """The counts of an empty batch; made of a zero, if its type or its device matters."""
+    return Counts(*[jnp.int32(0) if zero is None else zero] * len(Counts._fields))
 
 
 class Entries(NamedTuple):

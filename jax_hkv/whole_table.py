@@ -27,6 +27,7 @@ from jax_hkv.table import (
     entries_at,
     gather_values,
     jitted,
+    no_counts,
     scatter_optimizer,
     scatter_values,
 )
@@ -215,8 +216,7 @@ def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
     buckets = buckets_of("resize", capacity)
     if buckets * LANES == table.capacity:
         entries = size(table)
-        none = Counts(*[0 * entries] * len(Counts._fields))
-        return table, none._replace(unique=entries, inserted=entries)
+        return table, no_counts(0 * entries)._replace(unique=entries, inserted=entries)
     return _resize(table, buckets=buckets)
 
 
@@ -233,8 +233,7 @@ def _resize(table: Table, buckets: int) -> Any:
         new, result = import_rows(new, *entries, evicted=False, is_ticked=True)
         return old, (new, jax.tree.map(jnp.add, total, result.counts))
 
-    none = Counts(*[_zeros(table)] * len(Counts._fields))
-    return _over_chunks(table, body, (wider, none), chunk)[1]
+    return _over_chunks(table, body, (wider, no_counts(_zeros(table))), chunk)[1]
 
 
 def emptied(table: Table, buckets: int) -> Table:

@@ -67,7 +67,7 @@ EXCHANGES = [
 # layers too.
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 3}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
-KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 63}
+KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 62}
 KERNELS |= {"evicting_step": 31}
 LOOPS = [
     "scan_of_steps",
