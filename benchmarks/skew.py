@@ -95,10 +95,7 @@ def refused(is_skewed: bool, rng: np.random.Generator, options: argparse.Namespa
     # So many that no bucket has a lane left: 192 keys for each of them all, give or take 14.
     offers = options.batch if is_skewed else options.slots * 3 // 2
     table = hkv.create(options.slots, options.dim, policy=hkv.Policy.CUSTOM)
-    # One turn, since one tile goes through all keys of a bucket.
-    call = call_of(
-        lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores), turns=1
-    )
+    call = call_of(lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores))
 
     def drawn() -> hkv.Keys:
         return keys_of(of_hashes(rng.integers(0, 2**limit, options.batch, np.uint64)))

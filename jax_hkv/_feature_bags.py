@@ -32,17 +32,28 @@ def _joined(
     if any(bags.weights is not None for bags, _ in batches):
         weights = jnp.concatenate([bags.factors for bags, _ in batches])
     joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
+    return joined, _joined_masks(batches)
+
+
+def _joined_masks(batches: Sequence[tuple[Bags, jax.Array | None]]) -> Bool[Array, " n"] | None:
     if all(valid is None for _, valid in batches):
-        return joined, None
-    masks = [flat_mask(valid, bags.sources.shape) for bags, valid in batches]
-    return joined, jnp.concatenate(masks)
+        return None
+    return jnp.concatenate([flat_mask(valid, bags.sources.shape) for bags, valid in batches])
 
 
-@jitted("combiners")
+@jitted("combiners", "is_each_a_bag")
 def as_one(
-    batches: list[tuple[Bags, jax.Array | None]], combiners: tuple[str, ...]
-) -> tuple[Bags, Bool[Array, " n"] | None]:
-    """Joined, with the weights of their combiners: batches of a kind are weighed together."""
+    batches: list[tuple[Bags, jax.Array | None]],
+    combiners: tuple[str, ...],
+    is_each_a_bag: bool,
+) -> tuple[Bags | None, Bool[Array, " n"] | None]:
+    """Joined, with the weights of their combiners: batches of a kind are weighed together.
+
+    Where each id has a bag of its own, without a weight, no combiner changes its row, and the bags
+    are None.
+    """
+    if is_each_a_bag:
+        return None, _joined_masks(batches)
     kinds = [
         (combiner, bags.weights is not None)
         for combiner, (bags, _) in zip(combiners, batches, strict=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,17 +49,33 @@ def from_array(text: np.ndarray) -> Namespace:
     return Namespace(tuple(tables), bits)
 
 
-def in_namespace(keys: Keys, number: int, bits: int) -> Keys:
+def in_namespace(keys: Keys, number: int | np.ndarray, bits: int) -> Keys:
     """Keys with a table's number in their highest bits, which are folded into the others.
 
-    Keys whose highest bits are zero keep the rest, so different ones stay different.
+    Keys whose highest bits are zero keep the rest, so different ones stay different. Of keys of
+    several tables the numbers have a shape that goes with the keys'.
     """
     if bits == 0:
         return keys
     above = keys.high >> np.uint32(_WORD_BITS - bits)
     high = (keys.high ^ (above * _SPREAD_HIGH)) & _below(bits)
-    high = high | np.uint32(number << (_WORD_BITS - bits))
+    high = high | np.asarray(number << (_WORD_BITS - bits), np.uint32)
     return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
+
+
+def joined_in_namespaces(keys: Sequence[Keys], numbers: Sequence[int], bits: int) -> Keys:
+    """Flat keys of several tables, one after the other, with the numbers of their tables.
+
+    Those of one length are numbered together: XLA makes a GPU's kernel of each of many small ones.
+    """
+    words = []
+    pairs = zip(keys, numbers, strict=True)
+    for _, of_length in itertools.groupby(pairs, lambda pair: pair[0].shape):
+        own, own_numbers = zip(*of_length, strict=True)
+        together = Keys(jnp.stack([each.words for each in own]))
+        numbered = in_namespace(together, np.array(own_numbers)[:, None], bits)
+        words.append(numbered.words.reshape(-1, 2))
+    return Keys(jnp.concatenate(words))
 
 
 def outside_namespace(keys: Keys, bits: int) -> Keys:

@@ -173,7 +173,6 @@ def look_up(
     table: Table,
     batch: Bagged,
     *,
-    pools: bool,
     is_weighted: bool = False,
     train: bool,
     touches: bool = False,
@@ -188,8 +187,7 @@ def look_up(
     Args:
       exchange: how.
       table: this device's part.
-      batch: of this device, flat; its bags matter only if rows are pooled.
-      pools: whether the rows of each bag are combined.
+      batch: of this device, flat; the rows of each bag are combined, in float32.
       is_weighted: whether the weights of bags may be differentiated.
       train: whether absent keys are inserted.
       touches: whether the others are scored, if none is inserted.
@@ -205,8 +203,8 @@ def look_up(
     plan = plan_of(exchange, positions, merges=merges)
     if exchange.replicas and not (train or touches):
         plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
-    bags = batch.bags if pools else None
-    owners_pool = pools and not plan.hops
+    bags = batch.bags
+    owners_pool = bags is not None and not plan.hops
     if bags is not None and plan.hops:
         summed = _summed(exchange, table, plan, bags, is_weighted)
         owners_pool, plan = summed is not plan, summed
@@ -218,7 +216,7 @@ def look_up(
         items = items._replace(bags=bags.sources, weights=bags.weights)
     items = vary(items, exchange.axes)
     # JAX does not differentiate loops backward: what weights are multiplied with leaves them first.
-    pools_later = pools and not owners_pool and is_weighted and _may_repeat(plan, exchange)
+    pools_later = not owners_pool and is_weighted and _may_repeat(plan, exchange)
     own_bags = None if pools_later else bags
     task = _Task(
         *(exchange, items, own_bags, owners_pool, train, touches, reads),
@@ -277,7 +275,6 @@ def of_batch(
         exchange,
         table,
         batch,
-        pools=True,
         is_weighted=is_weighted,
         train=train,
         initial=pooled.is_initial(call, fill),
@@ -285,6 +282,7 @@ def of_batch(
         evicted=evicted and train,
         measure=measure,
     )
+    result = result._replace(values=result.values.astype(jnp.float32))
     rows = pooled.BagRows(result.values, slots_like(result.status), result if train else None)
     return table, rows
 

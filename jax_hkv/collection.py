@@ -23,7 +23,7 @@ from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
-from jax_hkv._namespaces import NumberOf, in_namespace
+from jax_hkv._namespaces import NumberOf, joined_in_namespaces
 from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
@@ -573,7 +573,7 @@ class CollectionRows:
       results: for the optimizers: an InsertResult (over several devices a ShardedResult) in
         training, else None.
       parts: static, of each group: which rows are whose.
-      batches: the ids that were looked up, as bags.
+      batches: the ids that were looked up, as bags, unless each is one of its own.
       slots: of those ids, -1 where they have no row.
     """
 
@@ -658,14 +658,16 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         batches.append(own)
         layouts.append(layout)
         parts.append(Part(feature.name, rows, layout.batch))
-        rows += own.bags.splits.shape[0] - 1
+        rows += math.prod(layout.batch)
     bags, valid = as_one(
         [(own.bags, own.valid) for own in batches],
         combiners=tuple(feature.combiner or "sum" for feature in features),
+        is_each_a_bag=all(layout.is_each_a_bag for layout in layouts),
     )
-    words = [
-        in_namespace(own.keys, group.number(feature.table), group.bits).words
-        for feature, own in zip(features, batches, strict=True)
-    ]
+    keys = joined_in_namespaces(
+        [own.keys for own in batches],
+        [group.number(feature.table) for feature in features],
+        group.bits,
+    )
     is_weighted = any(layout.is_weighted for layout in layouts)
-    return Bagged(Keys(jnp.concatenate(words)), valid, bags), tuple(parts), is_weighted
+    return Bagged(keys, valid, bags), tuple(parts), is_weighted

@@ -325,17 +325,18 @@ def _packed(
 
 
 class Bagged(NamedTuple):
-    """Ids in the form that pooling works on: flat, with the bag of each.
+    """Ids in the form that lookups work on: flat, with the bag of each.
 
     Attributes:
       keys: ``[n]``.
       valid: ``bool[n]``; padding is not. None: all are.
-      bags: who is in which bag, with the weights as they were given.
+      bags: who is in which bag, with the weights as they were given. None: each id has a bag of its
+        own, without a weight, so that there is nothing to add up.
     """
 
     keys: Keys
     valid: Bool[Array, " n"] | None
-    bags: Bags
+    bags: Bags | None
 
 
 class Layout(NamedTuple):
@@ -350,6 +351,11 @@ class Layout(NamedTuple):
     ids: tuple[int, ...]
     batch: tuple[int, ...]
     is_weighted: bool
+
+    @property
+    def is_each_a_bag(self) -> bool:
+        """Whether each id has a bag of its own, without a weight."""
+        return self.ids == (*self.batch, 1) and not self.is_weighted
 
 
 def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:

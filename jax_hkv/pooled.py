@@ -28,7 +28,15 @@ from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
 from jax_hkv.operations import ROWS_NAME, after_read
-from jax_hkv.table import Bags, InsertResult, Table, check_one_device, jitted, with_clock
+from jax_hkv.table import (
+    Bags,
+    InsertResult,
+    Table,
+    check_one_device,
+    gather_values,
+    jitted,
+    with_clock,
+)
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
@@ -98,8 +106,7 @@ def _find_bags(table: Table, batch: Bagged, initial: bool, layout: features.Layo
 @jitted("initial")
 def _find(table: Table, batch: Bagged, initial: bool) -> Any:
     index, slots = _index.find(table.index, batch.keys, batch.valid)
-    table = with_clock(table, index.clock)
-    table, values = pool_stored(table, batch.keys, slots, batch.bags, batch.valid, initial)
+    table, values = _rows_of(with_clock(table, index.clock), batch, slots, initial)
     return table.index.clock, values, slots
 
 
@@ -167,11 +174,21 @@ def _find_or_insert_bags(
 def _find_or_insert(
     table: Table, batch: Bagged, scores: Keys | None, initial: bool, evicted: bool
 ) -> Any:
+    table, inserted = insert_rows(table, batch.keys, batch.valid, scores, None, evicted)
+    table, values = _rows_of(table, batch, inserted.upserted.slots, initial)
+    return table, insert_result(values, batch.keys, inserted, batch.bags)
+
+
+def _rows_of(
+    table: Table, batch: Bagged, slots: Int32[Array, " n"], initial: bool
+) -> tuple[Table, Float32[Array, "b dim"]]:
+    """A row for each bag; see :func:`pool_stored`."""
     keys, valid, bags = batch
-    table, inserted = insert_rows(table, keys, valid, scores, None, evicted)
-    slots = inserted.upserted.slots
-    table, values = pool_stored(table, keys, slots, bags, valid, initial)
-    return table, insert_result(values, keys, inserted, bags)
+    if bags is not None:
+        return pool_stored(table, keys, slots, bags, valid, initial)
+    of_absent = (table.initializer, table.seed, keys, valid) if initial else None
+    table, rows = gather_values(table, slots, initial=of_absent)
+    return table, checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
 
 
 def is_initial(call: str, fill: Any) -> bool:
@@ -249,7 +266,8 @@ def with_unseen(
 def unseen_shares(batch: Bagged, slots: Int32[Array, " n"]) -> Float32[Array, "b 1"]:
     """The sum of the weights of each bag's ids that have no row."""
     is_absent = slots < 0 if batch.valid is None else batch.valid & (slots < 0)
-    return _pool_given(is_absent.astype(jnp.float32)[:, None], batch.bags, batch.valid)
+    shares = is_absent.astype(jnp.float32)[:, None]
+    return shares if batch.bags is None else _pool_given(shares, batch.bags, batch.valid)
 
 
 def pool(
@@ -337,6 +355,7 @@ def as_batch(
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
     batch, layout = features.as_bagged(call, ids, weights, valid)
+    assert batch.bags is not None
     return batch._replace(bags=effective(batch.bags, batch.valid, combiner=combiner)), layout
 
 

@@ -60,7 +60,7 @@ from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged
 from jax_hkv.index import Status
 from jax_hkv.operations import as_number, fill_of
-from jax_hkv.table import Bags, Entries, Table, WriteResult, check_one_device, no_counts
+from jax_hkv.table import Entries, Table, WriteResult, check_one_device, no_counts
 
 __all__ = [
     "ChangeCounts",
@@ -189,8 +189,7 @@ def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     given = as_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
     mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
-    none = Bags(jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32), None)
-    return given, Bagged(given.reshape(-1), mask, none)
+    return given, Bagged(given.reshape(-1), mask, None)
 
 
 def find(
@@ -227,7 +226,7 @@ def find(
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
     table, result = _sharded.look_up(
-        exchange, table, flat, pools=False, train=False, touches=touches, initial=number is None
+        exchange, table, flat, train=False, touches=touches, initial=number is None
     )
     values, found = result.values, _has_row(result)
     if number:
@@ -256,9 +255,7 @@ def contains(
     call = "sharding.contains"
     exchange = _exchange(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
-    table, result = _sharded.look_up(
-        exchange, table, flat, pools=False, train=False, reads=False, initial=False
-    )
+    table, result = _sharded.look_up(exchange, table, flat, train=False, reads=False, initial=False)
     return table, ShardedFound(_has_row(result).reshape(given.shape), result.overflow)
 
 
@@ -302,7 +299,6 @@ def find_or_insert(
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     table, result = _sharded.look_up(
         *(exchange, table, flat),
-        pools=False,
         train=True,
         initial=True,
         scores=pairs,
@@ -611,7 +607,6 @@ def find_pooled(
         exchange,
         table,
         batch,
-        pools=True,
         is_weighted=layout.is_weighted,
         train=False,
         initial=pooled.is_initial(call, fill),
@@ -651,7 +646,6 @@ def find_or_insert_pooled(
         exchange,
         table,
         batch,
-        pools=True,
         is_weighted=layout.is_weighted,
         train=True,
         initial=True,

@@ -130,6 +130,7 @@ def programs():
 
     yield "train_step", train_step, (state, batch(), floats(BATCH))
     yield "collection_step", *collection_step()
+    yield "single_ids_step", *collection_step(most_ids=1)
     yield "evicting_step", *collection_step(return_evicted=True)
     yield "micro_batches_step", *collection_step(micro_batches=4)
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
@@ -198,7 +199,9 @@ def programs():
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
 
 
-def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, return_evicted=False, **options):
+def collection_step(
+    capacity=CAPACITY, hidden=(), *, most_ids=4, donate=False, return_evicted=False, **options
+):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
     import jax
@@ -229,7 +232,7 @@ def collection_step(capacity=CAPACITY, hidden=(), *, donate=False, return_evicte
         return jnp.mean(optax.sigmoid_binary_cross_entropy(apply(inputs, train=True), labels))
 
     inputs = {
-        name: hkv.Keys(jax.ShapeDtypeStruct((BATCH, 1 + n % 4, 2), jnp.uint32))
+        name: hkv.Keys(jax.ShapeDtypeStruct((BATCH, 1 + n % most_ids, 2), jnp.uint32))
         for n, name in enumerate(names)
     }
     create = functools.partial(hkv.linen.TrainState.create, Model(), tx=optax.adam(1e-3))

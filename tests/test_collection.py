@@ -13,9 +13,9 @@ import pytest
 from many_devices import assert_same_bits
 
 import jax_hkv as hkv
-from jax_hkv import collection as collections
 from jax_hkv import index as _index
 from jax_hkv import sharding
+from jax_hkv._namespaces import in_namespace
 
 DIM = 8
 ADAM = hkv.optim.adam(1e-2)
@@ -150,7 +150,7 @@ def test_fusing_tables_changes_no_feature(rng):
         for group in collection.groups:
             for config in group.tables:
                 keys = hkv.Keys.from_numpy(ids.astype(np.int64))
-                keys = collections.in_namespace(keys, group.number(config.name), group.bits)
+                keys = in_namespace(keys, group.number(config.name), group.bits)
                 rows = start.get(config.name, words)
                 tables[group.name], _ = hkv.insert_or_assign(tables[group.name], keys, rows)
         rng.bit_generator.state = state
@@ -231,7 +231,7 @@ def test_each_feature_gets_the_rows_of_its_own_table(rng):
 
     def rows_of(table, ids):
         keys = hkv.Keys.from_numpy(np.asarray(ids, np.int64))
-        keys = collections.in_namespace(keys, big.number(table), big.bits)
+        keys = in_namespace(keys, big.number(table), big.bits)
         _, result = hkv.find(tables[big.name], keys)
         assert np.asarray(result.found).all()
         return np.asarray(result.values)
@@ -278,16 +278,14 @@ def test_a_namespace_keeps_small_ids_exact_and_large_ones_apart(rng, bits):
     """Ids below 2**(64 - bits) come back; hashes differ from each other and from other tables."""
     small = rng.integers(0, 2 ** (64 - bits), 1000, dtype=np.uint64)
     number = 2**bits - 1
-    keys = collections.in_namespace(hkv.Keys.from_numpy(small), number, bits).to_numpy()
+    keys = in_namespace(hkv.Keys.from_numpy(small), number, bits).to_numpy()
     np.testing.assert_array_equal(keys, small | np.uint64(number << (64 - bits)))
     hashes = np.unique(rng.integers(0, 2**64, 10**5, dtype=np.uint64))
-    folded = [
-        collections.in_namespace(hkv.Keys.from_numpy(hashes), n, bits).to_numpy() for n in (0, 1)
-    ]
+    folded = [in_namespace(hkv.Keys.from_numpy(hashes), n, bits).to_numpy() for n in (0, 1)]
     assert len(np.unique(np.concatenate(folded))) == 2 * len(hashes)
     negative = np.arange(-1000, 0, dtype=np.int64)
     assert len(np.unique(
-        collections.in_namespace(hkv.Keys.from_numpy(negative), 1, bits).to_numpy()
+        in_namespace(hkv.Keys.from_numpy(negative), 1, bits).to_numpy()
     )) == 1000  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jax_hkv as hkv
-from jax_hkv.collection import in_namespace
+from jax_hkv._namespaces import in_namespace
 
 VOCABULARY, DIM, BATCH, STEPS = 300, 8, 64, 200
 TABLES = ("users", "items")

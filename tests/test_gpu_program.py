@@ -45,6 +45,7 @@ WHOLE += ["tiered_admit", "tiered_admit_in_pieces", "tiered_restore", "tiered_pr
 STRAIGHT = [
     "train_step",
     "collection_step",
+    "single_ids_step",
     "evicting_step",
     "shard_map_step",
     "leading_axis_step",
@@ -68,7 +69,7 @@ EXCHANGES = [
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 3}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 62}
-KERNELS |= {"evicting_step": 31}
+KERNELS |= {"single_ids_step": 24, "evicting_step": 31}
 LOOPS = [
     "scan_of_steps",
     "micro_batches_step",
@@ -171,6 +172,12 @@ def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
     for name in ("unique", "upsert", "verify_slots", "pool_rows", "update_adam"):
         assert calls.count(name) == 1, calls
     assert calls.count("divide_weights") == 1 and len(calls) <= 10, calls
+
+
+def test_features_of_one_id_have_no_bags(compiled):
+    calls = compiled["single_ids_step"]["calls"]
+    assert calls.count("gather_rows") == calls.count("update_adam") == 1 and len(calls) <= 9, calls
+    assert not {"pool_rows", "divide_weights"} & {*calls}
 
 
 @pytest.mark.parametrize(("name", "most"), KERNELS.items())

@@ -65,6 +65,7 @@ concept Group = requires(const G group, const Digest* line, const Words* words,
   { group.ballot(true) };             // one bit for each member: what it brings
   { group.broadcast(0, 0) };          // what one member brings
   { group.minimum(0) };               // the least of what they bring
+  { group.maximum(Score{0}) };        // the greatest
   { group.scores_of(words) };         // a bucket's scores, read
   { group.lowest_score(scores, masks) };  // of one or more buckets, the first victim outside the masks
   { group.match_each(line, probe) };  // every member's own bucket: the lanes of the digest
@@ -101,6 +102,7 @@ struct SerialGroup {
   static HKV_HOST_DEVICE uint32_t ballot(bool flag) { return flag ? 1 : 0; }
   static HKV_HOST_DEVICE int broadcast(int value, int) { return value; }
   static HKV_HOST_DEVICE int minimum(int value) { return value; }
+  static HKV_HOST_DEVICE Score maximum(Score value) { return value; }
 
   static HKV_HOST_DEVICE LaneMask match_each(const Digest* digests, const Probe& probe) {
     return probe.is_wanted ? match(digests + probe.bucket * kLanes, probe.code) : LaneMask{};
@@ -170,6 +172,13 @@ struct TileGroup {
     for (int step = kSize / 2; step > 0; step /= 2) {
       const int other = lane.exchange(value, step);
       value = other < value ? other : value;
+    }
+    return value;
+  }
+  HKV_HOST_DEVICE Score maximum(Score value) const {
+    for (int step = kSize / 2; step > 0; step /= 2) {
+      const Score other = lane.exchange(value, step);
+      value = other > value ? other : value;
     }
     return value;
   }

@@ -142,8 +142,8 @@ struct Upsert {
     const int64_t n = unique_keys.rows;
     const int64_t buckets = index.digests.rows;
     // What no step asks for is not taken: on a CPU large workspaces are new pages in every call.
-    const Scoring scoring{static_cast<Policy>(policy), 0, 0};
-    workspace.new_scores = arena.take<Score>(scoring.takes_given() ? n : 0);
+    workspace.new_scores = arena.take<Score>(scoring().takes_given() ? n : 0);
+    workspace.highest_scores = arena.take<Score>(notes_highest_scores<Executor>() ? n / kStretch : 0);
     workspace.groups = Groups::take(arena, n, buckets);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
@@ -177,6 +177,13 @@ struct Upsert {
   }
 
  private:
+  Scoring scoring() const { return {static_cast<Policy>(policy), 0, 0}; }  // at no time yet
+
+  template <class Executor>
+  bool notes_highest_scores() const {
+    return Executor::kHasTiles && scoring().can_refuse();
+  }
+
   UpsertState bound() const {
     UpsertState state = workspace;
     state.table = index.view(choices);
@@ -212,14 +219,25 @@ struct Upsert {
   void insert(Executor& executor, UpsertState state, int64_t n) const {
     if (choices == 2) executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);
-    if (choices == 1) return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
+    if (choices == 1) {
+      note_highest_scores(executor, state);
+      return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
+    }
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseOther{state});
     executor.group(state.groups, scratch);
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseByScore{n, state});
     executor.group(state.groups, scratch);
+    note_highest_scores(executor, state);
     executor.each(state.groups.count, EvictFromBucket{true, state});
+  }
+
+  template <class Executor>
+  void note_highest_scores(Executor& executor, const UpsertState& state) const {
+    if constexpr (Executor::kHasTiles) {
+      if (scoring().can_refuse()) executor.each(state.groups.count / kStretch, NoteHighestScores{state});
+    }
   }
 
   template <class Executor>

@@ -32,6 +32,7 @@ struct UpsertState {
   LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
   int32_t* named;         // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
+  Score* highest_scores;  // of a stretch of places (NoteHighestScores), where a policy refuses by score
   Words* evicted_keys;
   Score* evicted_scores;
 
@@ -371,6 +372,40 @@ struct FillBucket {
   }
 };
 
+// Before keys are let in by their scores: the highest of each stretch of places that is of one bucket alone,
+// so that a tile which looks for the next one passes over those of many keys that the bucket refuses. Not on
+// a CPU, where looking at them is the lesser part.
+inline constexpr int kStretch = 512;
+template <Group G>
+inline constexpr bool kNotesHighestScores = G::size() > 1;
+
+struct NoteHighestScores {
+  static constexpr int kGroup = 8;
+  UpsertState state;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t stretch) const {
+    const Groups& groups = state.groups;
+    const int64_t begin = kStretch * stretch;
+    const int64_t bucket = groups.target(begin);
+    Score highest = ~Score{0};  // of several buckets' keys: nobody passes over them
+    if (bucket != groups.limit && groups.target(begin + kStretch - 1) == bucket) {
+      constexpr int kAtOnce = 4;
+      highest = 0;
+      HKV_ROLLED for (int64_t i = begin + group.rank(); i < begin + kStretch; i += kAtOnce * group.size()) {
+        int32_t items[kAtOnce];
+        for (int k = 0; k < kAtOnce; ++k) items[k] = groups.item(i + k * group.size());
+        for (int k = 0; k < kAtOnce; ++k) {
+          const Score score = state.new_scores[items[k]];
+          highest = score > highest ? score : highest;
+        }
+      }
+      highest = group.maximum(highest);
+    }
+    if (group.rank() == 0) state.highest_scores[stretch] = highest;
+  }
+};
+
 // The new keys that found no empty lane take the place of the lowest unpinned entry. Those that may not, or
 // find none, stay refused.
 struct EvictFromBucket {
@@ -460,34 +495,67 @@ struct EvictFromBucket {
     return group.lowest_score({run.scores}, {run.pinned});
   }
 
-  // Of the next key that is let in. Each member looks at some in steps of the group, whose numbers are on
-  // their way together, and then their scores: no branch lies between. Those before it are refused, by later
-  // victims too: their scores are higher.
+  // Of the next key that is let in. Those before it are refused, by later victims too: their scores are
+  // higher.
   template <Group G>
   HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
     if (!state.scoring().can_refuse()) return run.place;
-    constexpr int kAtOnce = G::size() > 1 ? 4 : 1;
-    const Groups& groups = state.groups;
-    int found = kNone;
-    int64_t own = int64_t{run.place} + group.rank();
-    HKV_ROLLED while (found == kNone && groups.is_in_run(own, run.bucket)) {
+    const auto count = static_cast<uint32_t>(state.groups.count);
+    const auto bucket = static_cast<uint32_t>(run.bucket);
+    auto begin = static_cast<uint32_t>(run.place);
+    HKV_ROLLED while (begin < count) {
+      const uint32_t next = kNotesHighestScores<G> ? (begin / kStretch + 1) * kStretch : count;
+      const uint32_t end = next < count ? next : count;
+      const uint32_t place = next_place_before(group, begin, end, bucket, victim);
+      if (place != end) return static_cast<int>(place);
+      begin = end < count ? pass_over(group, end, bucket, victim) : count;
+    }
+    return kNone;
+  }
+
+  // The first place of the run between two places whose key is let in; the end, if none is and the run may go
+  // on there. Each member looks at some in steps of the group, whose numbers are on their way together, and
+  // then their scores: no branch lies between.
+  template <Group G>
+  HKV_HOST_DEVICE uint32_t next_place_before(const G& group, uint32_t begin, uint32_t end, uint32_t bucket,
+                                             Score victim) const {
+    constexpr uint32_t kAtOnce = G::size() > 1 ? 2 : 1;
+    const uint32_t* targets = state.groups.targets.current;
+    const int32_t* numbers = state.groups.items.current;
+    uint32_t found = kNone;
+    uint32_t own = begin + static_cast<uint32_t>(group.rank());
+    HKV_ROLLED while (found == kNone && own < end && targets[own] == bucket) {
       int32_t items[kAtOnce];
       bool is_in_run[kAtOnce];
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int64_t further = own + k * group.size();
-        const int64_t place = further < groups.count ? further : own;
-        is_in_run[k] = (place == further) & (groups.target(place) == run.bucket);
-        items[k] = groups.item(place);
+      for (uint32_t k = 0; k < kAtOnce; ++k) {
+        const uint32_t further = own + k * G::size();
+        const uint32_t place = further < end ? further : end - 1;
+        is_in_run[k] = (further < end) & (targets[place] == bucket);
+        items[k] = numbers[place];
       }
       Score scores[kAtOnce];  // of policies that can refuse: given
-      for (int k = 0; k < kAtOnce; ++k) scores[k] = state.new_scores[is_in_run[k] ? items[k] : items[0]];
-      for (int k = kAtOnce - 1; k >= 0; --k) {
+      for (uint32_t k = 0; k < kAtOnce; ++k) scores[k] = state.new_scores[is_in_run[k] ? items[k] : items[0]];
+      for (uint32_t k = kAtOnce; k-- > 0;) {
         const bool is_let_in = is_in_run[k] & !(scores[k] < victim);
-        found = is_let_in ? static_cast<int>(own + k * group.size()) : found;
+        found = is_let_in ? own + k * G::size() : found;
       }
-      own += kAtOnce * group.size();
+      own += kAtOnce * G::size();
     }
-    return group.minimum(found);
+    if (found == kNone && own >= end) found = end;
+    return static_cast<uint32_t>(group.minimum(static_cast<int>(found)));
+  }
+
+  // From a stretch on, the beginning of the first that is not of the run alone, or has a key that is let in.
+  template <Group G>
+  HKV_HOST_DEVICE uint32_t pass_over(const G& group, uint32_t begin, uint32_t bucket, Score victim) const {
+    HKV_ROLLED for (;; begin += kStretch * G::size()) {
+      const uint32_t own = begin + kStretch * static_cast<uint32_t>(group.rank());
+      const bool is_refused = own + kStretch <= state.groups.count &&
+                              state.groups.targets.current[own] == bucket &&
+                              state.highest_scores[own / kStretch] < victim;
+      const uint32_t others = group.ballot(!is_refused);
+      if (others != 0) return begin + kStretch * static_cast<uint32_t>(count_trailing_zeros(others));
+    }
   }
 
   template <Group G>

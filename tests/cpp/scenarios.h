@@ -116,12 +116,18 @@ class Scenario {
     return random_.chance(0.5) ? static_cast<Score>(random_.below(4)) : random_.word();
   }
 
+  // But for some of the highest.
+  Score low_score() { return random_.chance(0.005) ? ~Score{0} : static_cast<Score>(random_.below(2)); }
+
   bool is_counting() const { return Scoring{form_.policy, 0, 0}.counts(); }
 
   void make_scores(int64_t n) {
     std::vector<Words> scores;
+    const bool are_low = form_.stays_full && round_ % 3 == 0;
     if (form_.policy == Policy::kCustom || (is_counting() && random_.chance(0.5))) {
-      for (int64_t i = 0; i < n; ++i) scores.push_back(Words::of(random_score()));
+      for (int64_t i = 0; i < n; ++i) {
+        scores.push_back(Words::of(are_low ? low_score() : random_score()));
+      }
     }
     machines_.set("batch_scores", Buffer::of(scores));
   }
@@ -446,6 +452,14 @@ inline std::vector<int64_t> full_batches(int64_t count) {
   batches[0] = batches[1] = 2500;
   return batches;
 }
+
+// Many more keys than a bucket has lanes, in one or two of them: most are refused, those of every third
+// batch for their scores, by the stretch.
+inline std::vector<Form> crowded_forms() {
+  return {{Policy::kCustom, 1, 1, RowType::kFloat32, 4, 50000, true},
+          {Policy::kCustom, 2, 2, RowType::kFloat32, 4, 50000, true}};
+}
+inline const std::vector<int64_t> kCrowdedBatches = {700, 300, 1800, 40, 300, 1800};
 
 inline void run_scenarios(Together& machines, Checks& checks, const std::vector<Form>& forms,
                           const std::vector<int64_t>& batches, uint64_t seed) {

@@ -1,4 +1,6 @@
 // The operations on threads of the CPU backend and on tiles of host threads leave the same bytes.
+#include <algorithm>
+
 #include "scenarios.h"
 
 namespace {
@@ -17,9 +19,7 @@ void small_batches(Checks& checks) {
   const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
   run_scenarios(machines, checks, all_forms(1, 180, kNarrow), batches, kSeed);
   run_scenarios(machines, checks, all_forms(2, 330, kNarrow), batches, kSeed + 1000);
-  // More keys than a bucket has lanes, of which most are refused.
-  const Form crowded = {Policy::kCustom, 1, 1, RowType::kFloat32, 4, 5000};
-  run_scenarios(machines, checks, {crowded}, {700, 700}, kSeed + 3000);
+  run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3000);
   // Full buckets with some new keys each: a tile has several runs, whose keys it takes together.
   run_scenarios(machines, checks, full_forms(), full_batches(15), kSeed + 5000);
   machines.expect_all_called();
@@ -60,6 +60,8 @@ void tile_functions(Checks& checks) {
     const Candidate lowest = SerialGroup::lowest_score({scores[0]}, {excluded[0]});
     const Candidate lower = SerialGroup::lowest_score({scores[0], scores[1]}, excluded);
     const uint64_t sum = SerialGroup::saturating_sum(count, term);
+    Score highest = 0;
+    for (int member = 0; member < kSize; ++member) highest = std::max(highest, scores[0][member].value());
     bool same[kSize];
     Meeting meeting(kSize);
     team.run([&](int member) {
@@ -68,7 +70,8 @@ void tile_functions(Checks& checks) {
       const auto second = tile.scores_of(scores[1]);
       same[member] = agree(tile.lowest_score({first}, {excluded[0]}), lowest) &&
                      agree(tile.lowest_score({first, second}, excluded), lower) &&
-                     tile.saturating_sum(count, term) == sum;
+                     tile.saturating_sum(count, term) == sum &&
+                     tile.maximum(scores[0][member].value()) == highest;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
   }
