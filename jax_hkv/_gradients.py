@@ -74,7 +74,8 @@ def clip_by_global_norm(
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)]
     squares += [_square_norm(*pair) for pair in zip(results, row_gradients, strict=True)]
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-    factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+    # Where it is not a number, the bound says nothing of the gradients: none of them is one then.
+    factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
     scaled = jax.tree.map(functools.partial(_scaled, factor), (gradients, row_gradients))
     return scaled[0], list(scaled[1]), norm
 

@@ -82,7 +82,8 @@ class Feature:
     Attributes:
       name: of the feature.
       table: the name of its table; features may share one.
-      combiner: of the rows of one example: "sum", "mean" or "sqrtn"; None: every id's row.
+      combiner: of the rows of one example: "sum", "mean" or "sqrtn"; None: every id's row, times
+        its weight where the inputs have weights.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,17 @@ from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Counts, Table, check_one_device, check_table
 from jax_hkv.whole_table import resize, size
 
-# From which load factor on full buckets are met, by candidate buckets (docs/guide.md, Growth).
+# From which load factor on full buckets are met, by candidate buckets (docs/guide.md, Growth). With
+# two, the keys of one batch choose by what lay there before it: a large one fills a table less.
 _FULL = {1: 0.6, 2: 0.9}
-_HALF = 16  # bits
+_SMALL_BATCH = 1 / 8  # of the slots
+_LESS = 0.7  # of the load factor, for each further share of the slots
+
+
+def _full(choices: int, share: float) -> float:
+    """The load factor up to which a batch of new ids, as a share of the slots, evicts nothing."""
+    less = 0.0 if choices == 1 else _LESS * max(0.0, share - _SMALL_BATCH)
+    return _FULL[choices] - less
 
 
 def grow(
@@ -28,16 +37,18 @@ def grow(
 ) -> Table:
     """The table, doubled until its entries evict none, for use between steps.
 
-    It doubles while there are more entries than 0.6 of the capacity (with two candidate buckets
-    0.9), from where on buckets fill up, and as long as the double is at most `max_capacity`; from
-    then on the table evicts. What is compiled for its shapes is compiled anew. Every call waits for
-    the device, to see how many entries there are. See :func:`resize`.
+    It doubles while there are more entries than 0.6 of the capacity, from where on buckets fill up.
+    With two candidate buckets that is 0.9 for batches of up to an eighth of the slots, and 0.7 of
+    what a batch has above that less. It ends where the double is more than `max_capacity`; from
+    then on the table evicts. Of a table over devices the fullest part counts. What is compiled for
+    its shapes is compiled anew. Every call waits for the device, to see how many entries there are.
+    See :func:`resize`.
 
     Args:
       table: which is only read, and lies in memory beside the new one until nobody holds it.
       max_capacity: entries of all devices together (of replicas too, each of which counts), up to
         2**31 - 1 of each.
-      room: the new ids that may come until the next call; they count as entries.
+      room: the new ids that may come until the next call, in one batch; they count as entries.
       placement: of a table over devices, whose parts are doubled each.
 
     Returns:
@@ -69,19 +80,25 @@ def grow(
     parts, here = _parts(table, placement)
     most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
-    capacity = before = table.capacity // here * parts
-    entries = _entries(table, placement) + coming
-    while entries > _FULL[table.choices] * capacity and 2 * capacity <= most:
+    capacity = before = table.capacity // here  # of a part
+    # Owners of ids are drawn: three standard deviations more for the part that gets most.
+    new = coming / parts
+    new += 3 * math.sqrt(new) if parts > 1 else 0
+    entries = _entries(table, placement, parts) + new
+    while (
+        entries > _full(table.choices, new / capacity) * capacity and 2 * capacity * parts <= most
+    ):
         capacity *= 2
     if capacity == before:
         return table
     if placement is None:
         table, counts = resize(table, capacity)
     else:
-        table, counts = _resizing(placement, capacity // parts)(table)
+        table, counts = _resizing(placement, capacity)(table)
     if lost := int(counts.evicted) + int(counts.refused):
+        slots = parts * capacity
         warnings.warn(
-            f"grow: {lost} entries of table {table.name!r} found no room in {capacity} slots",
+            f"grow: {lost} entries of table {table.name!r} found no room in {slots} slots",
             stacklevel=2,
         )
     return table
@@ -109,27 +126,23 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
     return placement.devices, local if pmapped else placement.devices
 
 
-def _entries(table: Table, placement: Placement | None) -> int:
+def _entries(table: Table, placement: Placement | None, parts: int) -> int:
+    """Of the fullest part."""
     check_not_used_up("grow", jax.tree.leaves(table))
     occupancy = table.index.occupancy
     if placement is None:
         return int(size(table))
     if isinstance(occupancy, np.ndarray):
-        return int(occupancy.sum(dtype=np.int64))
-    high, low = _counting(placement)((), occupancy)[1]
-    return (int(high) << _HALF) + int(low)
+        return int(occupancy.reshape(parts, -1).sum(axis=1).max())
+    return int(_counting(placement)((), occupancy)[1])
 
 
 @functools.lru_cache(maxsize=16)
 def _counting(placement: Placement) -> Callable[..., tuple[Any, Any]]:
-    """A compiled function from the occupancies of all parts to the entries of all, in two halves.
-
-    Those of one device fit into 31 bits, and of several they need not.
-    """
+    """A compiled function from the occupancies of all parts to the entries of the fullest."""
 
     def count(nothing: Any, occupancy: jax.Array) -> tuple[Any, Any]:
-        own = jnp.sum(occupancy, dtype=jnp.int32)
-        return nothing, jax.lax.psum((own >> _HALF, own & ((1 << _HALF) - 1)), placement.axes)
+        return nothing, jax.lax.pmax(jnp.sum(occupancy, dtype=jnp.int32), placement.axes)
 
     return placement.step(count)
 

@@ -27,7 +27,7 @@ from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
-from jax_hkv.optim import has_micro_steps
+from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table
 
 Unseen = Literal["initial", "zeros", "learned"]
@@ -540,8 +540,21 @@ def _check_changed(table: Any) -> None:
         )
 
 
-def check_dense_state(call: str, state: Any, trainable: Sequence[str]) -> None:
-    """Warns of micro-steps of optax for dense parameters, beside tables updated every step."""
+def check_dense_state(call: str, state: Any, trainable: Sequence[str], scale: Any) -> None:
+    """Warns of steps that optax leaves out for dense parameters alone.
+
+    Args:
+      call: for the message.
+      state: of optax.
+      trainable: paths of the tables.
+      scale: the loss scale, or None.
+    """
+    if trainable and scale is None and skips_steps(state):
+        warn(
+            f"{call}: tx is an optax.apply_if_finite, which skips steps of dense parameters alone: "
+            "rows get the gradients that are not finite. To skip such steps for both, give "
+            "loss_scale=jax_hkv.optim.LossScale.create(1.0), in any precision"
+        )
     if trainable and has_micro_steps(state):
         warn(
             f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "

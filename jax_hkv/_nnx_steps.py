@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_hkv import _micro_batches
+from jax_hkv import _micro_batches, _trees
+from jax_hkv.table import Table
 
 # For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
 # lookups as attributes, for which a tree has no room. Older versions of Flax know only this.
@@ -18,6 +20,32 @@ GRAPH_MODE: dict[str, Any] = {
     for name in ("graph", "graph_updates")
     if name in inspect.signature(nnx.jit).parameters
 }
+
+
+@_trees.register
+@dataclasses.dataclass(frozen=True)
+class RecordedTable(Table):
+    """A table while lookups are recorded, and how many have been, by whichever layers share it.
+
+    The number is a part of the value because that goes wherever the table goes: through all of
+    Flax's transformations, whose programs for one number are not taken for another. (Metadata of a
+    Variable that nnx.jit has not made stay behind in it.)
+    """
+
+    lookups: int = _trees.static()
+
+
+def lookups_of(table: Table) -> int:
+    """How many lookups of a table have been recorded."""
+    return table.lookups if isinstance(table, RecordedTable) else 0
+
+
+def with_lookups(table: Table, lookups: int) -> Table:
+    """The table with that number; a plain one for 0."""
+    if lookups_of(table) == lookups:
+        return table
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(Table)}
+    return RecordedTable(**fields, lookups=lookups) if lookups else Table(**fields)
 
 
 def in_micro_batches(

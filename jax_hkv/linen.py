@@ -482,7 +482,8 @@ class TrainState:
 
         # Jitted: many features take several times as long op by op.
         step, params, opt_state, tables, variables = jax.jit(first)()
-        _layers.check_dense_state("TrainState.create", opt_state, _trainable(tables))
+        paths = _trainable(tables)
+        _layers.check_dense_state("TrainState.create", opt_state, paths, loss_scale)
         scale = _layers.copied(loss_scale)
         return cls(step, params, opt_state, tables, variables, scale, model, tx)
 

@@ -19,7 +19,6 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -36,7 +35,7 @@ from jax_hkv._layers import StepInfo
 from jax_hkv._nnx_devices import Placed
 from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
-from jax_hkv._nnx_steps import GRAPH_MODE, in_micro_batches
+from jax_hkv._nnx_steps import GRAPH_MODE, in_micro_batches, lookups_of, with_lookups
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -48,7 +47,6 @@ Model = TypeVar("Model", bound=nnx.Module)
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
-_ORDER = itertools.count()  # of lookups: layers that share a table do not take turns by their names
 
 
 class TableVariable(nnx.Variable[Table]):
@@ -96,7 +94,8 @@ class _Layer(nnx.Module):
         # After a read the entries are the same. In a training step what comes later is ordered
         # behind it; elsewhere the model is left alone, so that it can be called in any trace.
         if train or self.is_recording:
-            getattr(self, attribute).set_value(table)
+            variable = getattr(self, attribute)
+            variable.set_value(with_lookups(table, lookups_of(variable.get_value())))
 
     def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
         return list(_numbered(self, _LOOKUP, attribute))
@@ -108,7 +107,10 @@ class _Layer(nnx.Module):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")
             return result.values
         number = len(self._lookups(attribute))
-        lookup = Lookup(Looked(result, counts or {}), order=next(_ORDER))
+        variable = getattr(self, attribute)
+        turn = lookups_of(variable.get_value())  # layers that share a table go by it, not by names
+        variable.set_value(with_lookups(variable.get_value(), turn + 1))
+        lookup = Lookup(Looked(result, counts or {}), turn=turn)
         setattr(self, _LOOKUP.format(attribute, number), lookup)
         perturbation = getattr(self, _ROWS.format(attribute, number), None)
         return result.values if perturbation is None else result.values + perturbation.get_value()
@@ -117,6 +119,9 @@ class _Layer(nnx.Module):
         """Removes what lookups left, so that a model has the same structure before every step."""
         self.is_recording = False
         for owner in self._owners():
+            variable = getattr(self, owner.attribute)
+            if lookups_of(variable.get_value()):
+                variable.set_value(with_lookups(variable.get_value(), 0))
             for pattern in (_LOOKUP, _ROWS):
                 for name, _ in list(_numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
@@ -221,7 +226,7 @@ class Embed(_Layer):
         return _layers.cast(rows, self.dtype)
 
     def _own(self) -> Table:
-        return _layers.checked_table(self, "table", self.features)
+        return with_lookups(_layers.checked_table(self, "table", self.features), 0)
 
     def _unseen_row(self) -> Any:
         if self.unseen == "learned":
@@ -356,7 +361,9 @@ class EmbedCollection(_Layer):
     def tables(self) -> dict[str, Table]:
         """The physical tables, by the names of their groups."""
         return {
-            group.name: _layers.checked_table(self, owner.attribute, group.tables[0].dim)
+            group.name: with_lookups(
+                _layers.checked_table(self, owner.attribute, group.tables[0].dim), 0
+            )
             for owner, group in zip(self._owners(), self.collection.groups, strict=True)
         }
 
@@ -483,7 +490,7 @@ def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
         for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
     ]
     found: dict[str, RowGradients] = {where: RowGradients([], [], []) for *_, where in lookups}
-    for lookup, path, attribute, number, where in sorted(lookups, key=lambda own: own[0].order):
+    for lookup, path, attribute, number, where in sorted(lookups, key=lambda own: own[0].turn):
         own, looked = found[where], lookup.get_value()
         own.results.append(looked.result)
         own.gradients.append(flat[_path_text((*path, _ROWS.format(attribute, number)))])
@@ -567,7 +574,8 @@ class TrainState(nnx.Module, Generic[Model]):
         check_transformation("TrainState", tx)
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
-        _layers.check_dense_state("TrainState", self.optimizer.opt_state, _trainable(model))
+        state, paths = self.optimizer.opt_state, _trainable(model)
+        _layers.check_dense_state("TrainState", state, paths, loss_scale)
         nnx.update(self.optimizer, _layers.copied(nnx.state(self.optimizer)))  # tx may hold arrays
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)

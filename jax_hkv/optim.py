@@ -278,7 +278,9 @@ def sparse(
     Args:
       transformation: any ``optax.GradientTransformation``.
       count_per_row: whether scalars of the state (step counts) are kept for each row, so that a row
-        counts its own updates, schedules included; otherwise all rows share them.
+        counts its own updates, schedules included; otherwise all rows share them. The
+        transformation sees one row ``[dim]`` then, not ``[n, dim]``: ``optax.centralize``, which
+        leaves vectors as they are, centers no row.
       dtype: in which the transformation works and its state is kept, for half rows too: float32,
         unless memory is scarcer than exactness. In bfloat16 an accumulator stands still once it is
         256 times what a step adds; in float16 an eps of 1e-8 is 0, and a gradient of 0 makes Adam's
@@ -403,9 +405,17 @@ def _check_state_dtypes(before: Mapping[str, jax.Array], after: Mapping[str, jax
 
 def has_micro_steps(state: Any) -> bool:
     """Whether a state of optax is, or holds, one of MultiSteps or of apply_every."""
+    return _holds(state, "MultiStepsState", "ApplyEvery")
 
+
+def skips_steps(state: Any) -> bool:
+    """Whether a state of optax is, or holds, one of apply_if_finite."""
+    return _holds(state, "ApplyIfFiniteState")
+
+
+def _holds(state: Any, *names: str) -> bool:
     def is_one(node: Any) -> bool:
-        return type(node).__name__ in ("MultiStepsState", "ApplyEvery")
+        return type(node).__name__ in names
 
     return any(is_one(node) for node in jax.tree.leaves(state, is_leaf=is_one))
 

@@ -393,6 +393,19 @@ def test_dense_gradients_may_be_numbers_of_python():
     np.testing.assert_allclose([clipped["w"], clipped["b"]], [0.6, 0.8], rtol=1e-6)
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_clipping_hides_no_gradient_that_is_not_finite(odd):
+    """As optax's: a norm that is no number is no bound for the others."""
+    dense = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, odd])}
+    expected, _ = optax.clip_by_global_norm(1.0).update(dense, optax.EmptyState())
+    clipped, _, _ = hkv.optim.clip_by_global_norm(1.0, dense, [], [])
+    jax.tree.map(np.testing.assert_array_equal, clipped, expected)
+    _, result = hkv.find_or_insert(hkv.create(128, 2), IDS)
+    rows = jnp.full((*IDS.shape, 2), 1e4).at[0, 0].set(odd)
+    _, (rows,), _ = hkv.optim.clip_by_global_norm(1.0, {}, [result], [rows])
+    assert not (np.abs(rows) > 1).any()
+
+
 def test_an_export_from_far_behind_the_end_is_empty():
     table, _ = hkv.find_or_insert(hkv.create(128, 1), IDS)
     assert int(hkv.export_batch(table, 2**40, 4).count) == 0

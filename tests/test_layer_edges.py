@@ -591,18 +591,24 @@ def test_a_table_that_does_not_fit_an_nnx_layer_is_refused():
         features({"f_a": IDS})
 
 
+LEFT_OUT = {
+    "MultiSteps.*updated in every": optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation(),
+    "apply_if_finite.*rows get.*LossScale": optax.apply_if_finite(optax.sgd(0.1), 5),
+}
+
+
 @pytest.mark.parametrize("api", ["linen", "nnx"])
-def test_dense_parameters_that_wait_for_micro_steps_are_noted(api):
-    """Rows do not wait with them."""
-    tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation())
+@pytest.mark.parametrize("message", LEFT_OUT)
+def test_steps_that_dense_parameters_alone_leave_out_are_noted(api, message):
+    """Rows wait for no micro-steps, and are poisoned by gradients that are not finite."""
+    tx = optax.chain(optax.clip(1.0), LEFT_OUT[message])
 
     def state_of(linen, of_nnx):
         if api == "nnx":
             return hkv.nnx.TrainState(of_nnx(), tx)
         return hkv.linen.TrainState.create(linen(), jax.random.key(0), IDS, tx=tx)
 
-    message = "TrainState.*MultiSteps.*tables are updated in every"
-    with pytest.warns(UserWarning, match=message) as caught:
+    with pytest.warns(UserWarning, match=f"TrainState.*{message}") as caught:
         state_of(LinenTowers, NnxTowers)
     assert [Path(warning.filename).name for warning in caught] == ["test_layer_edges.py"]
     with warnings.catch_warnings():  # a table that nothing trains waits for nobody

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_expire import warnings_of
 
 import jax_hkv as hkv
 
@@ -147,6 +148,67 @@ def test_what_a_shared_table_has_displaced_is_told_in_order_of_time():
     for entries in reversed(evicted):
         store, _ = hkv.import_batch(store, entries)
     assert hkv.find(store, known[:1])[1].values.tolist() == [[77.0] * DIM]
+
+
+def nested(embed, ids):
+    """A helper of the user's, whose program nnx keeps."""
+    return embed(ids, train=True)
+
+
+def test_lookups_in_programs_that_flax_keeps_have_their_turn(rng):
+    """The second one of a step, however often its program has been taken for others."""
+    kept = nnx.jit(nested)
+
+    def loss(model, first, second, more):
+        rows = model.decoder(first, train=True)
+        return (rows.sum() + kept(model.encoder, second).sum()) * more.mean()
+
+    step = hkv.nnx.train_step(loss)
+    for places in (3, 5):
+        state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
+        first = np.arange(100, dtype=np.int32)
+        info = step(state, first, first + 1000, np.ones(places, np.float32))
+        ((_, evicted),) = info.evicted.items()
+        assert [int(each.count) for each in evicted] == [0, 72]
+        assert type(state.model.encoder.table.get_value()) is hkv.Table
+
+
+def test_a_loop_of_the_users_compiles_a_kept_program_once(rng):
+    kept = nnx.jit(nested)
+    model = Coder()
+    differentiate = hkv.nnx.value_and_grad(
+        lambda model, ids: model.encoder(ids, train=True).sum() + kept(model.decoder, ids).sum()
+    )
+    ids = np.arange(60, dtype=np.int32)
+    for _ in range(2):
+        hkv.nnx.update_tables(model, differentiate(model, ids)[2])
+    with jax.log_compiles(), warnings_of("jax") as records:
+        for _ in range(3):
+            hkv.nnx.update_tables(model, differentiate(model, ids)[2])
+    assert [text for text in records if "Compiling" in text] == []
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_both_branches_of_a_condition_may_look_up(taken):
+    class Switched(nnx.Module):
+        def __init__(self):
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=hkv.optim.sgd(1.0))
+
+        def __call__(self, is_double, ids):
+            one = lambda embed, ids: embed(ids, train=True).sum()  # noqa: E731
+            other = lambda embed, ids: 2 * embed(ids + 50, train=True).sum()  # noqa: E731
+            return nnx.cond(is_double, other, one, self.embed, ids)
+
+    ids, asked = np.arange(9, dtype=np.int32), np.arange(59, dtype=np.int32)
+    state = hkv.nnx.TrainState(Switched(), optax.sgd(0.1))
+    start = hkv.initial_rows(state.model.embed.table.get_value(), asked)
+    hkv.nnx.train_step(lambda model, *batch: model(*batch))(state, jnp.array(taken), ids)
+    _, found = hkv.find(state.model.embed.table.get_value(), asked, fill="initial")
+    expected = np.array(start)
+    expected[50:] -= 2 * taken
+    expected[:9] -= not taken
+    np.testing.assert_allclose(found.values, expected, atol=1e-6)
+    assert np.flatnonzero(found.found).tolist() == [*(ids + 50 * taken)]
 
 
 def test_counts_are_named_by_the_layer_that_looked_up():
