@@ -23,7 +23,7 @@ from jax_hkv.whole_table import resize, size
 # two, the keys of one batch choose by what lay there before it: a large one fills a table less.
 _FULL = {1: 0.6, 2: 0.9}
 _SMALL_BATCH = 1 / 8  # of the slots
-_LESS = 0.7  # of the load factor, for each further share of the slots
+_LESS = 0.75  # of the load factor, for each further share of the slots
 
 
 def _full(choices: int, share: float) -> float:
@@ -38,17 +38,18 @@ def grow(
     """The table, doubled until its entries evict none, for use between steps.
 
     It doubles while there are more entries than 0.6 of the capacity, from where on buckets fill up.
-    With two candidate buckets that is 0.9 for batches of up to an eighth of the slots, and 0.7 of
+    With two candidate buckets that is 0.9 for batches of up to an eighth of the slots, and 0.75 of
     what a batch has above that less. It ends where the double is more than `max_capacity`; from
-    then on the table evicts. Of a table over devices the fullest part counts. What is compiled for
-    its shapes is compiled anew. Every call waits for the device, to see how many entries there are.
-    See :func:`resize`.
+    then on the table evicts. Of a table over devices the fullest part counts, with its share of
+    `room` and three standard deviations of that. What is compiled for its shapes is compiled anew.
+    Every call waits for the device, to see how many entries there are. See :func:`resize`.
 
     Args:
       table: which is only read, and lies in memory beside the new one until nobody holds it.
       max_capacity: entries of all devices together (of replicas too, each of which counts), up to
         2**31 - 1 of each.
-      room: the new ids that may come until the next call, in one batch; they count as entries.
+      room: the new ids that may come until the next call, in one batch; they count as entries. Of
+        replicas, which all get all of them, as many times that as there are devices.
       placement: of a table over devices, whose parts are doubled each.
 
     Returns:
@@ -84,7 +85,7 @@ def grow(
     # Owners of ids are drawn: three standard deviations more for the part that gets most.
     new = coming / parts
     new += 3 * math.sqrt(new) if parts > 1 else 0
-    entries = _entries(table, placement, parts) + new
+    entries = _entries(table, placement, here) + new
     while (
         entries > _full(table.choices, new / capacity) * capacity and 2 * capacity * parts <= most
     ):
@@ -126,14 +127,14 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
     return placement.devices, local if pmapped else placement.devices
 
 
-def _entries(table: Table, placement: Placement | None, parts: int) -> int:
-    """Of the fullest part."""
+def _entries(table: Table, placement: Placement | None, here: int) -> int:
+    """Of the fullest part; on the host, of those that its leaves hold."""
     check_not_used_up("grow", jax.tree.leaves(table))
     occupancy = table.index.occupancy
     if placement is None:
         return int(size(table))
     if isinstance(occupancy, np.ndarray):
-        return int(occupancy.reshape(parts, -1).sum(axis=1).max())
+        return int(occupancy.reshape(here, -1).sum(axis=1).max())
     return int(_counting(placement)((), occupancy)[1])
 
 

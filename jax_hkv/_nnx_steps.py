@@ -22,30 +22,66 @@ GRAPH_MODE: dict[str, Any] = {
 }
 
 
-@_trees.register
-@dataclasses.dataclass(frozen=True)
-class RecordedTable(Table):
-    """A table while lookups are recorded, and how many have been, by whichever layers share it.
+class TableVariable(nnx.Variable[Table]):
+    """Holds a :class:`jax_hkv.Table`.
 
-    The number is a part of the value because that goes wherever the table goes: through all of
+    In a training step also how many of its lookups have been recorded, by whichever layers share
+    it. The number is a part of the value because that goes wherever the table goes: through all of
     Flax's transformations, whose programs for one number are not taken for another. (Metadata of a
     Variable that nnx.jit has not made stay behind in it.)
     """
 
+    def get_value(self, **index: Any) -> Table:
+        """The table."""
+        return _with_lookups(super().get_value(**index), 0)
+
+    def set_value(self, value: Table, **index: Any) -> None:
+        """Another table; the lookups that have been recorded stay so."""
+        super().set_value(_with_lookups(value, self.recorded()), **index)
+
+    def recorded(self) -> int:
+        """How many lookups have been recorded."""
+        return _lookups_of(super().get_value())
+
+    def set_recorded(self, lookups: int) -> None:
+        """So many have been."""
+        if lookups != self.recorded():
+            super().set_value(_with_lookups(super().get_value(), lookups))
+
+
+def take_turn(variable: Any) -> int:
+    """Records a lookup; how many there have been before it. Of another Variable nobody knows."""
+    if not isinstance(variable, TableVariable):
+        return 0
+    turn = variable.recorded()
+    variable.set_recorded(turn + 1)
+    return turn
+
+
+def end_turns(variable: Any) -> None:
+    """No lookup has been recorded."""
+    if isinstance(variable, TableVariable):
+        variable.set_recorded(0)
+
+
+@_trees.register
+@dataclasses.dataclass(frozen=True)
+class _RecordedTable(Table):
+    """A table, of which so many lookups have been recorded."""
+
     lookups: int = _trees.static()
 
 
-def lookups_of(table: Table) -> int:
-    """How many lookups of a table have been recorded."""
-    return table.lookups if isinstance(table, RecordedTable) else 0
+def _lookups_of(table: Table) -> int:
+    return table.lookups if isinstance(table, _RecordedTable) else 0
 
 
-def with_lookups(table: Table, lookups: int) -> Table:
-    """The table with that number; a plain one for 0."""
-    if lookups_of(table) == lookups:
+def _with_lookups(table: Table, lookups: int) -> Table:
+    """The table with that number; a plain one for 0. What is no table stays what it is."""
+    if _lookups_of(table) == lookups or not isinstance(table, Table):
         return table
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(Table)}
-    return RecordedTable(**fields, lookups=lookups) if lookups else Table(**fields)
+    return _RecordedTable(**fields, lookups=lookups) if lookups else Table(**fields)
 
 
 def in_micro_batches(

@@ -35,7 +35,13 @@ from jax_hkv._layers import StepInfo
 from jax_hkv._nnx_devices import Placed
 from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
-from jax_hkv._nnx_steps import GRAPH_MODE, in_micro_batches, lookups_of, with_lookups
+from jax_hkv._nnx_steps import (
+    GRAPH_MODE,
+    TableVariable,
+    end_turns,
+    in_micro_batches,
+    take_turn,
+)
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -47,10 +53,6 @@ Model = TypeVar("Model", bound=nnx.Module)
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
-
-
-class TableVariable(nnx.Variable[Table]):
-    """Holds a :class:`jax_hkv.Table`."""
 
 
 class Looked(NamedTuple):
@@ -94,8 +96,7 @@ class _Layer(nnx.Module):
         # After a read the entries are the same. In a training step what comes later is ordered
         # behind it; elsewhere the model is left alone, so that it can be called in any trace.
         if train or self.is_recording:
-            variable = getattr(self, attribute)
-            variable.set_value(with_lookups(table, lookups_of(variable.get_value())))
+            getattr(self, attribute).set_value(table)
 
     def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
         return list(_numbered(self, _LOOKUP, attribute))
@@ -107,9 +108,7 @@ class _Layer(nnx.Module):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")
             return result.values
         number = len(self._lookups(attribute))
-        variable = getattr(self, attribute)
-        turn = lookups_of(variable.get_value())  # layers that share a table go by it, not by names
-        variable.set_value(with_lookups(variable.get_value(), turn + 1))
+        turn = take_turn(getattr(self, attribute))  # layers that share a table go by it
         lookup = Lookup(Looked(result, counts or {}), turn=turn)
         setattr(self, _LOOKUP.format(attribute, number), lookup)
         perturbation = getattr(self, _ROWS.format(attribute, number), None)
@@ -119,9 +118,7 @@ class _Layer(nnx.Module):
         """Removes what lookups left, so that a model has the same structure before every step."""
         self.is_recording = False
         for owner in self._owners():
-            variable = getattr(self, owner.attribute)
-            if lookups_of(variable.get_value()):
-                variable.set_value(with_lookups(variable.get_value(), 0))
+            end_turns(getattr(self, owner.attribute))
             for pattern in (_LOOKUP, _ROWS):
                 for name, _ in list(_numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
@@ -226,7 +223,7 @@ class Embed(_Layer):
         return _layers.cast(rows, self.dtype)
 
     def _own(self) -> Table:
-        return with_lookups(_layers.checked_table(self, "table", self.features), 0)
+        return _layers.checked_table(self, "table", self.features)
 
     def _unseen_row(self) -> Any:
         if self.unseen == "learned":
@@ -361,9 +358,7 @@ class EmbedCollection(_Layer):
     def tables(self) -> dict[str, Table]:
         """The physical tables, by the names of their groups."""
         return {
-            group.name: with_lookups(
-                _layers.checked_table(self, owner.attribute, group.tables[0].dim), 0
-            )
+            group.name: _layers.checked_table(self, owner.attribute, group.tables[0].dim)
             for owner, group in zip(self._owners(), self.collection.groups, strict=True)
         }
 

@@ -212,7 +212,15 @@ class SparseOptimizer:
         sums = _index.combine(batch.groups, batch.terms).astype(self.dtype)
         params = params.astype(self.dtype)
         state = before.structure.join(state_rows, before.shared)
-        updates, state = self._update(sums, state, params, **extra)
+        try:
+            updates, state = self._update(sums, state, params, **extra)
+        except _MISSES_ARGUMENTS as error:
+            raise TypeError(
+                "optim.update: the transformation's update fails with the arguments that it was "
+                f"given, {sorted(extra) or 'none besides gradients, state and rows'} "
+                f"({type(error).__name__}: {error}): what it wants more goes to update by keyword, "
+                "update(..., value=loss) say, which no train_step does"
+            ) from error
         new_rows, shared = before.structure.split(state)
         _check_state_dtypes(before.rows, new_rows)
 

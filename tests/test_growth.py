@@ -26,7 +26,7 @@ LOAD = {1: 0.6, 2: 0.9}  # from where on buckets fill up
 
 def load(choices, capacity):
     """With two candidates it is lower where a batch is more than an eighth of the slots."""
-    return LOAD[choices] - 0.7 * max(0, BATCH / capacity - 1 / 8) * (choices == 2)
+    return LOAD[choices] - 0.75 * max(0, BATCH / capacity - 1 / 8) * (choices == 2)
 
 
 def batches(rng, count):

@@ -212,6 +212,17 @@ def test_arguments_that_mix_no_rows_are_taken_by_any_kind_of_step():
     assert -5 < float(rows[0][0, 0]) < -1
 
 
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_arguments_that_an_update_misses_are_asked_for(is_scheduled):
+    tx = optax.polyak_sgd()
+    if is_scheduled:
+        tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5))
+    opt = hkv.optim.sparse(tx)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, 1)), np.array([1], np.int32))
+    with pytest.raises(TypeError, match=r"optim.update: .*'value'.*update\(\.\.\., value=loss\)"):
+        opt.update(table, result, jnp.ones((1, 1), jnp.float32))
+
+
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.scale(-0.1)], ids=["chain", "plain"])
 def test_a_rate_that_a_transformation_would_not_look_at_is_refused(tx):
     """A chain of optax swallows every argument, so that the rate would be ignored."""

@@ -173,6 +173,26 @@ def test_lookups_in_programs_that_flax_keeps_have_their_turn(rng):
         assert type(state.model.encoder.table.get_value()) is hkv.Table
 
 
+def test_a_table_that_a_loss_reads_and_writes_is_a_plain_one():
+    """In what it returns, too; and the lookups around it keep their order."""
+
+    def loss(model, first, second):
+        before = model.encoder.table.get_value()
+        rows = model.decoder(first, train=True)
+        after = model.encoder.table.get_value()
+        assert jax.tree.structure(before) == jax.tree.structure(after)
+        model.encoder.table.set_value(hkv.advance_epoch(after))
+        rows = [rows, model.encoder(second, train=True)]
+        return sum(each.sum() for each in rows), model.encoder.table.get_value()
+
+    state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
+    first = np.arange(100, dtype=np.int32)
+    info = hkv.nnx.train_step(loss, has_aux=True)(state, first, first + 1000)
+    ((_, evicted),) = info.evicted.items()
+    assert [int(each.count) for each in evicted] == [0, 72]
+    assert type(info.aux) is hkv.Table and int(info.aux.epoch[0]) == 1
+
+
 def test_a_loop_of_the_users_compiles_a_kept_program_once(rng):
     kept = nnx.jit(nested)
     model = Coder()
