@@ -43,7 +43,7 @@ int main(int count, char** arguments) {
   run_scenarios(machines, checks, forms_of(all_forms(1, 250, kNarrow)), {40, 0, 140, 160, 1, 60}, kSeed);
   run_scenarios(machines, checks, forms_of(all_forms(2, 600, kWide)), {300, 200, 300}, kSeed + 1000);
   run_scenarios(machines, checks, full_forms(), full_batches(6), kSeed + 5000);
-  run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 6000);
+  run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3001);
   // Enough for CUB to sort and scan in several tiles.
   run_scenarios(machines, checks, {{Policy::kLfu, 2, 60, RowType::kFloat32, 8, 12000}}, {20000},
                 kSeed + 4000);
