@@ -166,8 +166,8 @@ def test_a_table_over_devices_that_was_on_the_host_grows(rng, kind):
     insert = placement.step(insert_on_each)
     table, _ = insert(table, placement.put(hkv.Keys.from_numpy(batches(rng, 1)[0])))
     expected = contents(placement.shards(table))
-    grown = hkv.grow(jax.device_get(table), 4096, room=300, placement=placement)
-    assert grown.capacity == 1024 and contents(placement.shards(grown)) == expected
+    grown = hkv.grow(jax.device_get(table), 4096, room=400, placement=placement)
+    assert grown.capacity == 2048 and contents(placement.shards(grown)) == expected
 
 
 @pytest.mark.parametrize("parts", [1, 4])

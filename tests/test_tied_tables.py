@@ -155,7 +155,7 @@ def nested(embed, ids):
     return embed(ids, train=True)
 
 
-def test_lookups_in_programs_that_flax_keeps_have_their_turn(rng):
+def test_lookups_in_programs_that_flax_keeps_have_their_turn():
     """The second one of a step, however often its program has been taken for others."""
     kept = nnx.jit(nested)
 
@@ -193,7 +193,7 @@ def test_a_table_that_a_loss_reads_and_writes_is_a_plain_one():
     assert type(info.aux) is hkv.Table and int(info.aux.epoch[0]) == 1
 
 
-def test_a_loop_of_the_users_compiles_a_kept_program_once(rng):
+def test_a_loop_of_the_users_compiles_a_kept_program_once():
     kept = nnx.jit(nested)
     model = Coder()
     differentiate = hkv.nnx.value_and_grad(

@@ -19,6 +19,9 @@ void small_batches(Checks& checks) {
   const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
   run_scenarios(machines, checks, all_forms(1, 180, kNarrow), batches, kSeed);
   run_scenarios(machines, checks, all_forms(2, 330, kNarrow), batches, kSeed + 1000);
+  // More keys than a bucket has lanes, of which most are refused.
+  const Form crowded = {Policy::kCustom, 1, 1, RowType::kFloat32, 4, 5000};
+  run_scenarios(machines, checks, {crowded}, {700, 700}, kSeed + 3000);
   run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3000);
   // Full buckets with some new keys each: a tile has several runs, whose keys it takes together.
   run_scenarios(machines, checks, full_forms(), full_batches(15), kSeed + 5000);
