@@ -164,7 +164,7 @@ def test_the_device_without_silicon_sees_what_a_kernel_does_wrong(mistake, gpu, 
     assert count == 1
     try:
         listing.write_text(whole[:begin] + kernel)
-        result = run([device_driver, "small"])
+        result = run([device_driver, "broken"])
     finally:
         listing.write_text(whole)
     assert result.returncode == 1 and complaint in result.stdout, tail(result)

@@ -2,16 +2,20 @@
 #pragma once
 
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 namespace hkv::testing {
 
 class Checks {
  public:
+  explicit Checks(bool ends_at_failure = false) : ends_at_failure_(ends_at_failure) {}
+
   void expect(bool holds, const std::string& what) {
     ++(holds ? passed_ : failed_);
     constexpr int kMostShown = 20;
     if (!holds && failed_ <= kMostShown) std::printf("FAILED: %s\n", what.c_str());
+    if (!holds && ends_at_failure_) std::exit(finish());
   }
 
   // The last line of a test program, and its exit status.
@@ -21,6 +25,7 @@ class Checks {
   }
 
  private:
+  bool ends_at_failure_;
   int passed_ = 0;
   int failed_ = 0;
 };
