@@ -169,18 +169,10 @@ struct TileGroup {
   HKV_HOST_DEVICE uint32_t ballot(bool flag) const { return lane.ballot(flag); }
   HKV_HOST_DEVICE int broadcast(int value, int from) const { return lane.broadcast(value, from); }
   HKV_HOST_DEVICE int minimum(int value) const {
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      const int other = lane.exchange(value, step);
-      value = other < value ? other : value;
-    }
-    return value;
+    return joined(value, [](int a, int b) { return b < a ? b : a; });
   }
   HKV_HOST_DEVICE Score maximum(Score value) const {
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      const Score other = lane.exchange(value, step);
-      value = other > value ? other : value;
-    }
-    return value;
+    return joined(value, [](Score a, Score b) { return b > a ? b : a; });
   }
 
   // The matches of every member's own probe. A bucket's digests are compared by all members, a share each;
@@ -293,13 +285,17 @@ struct TileGroup {
   HKV_HOST_DEVICE uint64_t saturating_sum(int64_t count, Term term) const {
     uint64_t sum = 0;
     HKV_ROLLED for (int64_t i = rank(); i < count; i += kSize) sum = saturating_add(sum, term(i));
-    for (int step = kSize / 2; step > 0; step /= 2) {
-      sum = saturating_add(sum, lane.exchange(sum, step));
-    }
-    return sum;
+    return joined(sum, [](uint64_t a, uint64_t b) { return saturating_add(a, b); });
   }
 
  private:
+  // Of all members' values one, the same for each.
+  template <class Value, class Join>
+  HKV_HOST_DEVICE Value joined(Value value, Join join) const {
+    for (int step = kSize / 2; step > 0; step /= 2) value = join(value, lane.exchange(value, step));
+    return value;
+  }
+
   struct alignas(16) Vector {
     uint32_t words[4];
   };

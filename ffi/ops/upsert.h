@@ -143,7 +143,7 @@ struct Upsert {
     const int64_t buckets = index.digests.rows;
     // What no step asks for is not taken: on a CPU large workspaces are new pages in every call.
     workspace.new_scores = arena.take<Score>(scoring().takes_given() ? n : 0);
-    workspace.highest_scores = arena.take<Score>(notes_highest_scores<Executor>() ? n / kStretch : 0);
+    workspace.highest_scores = arena.take<Score>(noted_stretches<Executor>(n));
     workspace.groups = Groups::take(arena, n, buckets);
     workspace.pins = arena.take<uint64_t>(2 * buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
@@ -179,9 +179,10 @@ struct Upsert {
  private:
   Scoring scoring() const { return {static_cast<Policy>(policy), 0, 0}; }  // at no time yet
 
+  // Of so many places: those whose highest scores are noted.
   template <class Executor>
-  bool notes_highest_scores() const {
-    return Executor::kHasTiles && scoring().can_refuse();
+  int64_t noted_stretches(int64_t places) const {
+    return Executor::kHasTiles && scoring().can_refuse() ? places / kStretch : 0;
   }
 
   UpsertState bound() const {
@@ -220,7 +221,7 @@ struct Upsert {
     if (choices == 2) executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);
     if (choices == 1) {
-      note_highest_scores(executor, state);
+      executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
       return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
     }
     executor.each(state.groups.count, FillBucket{state});
@@ -229,15 +230,8 @@ struct Upsert {
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseByScore{n, state});
     executor.group(state.groups, scratch);
-    note_highest_scores(executor, state);
+    executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
     executor.each(state.groups.count, EvictFromBucket{true, state});
-  }
-
-  template <class Executor>
-  void note_highest_scores(Executor& executor, const UpsertState& state) const {
-    if constexpr (Executor::kHasTiles) {
-      if (scoring().can_refuse()) executor.each(state.groups.count / kStretch, NoteHighestScores{state});
-    }
   }
 
   template <class Executor>
