@@ -119,7 +119,10 @@ def match_varying(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _varying(operand: Any) -> frozenset:
-    kind = getattr(jax.typeof(operand), "manual_axis_type", None)
+    # What eval_shape describes where some axes of a mesh are manual has no sharding to be a type's.
+    is_described = isinstance(operand, jax.ShapeDtypeStruct)
+    described = operand if is_described else jax.typeof(operand)
+    kind = getattr(described, "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
 

@@ -220,7 +220,7 @@ def look_up(
     options: dict[str, Any] = {"valid": valid}
     operations: Any = _operations
     if exchange is not None:
-        options["axis_name"] = exchange
+        options["axis_name"] = exchange if train else exchange.of_reads()
         operations = sharding
     if train:
         options |= {"scores": scores, "return_evicted": evicted}

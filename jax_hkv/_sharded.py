@@ -272,7 +272,7 @@ def of_batch(
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
     table, result = look_up(
-        exchange,
+        exchange if train else exchange.of_reads(),
         table,
         batch,
         is_weighted=is_weighted,

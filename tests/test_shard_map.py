@@ -20,10 +20,14 @@ IDS = np.arange(8, dtype=np.int32)
 FACTORS = np.float32(10.0 ** np.arange(8) / 1e4)
 
 
-@pytest.fixture(scope="module")
-def placement():
-    mesh = jax.make_mesh((DEVICES,), ("device",), axis_types=(AxisType.Auto,))
-    return hkv.sharding.Placement(mesh)
+@pytest.fixture(
+    scope="module", params=[{"device": DEVICES}, {"device": DEVICES, "model": 2}], ids=str
+)
+def placement(request):
+    """Where there is another axis, it stays with the compiler."""
+    kinds = (AxisType.Auto,) * len(request.param)
+    mesh = jax.make_mesh(tuple(request.param.values()), tuple(request.param), axis_types=kinds)
+    return hkv.sharding.Placement(mesh, "device")
 
 
 class NnxModel(nnx.Module):
@@ -77,7 +81,12 @@ def test_each_device_has_the_gradients_of_its_own_rows(api, axis_name, check_vma
     state = placement.create(make)
     split = P("device")
     mapped = jax.shard_map(
-        step, mesh=placement.mesh, in_specs=split, out_specs=split, check_vma=check_vma
+        step,
+        mesh=placement.mesh,
+        axis_names={"device"},
+        in_specs=split,
+        out_specs=split,
+        check_vma=check_vma,
     )
     state, gradients = jax.jit(mapped)(state, *placement.put((IDS, FACTORS)))
     np.testing.assert_array_equal(gradients, np.broadcast_to(FACTORS[:, None], (8, DIM)))
@@ -124,6 +133,7 @@ def test_a_whole_step_trains_each_devices_own_table(check_vma, placement):
         mesh=placement.mesh,
         in_specs=(specs, P("device"), P("device")),
         out_specs=specs,
+        axis_names={"device"},
         check_vma=check_vma,
     )
     state = jax.jit(mapped)(state, *placement.put((IDS, FACTORS)))

@@ -157,6 +157,63 @@ def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
         step(state, *placement.put((ids, same)))
 
 
+def _reads_of_layers(axis_name):
+    """By name: what makes rows of a table and of padded ids, nothing being trained."""
+    collection = hkv.Collection(
+        [hkv.TableConfig("t", 4096, 4)], [hkv.Feature("t", "t"), hkv.Feature("bags", "t", "sum")]
+    )
+    (group,) = collection.groups
+
+    def collected(table, ids):
+        _, found = collection.lookup(
+            {group.name: table}, {"t": ids, "bags": ids}, axis_name=axis_name
+        )
+        return list(collection.spread(found.rows, found.parts).values())
+
+    def linen(layer):
+        def read(table, ids):
+            return layer.apply({hkv.linen.TABLES: {"table": table}}, ids)
+
+        return read
+
+    def nnx(table, ids):
+        layer = hkv.nnx.Embed(4096, 4, axis_name=axis_name)
+        layer.table.set_value(table)
+        return layer(ids)
+
+    return {
+        "linen": linen(hkv.linen.Embed(4096, 4, axis_name=axis_name)),
+        "zeros": linen(hkv.linen.Embed(4096, 4, axis_name=axis_name, unseen="zeros")),
+        "bags": linen(hkv.linen.EmbedBag(4096, 4, combiner="sum", axis_name=axis_name)),
+        "nnx": nnx,
+        "collection": collected,
+    }
+
+
+@pytest.mark.parametrize("layer", _reads_of_layers(None))
+def test_lookups_of_layers_that_do_not_train_lose_nothing_where_an_exchange_is_strict(layer):
+    """Evaluation, and frozen tables in training: nobody is told of an overflow there."""
+    placement = Placement(mesh_of(4))
+    tight = Exchange("device", distinct=0.02, slack=0.1, strict=True)
+    keys = placement.put(np.arange(400, dtype=np.int32).reshape(200, 2))
+
+    def fill(table, keys):
+        table, result = sharding.insert_or_assign(
+            table, keys, jnp.ones((*keys.shape, 4)), axis_name="device"
+        )
+        return table, result.overflow
+
+    table, _ = placement.step(fill)(placement.create(lambda: hkv.create(4096, 4)), keys)
+    find = placement.run(
+        lambda table, keys: sharding.find(table, keys, axis_name=tight)[1].overflow[None]
+    )
+    assert int(find(table, keys)[0]) > 0
+    rows = placement.run(_reads_of_layers(tight)[layer])(table, keys)
+    for each in jax.tree.leaves(rows):
+        in_a_bag = 4 * keys.size // each.size
+        np.testing.assert_array_equal(each, jnp.full_like(each, in_a_bag))
+
+
 def test_strict_and_other_lookups_do_not_go_into_one_update():
     placement = Placement(mesh_of(2))
 
