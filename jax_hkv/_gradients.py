@@ -31,7 +31,8 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the bound, positive.
-      gradients: of the dense parameters, any pytree.
+      gradients: of the dense parameters, any pytree; over devices summed over them, as rows'
+        gradients are here.
       results: for each table, the result of its lookup, or a list of results.
       row_gradients: for each table, as its optimizer's update takes them.
 

@@ -294,11 +294,18 @@ class Devices(NamedTuple):
     axes: tuple[str, ...] = ()
 
     def mean(self, tree: Any) -> Any:
-        """The mean over the devices of every floating-point leaf; others are taken as equal."""
+        """The mean over the devices: of integers and bools the nearest; random keys are equal."""
 
         def one(leaf: Any) -> Any:
-            is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-            return jax.lax.pmean(leaf, self.axes) if is_float else leaf
+            kind = jnp.result_type(leaf)
+            if jnp.issubdtype(kind, jnp.floating):
+                return jax.lax.pmean(leaf, self.axes)
+            if not (jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_):
+                return leaf
+            whole = jnp.asarray(leaf, jnp.int32 if kind == jnp.bool_ else kind)
+            least = jax.lax.pmin(whole, self.axes)  # of equal ones every bit stays
+            excess = jax.lax.pmean((whole - least).astype(jnp.float32), self.axes)
+            return (least + jnp.round(excess).astype(whole.dtype)).astype(kind)
 
         return jax.tree.map(one, tree) if self.axes else tree
 
@@ -338,11 +345,7 @@ class Devices(NamedTuple):
                     f"the placement spreads it over {self.axes}: name the same axes in both, in "
                     "the same order"
                 )
-        overflow = sum((total_of(each.overflow) for each in results), 0) if self.axes else 0
-        own = metrics.of(table, results, overflow)
-        is_copied = self.axes and results[0].exchange.replicas
-        skipped = own.skipped if is_copied else self.total(own.skipped)
-        return own._replace(load_factor=self.mean(own.load_factor), skipped=skipped)
+        return metrics.of(table, results)
 
 
 def strict_overflow(results: dict[str, list[Any]]) -> dict[str, Int32[Array, ""]]:

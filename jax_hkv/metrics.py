@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jax_hkv.index import LANES
+from jax_hkv.index import LANES, total_of
 from jax_hkv.table import (
     Counts,
     InsertResult,
@@ -33,9 +33,9 @@ _CHUNK_BUCKETS = 16384
 class Metrics(NamedTuple):
     """What became of the distinct keys of a step, and the state of the table; scalars.
 
-    A pytree, to be returned from a train step. `overflow` is what the caller says: keys that found
-    no room in a buffer of static size. `skipped` counts the stale rows that the optimizer has ever
-    left out.
+    A pytree, to be returned from a train step. `overflow` counts keys that found no room in a
+    buffer of static size, `skipped` the stale rows that the optimizer has ever left out. Over
+    several devices all numbers are those of all of them.
     """
 
     hits: Int32[Array, ""]
@@ -52,9 +52,9 @@ class Metrics(NamedTuple):
 def of(
     table: Table,
     result: InsertResult | WriteResult | Sequence[InsertResult | WriteResult],
-    overflow: Any = 0,
+    overflow: Any = None,
 ) -> Metrics:
-    """The metrics of a step, inside ``jit`` too.
+    """The metrics of a step, inside ``jit`` too, and inside ``shard_map`` and ``pmap``.
 
     Call it last: it reads the occupancy of the table, which a later write would have to copy.
 
@@ -62,7 +62,7 @@ def of(
       table: after the step.
       result: of the step's operation; or of several, whose counts are summed (a key that two of
         them saw counts twice).
-      overflow: keys that were left out for want of room, a scalar.
+      overflow: keys that were left out for want of room, a scalar; None: those of the results.
 
     Raises:
       TypeError: if `result` holds no counts.
@@ -86,11 +86,19 @@ def of(
     totals = no_counts()
     for each in results:  # a scan may have stacked them
         totals = jax.tree.map(jnp.add, totals, totals_of(each.counts))
+    if overflow is None:
+        overflow = sum((total_of(getattr(each, "overflow", 0)) for each in results), 0)
+    full, skipped = load_factor(table), table.optimizer.skipped[0] if table.optimizer else 0
+    exchanges = [each.exchange for each in results if hasattr(each, "exchange")]
+    if exchanges:  # the table is a part of one
+        full = jax.lax.pmean(full, exchanges[0].axes)
+        if not exchanges[0].replicas:
+            skipped = jax.lax.psum(skipped, exchanges[0].axes)
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(overflow, jnp.int32),
-        load_factor=load_factor(table),
-        skipped=table.optimizer.skipped[0] if table.optimizer else jnp.uint32(0),
+        load_factor=full,
+        skipped=jnp.asarray(skipped, jnp.uint32),
     )
 
 

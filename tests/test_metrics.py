@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jax_hkv as hkv
-from jax_hkv import metrics, plots
+from jax_hkv import metrics, plots, sharding
+from jax_hkv.sharding import Exchange, Placement
 
 SGD = hkv.optim.sparse(optax.sgd(0.1, momentum=0.9))
 
@@ -73,6 +74,32 @@ def test_metrics_of_several_results_are_sums_and_skipped_rows_are_seen():
     }
     assert int(metrics.of(hkv.create(128, 2), []).unique) == 0
     assert values.load_factor == 6 / 128
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("call", ["find_or_insert", "insert_or_assign"])
+def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, replicas):
+    """Of a lookup whose keys overflowed, and of a table that has skipped updates before."""
+    placement = Placement(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
+    tight = Exchange("device", replicas=replicas, distinct=0.05, slack=0.1)
+
+    def step(table, keys, rows):
+        table, result = sharding.find_or_insert(table, keys, axis_name=tight)
+        other, _ = sharding.erase(table, keys[:2], axis_name=tight)
+        table = sharding.update(SGD, other, result, result.values)
+        given = () if call == "find_or_insert" else (rows,)
+        table, own = getattr(sharding, call)(table, keys, *given, axis_name=tight)
+        return table, (metrics.of(table, [result, own]), result.overflow + own.overflow)
+
+    table = placement.create(lambda: SGD.init(hkv.create(1024, 2)))
+    keys = hkv.Keys.from_numpy(np.arange(400))
+    inputs = placement.put((keys, np.ones((400, 2), np.float32)))
+    table, (found, overflow) = placement.step(step)(table, *inputs)
+    assert found.load_factor == float(hkv.load_factor(table)) == 400 / (1024 if replicas else 4096)
+    assert (int(found.overflow), int(found.skipped)) == (int(overflow), 8)
+    assert int(overflow) > 0 or replicas
+    for shards in jax.tree.leaves(found):
+        assert len({shard.data.item() for shard in shards.addressable_shards}) == 1
 
 
 def test_metrics_of_something_else_are_refused():

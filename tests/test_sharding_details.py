@@ -139,6 +139,38 @@ def test_load_factors_and_skipped_rows_are_those_of_all_devices():
     assert int(metrics.skipped) == int(np.sum(np.asarray(table.optimizer.skipped)))
 
 
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.int32, jnp.uint32, jnp.int8, jnp.bool_])
+def test_statistics_are_means_of_all_devices_whatever_their_kind(kind):
+    """Of integers the nearest; what is equal on all devices stays as it is."""
+    placement = Placement(mesh_of(4))
+    most = 255 if kind is jnp.uint32 else 1
+    equal = jnp.array([jnp.iinfo(kind).max if jnp.issubdtype(kind, jnp.integer) else 1], kind)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=False):
+            seen = self.variable("seen", "differs", lambda: jnp.zeros((2,), kind))
+            same = self.variable("seen", "equal", lambda: jnp.zeros((1,), kind))
+            if train:
+                seen.value = jnp.stack([most * (ids[0] > 0), most * (ids[0] == 3)]).astype(kind)
+                same.value = equal
+            rows = hkv.linen.Embed(4096, 4, optimizer=SGD, axis_name="device")(ids, train=train)
+            return nn.Dense(1)(rows)
+
+    state = placed(placement, Model(), jnp.zeros((1,), jnp.int32))
+    step = hkv.linen.train_step(
+        lambda apply, ids: apply(ids, train=True).sum(), placement=placement
+    )
+    state, _ = step(state, placement.put(np.arange(4, dtype=np.int32)))
+    assert placement.replicas_agree(state.variables)
+    found = state.variables["seen"]
+    means = np.array([0.75, 0.25]) * most
+    np.testing.assert_array_equal(
+        found["differs"], (means if kind is jnp.float32 else np.round(means)).astype(kind)
+    )
+    np.testing.assert_array_equal(found["equal"], equal)
+
+
 def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
     placement = Placement(mesh_of(4))
     tight = Exchange("device", distinct=0.02, slack=0.1, strict=True)
