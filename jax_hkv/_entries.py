@@ -51,6 +51,7 @@ class Exported(NamedTuple):
       namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
         say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
         ids.
+      seed: of the table, by which keys have their places in `counters`; None where there are none.
     """
 
     keys: np.ndarray
@@ -63,6 +64,7 @@ class Exported(NamedTuple):
     counters: np.ndarray | None
     policy: int
     namespace: np.ndarray | Namespace | None = None
+    seed: int | None = None
 
 
 @of_one_device
@@ -184,8 +186,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
         f"{forms_of(part.values, part.optimizer, part.shared)}, sightings "
-        f"{getattr(part.counters, 'shape', None)}, scores of Policy.{Policy(part.policy).name} and "
-        f"{keys_are(namespace_of(part))}"
+        f"{getattr(part.counters, 'shape', None)} by seed {part.seed}, scores of "
+        f"Policy.{Policy(part.policy).name} and {keys_are(namespace_of(part))}"
         for part in parts
     ]
     if len(set(kinds)) > 1:
@@ -203,6 +205,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         counters=functools.reduce(np.maximum, counters) if counters else None,
         policy=latest.policy,
         namespace=latest.namespace,
+        seed=latest.seed,
     )
 
 
@@ -217,6 +220,7 @@ def _exported(part: Table, min_score: int | None) -> Exported:
         counters=None if counters is None else np.asarray(counters),
         policy=int(part.policy),
         namespace=as_array(part.index.namespace),
+        seed=None if counters is None else part.seed,
     )
 
 
@@ -273,6 +277,7 @@ def without_entries(part: Table) -> Exported:
         counters=counters,
         policy=int(part.policy),
         namespace=as_array(part.index.namespace),
+        seed=None if counters is None else part.seed,
     )
 
 
@@ -449,6 +454,8 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
     as_integer(call, f"{argument}.policy", exported.policy, 0, max(Policy))
+    if exported.seed is not None:
+        as_integer(call, f"{argument}.seed", exported.seed, 0, 2**64 - 1)
     try:
         namespace_of(exported)
     except (TypeError, ValueError, AttributeError):
@@ -504,11 +511,14 @@ def check_fits(
             "exported._replace(namespace=group.namespace)"
         )
     own = None if table.admission is None else table.admission.counters
-    if own is not None and exported.counters is not None and own.shape != exported.counters.shape:
+    if own is None or exported.counters is None:
+        return
+    wanted, given = (list(own.shape), table.seed), (list(exported.counters.shape), exported.seed)
+    if given not in (wanted, (wanted[0], None)):
         raise ValueError(
-            f"{call}: {argument} must have sightings like the table's, "
-            f"{list(own.shape)}, got {list(exported.counters.shape)}: create the table with the "
-            "same admission, or import exported._replace(counters=None), which forgets them"
+            f"{call}: {argument} must have sightings like the table's, {wanted[0]} by seed "
+            f"{wanted[1]}, got {given[0]} by seed {given[1]}: create the table with the same "
+            "admission and seed, or import exported._replace(counters=None), which forgets them"
         )
 
 

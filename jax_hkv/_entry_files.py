@@ -61,6 +61,8 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     arrays |= {"policy": np.uint64(exported.policy)}
     if (namespace := as_array(_entries.namespace_of(exported))) is not None:
         arrays["namespace"] = namespace
+    if exported.seed is not None:
+        arrays["seed"] = np.uint64(exported.seed)
     return arrays
 
 
@@ -115,4 +117,5 @@ def entries_of_arrays(saved: Any) -> Exported:
         counters=rows.get("counters"),
         policy=int(saved["policy"]),
         namespace=saved.get("namespace"),
+        seed=int(saved["seed"]) if "seed" in saved else None,
     )

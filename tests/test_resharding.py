@@ -329,6 +329,30 @@ def test_a_younger_table_takes_the_time_of_the_entries():
     assert (after.clock, after.shared["count"].tolist()) == (30, [30])
 
 
+def test_sightings_by_another_seed_say_nothing_and_are_refused(tmp_path):
+    """Keys have other cells there: all would have to be seen anew, and others come in early."""
+    rule = hkv.admission.frequency(2, width=64)
+
+    def made(seed):
+        return hkv.create(128, DIM, admission=rule, seed=seed)
+
+    ids = np.arange(20, dtype=np.int32)
+    own, other = (sharding.export_entries(hkv.find_or_insert(made(n), ids)[0]) for n in (0, 9))
+    with pytest.raises(ValueError, match=r"import_entries: .* by seed 9, got \[4, 64\] by seed 0"):
+        sharding.import_entries(None, made(9), own)
+    with pytest.raises(ValueError, match="with the same rows.*by seed 0.*by seed 9"):
+        sharding.join_entries([own, other])
+    with pytest.raises(ValueError, match="by seed 9, got"):
+        sharding.reshard(hkv.find_or_insert(made(0), ids)[0], made(9))
+    sharding.save_entries(tmp_path / "entries", other)
+    assert (other := sharding.load_entries(tmp_path / "entries")).seed == 9
+    forgotten, _ = sharding.import_entries(None, made(9), own._replace(counters=None))
+    for table, are_seen in ((sharding.import_entries(None, made(9), other)[0], True),
+                            (sharding.import_entries(None, made(0), own)[0], True),
+                            (forgotten, False)):  # fmt: skip
+        assert hkv.is_new(hkv.find_or_insert(table, ids)[1].status).all() == are_seen
+
+
 def test_sightings_are_the_higher_ones_and_stay_where_one_side_has_none():
     rule = hkv.admission.frequency(3, width=64)
     one, other = (
