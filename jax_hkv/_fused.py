@@ -40,8 +40,32 @@ _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
 @dataclasses.dataclass(frozen=True)
+class _Form:
+    """What optimizer rows are, whatever the numbers of their optimizer: they may change in between.
+
+    Attributes:
+      name: of the rule.
+      states: their names.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    is_rowwise: bool
+    state_dtype: Any
+    count_per_row: bool
+    stochastic_rounding: bool
+    injects_rate: bool
+
+    def __str__(self) -> str:
+        flags = ("count_per_row", "stochastic_rounding", "injects_rate")
+        options = [name for name in flags if getattr(self, name)]
+        rows = f"{', '.join(self.states) or 'no rows'} in {self.state_dtype.name}"
+        return f"{self.name} ({', '.join([rows, *options])})"
+
+
+@dataclasses.dataclass(frozen=True)
 class _Rule:
-    """An optimizer without its learning rate: what a table's optimizer rows belong to.
+    """An optimizer without its learning rate.
 
     Attributes:
       name: of the native operation, behind "update_".
@@ -60,6 +84,14 @@ class _Rule:
     stochastic_rounding: bool
     seed: int
     injects_rate: bool = False
+
+    @property
+    def form(self) -> _Form:
+        """Of the rows that belong to it."""
+        return _Form(
+            *(self.name, tuple(name for name, _ in self.starts), self.is_rowwise),
+            *(self.state_dtype, self.count_per_row, self.stochastic_rounding, self.injects_rate),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +127,7 @@ class FusedOptimizer:
         if rule.injects_rate:
             assert not callable(self.learning_rate)
             rate = {_RATE: jnp.full((1,), self.learning_rate, jnp.float32)}
-        rows = _updates.optimizer_rows(fresh, count | rate, rule, table)
+        rows = _updates.optimizer_rows(fresh, count | rate, rule.form, table)
         return dataclasses.replace(table, optimizer=rows)
 
     def update(
@@ -127,7 +159,7 @@ class FusedOptimizer:
         if rule.name == "ftrl" and learning_rate is not None:
             raise TypeError(f"optim.update: FTRL takes no learning_rate: {_ONE_ALPHA}")
         apply = as_flag("optim.update", "apply", apply)
-        before = _updates.rows_of(table, rule)
+        before = _updates.rows_of(table, rule.form)
         table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         count = before.shared["count"]
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate

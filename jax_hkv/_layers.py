@@ -128,6 +128,12 @@ def host_checked(
                     "up: give copies (copy.deepcopy; nnx.clone makes none), or make the step with "
                     "donate=False"
                 )
+            elif isinstance(error, TypeError) and "required keyword-only" in str(error):
+                error.add_note(
+                    "train_step: if it is tx that wants this, as optax.contrib.reduce_on_plateau "
+                    "wants value=, no train_step gives it: leave it out, and change the rate of an "
+                    "optax.inject_hyperparams between steps"
+                )
             raise
         for where, overflow in info_of(outputs).strict_overflow.items():
             if check_overflow and not is_traced(overflow):  # in a scan its report tells
@@ -560,11 +566,11 @@ def check_dense_state(call: str, state: Any, trainable: Sequence[str], scale: An
         )
     if trainable and has_micro_steps(state):
         warn(
-            f"{call}: tx is an optax.MultiSteps or apply_every, which changes dense parameters "
-            "once in several steps, but tables are updated in every step. To train both on several "
-            "batches at once, make one batch of them, which train_step(micro_batches=4) goes "
-            "through in parts; if rows are meant to move on, silence this with "
-            "warnings.filterwarnings"
+            f"{call}: tx is an optax.MultiSteps, apply_every or contrib.sam, whose steps of dense "
+            "parameters take several batches, but tables are updated in every step. To train both "
+            "on several batches at once, make one batch of them, which "
+            "train_step(micro_batches=4) goes through in parts; if rows are meant to move on, "
+            "silence this with warnings.filterwarnings"
         )
 
 

@@ -73,10 +73,8 @@ def rows_of(table: Table, structure: Any) -> OptimizerRows:
     if table.optimizer.structure != structure:
         raise ValueError(
             "optim.update: the table has no optimizer rows of this optimizer, but of another: "
-            f"{table.optimizer.structure}, got {structure}. Take the one that made them (its "
-            "learning rate may be another number; a native optimizer takes it at every update, "
-            "and one of optax if optax.inject_hyperparams made it). opt.init(table) would begin "
-            "anew and drop them"
+            f"{table.optimizer.structure}, got {structure}. Take one of the kind that made them, "
+            "whose numbers may be others. opt.init(table) would begin anew and drop them"
         )
     return table.optimizer
 

@@ -27,6 +27,7 @@ from jax_hkv._namespaces import NumberOf, joined_in_namespaces
 from jax_hkv._placement import Placement
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv._warnings import warn
 from jax_hkv.features import Bagged
 from jax_hkv.table import InsertResult, Table, check_table
 
@@ -414,7 +415,8 @@ class Collection:
           tables: of :meth:`create`.
           inputs: of every feature: ids of shape ``[batch]`` or ``[batch, hotness]``, a
             :class:`jax_hkv.Padded` (mask and weights beside them), or a :class:`jax_hkv.Jagged`.
-          train: whether absent ids are inserted, in the tables that have an optimizer.
+          train: whether absent ids are inserted, in the tables that have an optimizer; of others,
+            which are only read, a warning tells.
           fill: what ids without a row add: "initial", the rows that they would start with, or 0.
           axis_name: of the mesh axis that tables and batches are spread over, or a
             :class:`jax_hkv.sharding.Exchange`; inside shard_map or pmap.
@@ -431,6 +433,8 @@ class Collection:
         """
         self.check_inputs("Collection.lookup", inputs, partial)
         self.check_tables("Collection.lookup", tables)
+        if train:
+            self._warn_of_frozen(inputs)
         tables = dict(tables)
         rows: dict[str, Any] = {}
         results: dict[str, Any] = {}
@@ -458,6 +462,18 @@ class Collection:
             rows[group.name], results[group.name] = found.values, found.result
             batches[group.name], slots[group.name] = batch, found.slots
         return tables, CollectionRows(rows, results, tuple(parts), batches, slots)
+
+    def _warn_of_frozen(self, inputs: Mapping[str, Any]) -> None:
+        """Of tables that a training lookup only reads, which a forgotten optimizer does too."""
+        looked_up = {feature.table for feature in self.features if feature.name in inputs}
+        frozen = [config.name for config in self.tables if config.optimizer is None]
+        if left := [name for name in frozen if name in looked_up]:
+            warn(
+                f"Collection.lookup: with train=True the tables {left} are only read, no id is "
+                "inserted and nothing trained: their TableConfig has no optimizer. Give it one, "
+                "or, of tables that are meant to be frozen, silence this with "
+                "warnings.filterwarnings"
+            )
 
     def with_unseen(
         self,

@@ -87,7 +87,8 @@ def of(
     for each in results:  # a scan may have stacked them
         totals = jax.tree.map(jnp.add, totals, totals_of(each.counts))
     if overflow is None:
-        overflow = sum((total_of(getattr(each, "overflow", 0)) for each in results), 0)
+        overflows = [getattr(each, "overflow", None) for each in results]
+        overflow = sum(total_of(own) for own in overflows if own is not None)
     full, skipped = load_factor(table), table.optimizer.skipped[0] if table.optimizer else 0
     exchanges = [each.exchange for each in results if hasattr(each, "exchange")]
     if exchanges:  # the table is a part of one

@@ -327,7 +327,7 @@ class EmbedCollection(_Layer):
 
         Args:
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
-          train: see :class:`Embed`.
+          train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
         """
         tables, looked_up = self.collection.lookup(

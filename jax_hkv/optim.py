@@ -109,6 +109,9 @@ class _Structure:
     tree: Any
     kinds: tuple[tuple[str, str], ...]  # of each leaf: its name, and whether rows share it
 
+    def __str__(self) -> str:
+        return f"{', '.join(f'{name} ({kind})' for name, kind in self.kinds)} of {self.tree}"
+
     def join(self, row: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
         for name, leaf in shared.items():
             if np.ndim(leaf) == 0:
@@ -412,8 +415,8 @@ def _check_state_dtypes(before: Mapping[str, jax.Array], after: Mapping[str, jax
 
 
 def has_micro_steps(state: Any) -> bool:
-    """Whether a state of optax is, or holds, one of MultiSteps or of apply_every."""
-    return _holds(state, "MultiStepsState", "ApplyEvery")
+    """Whether a state of optax is, or holds, one of MultiSteps, of apply_every or of sam."""
+    return _holds(state, "MultiStepsState", "ApplyEvery", "SAMState")
 
 
 def skips_steps(state: Any) -> bool:
@@ -432,9 +435,9 @@ def _check_no_micro_steps(state: Any) -> None:
     """Raises for micro-steps of optax: rows that one did not touch would miss their turn."""
     if has_micro_steps(state):
         raise ValueError(
-            "optim.sparse: optax.MultiSteps and apply_every count micro-steps for all rows, but a "
-            "batch touches some: give the results and gradients of several lookups to one update "
-            "instead"
+            "optim.sparse: optax.MultiSteps, apply_every and contrib.sam count micro-steps for all "
+            "rows, but a batch touches some: give the results and gradients of several lookups to "
+            "one update instead"
         )
 
 

@@ -386,6 +386,13 @@ def check_one_device(call: str, table: Any) -> None:
             f"uint32{list(table.clock.shape)} "
             f"{_STACKED if len(table.clock.shape) == 2 else _OVER_DEVICES}"
         )
+    if table.clock.dtype != jnp.uint32:
+        raise TypeError(
+            f"{call}: table must have a clock of uint32, got {table.clock.dtype}: what casts or "
+            "averages all leaves (jax.tree.map, optax.incremental_update) changes whose the rows "
+            "are. Change table.values alone; averages of rows are a table of their own "
+            "(docs/guide.md, by assign)"
+        )
     own = () if table.optimizer is None else table.optimizer.rows.values()
     counts = [leaf.shape[0] for leaf in (table.values, *own)]
     if any(count != table.index.slots for count in counts):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import warnings
 from functools import partial
 
 import flax.linen as linen
@@ -317,3 +319,27 @@ def test_what_an_operation_refuses_is_said_with_the_table(rng):
             hkv.insert_or_assign, tables, {"items": IDS["items"]}, {"items": np.ones((3, DIM))}
         )
     assert raised.value.__notes__ == ["Collection.on_tables: of the table 'items'"]
+
+
+@pytest.mark.parametrize("of_second", [None, ADAM])
+def test_tables_that_training_only_reads_are_named(of_second):
+    """A forgotten optimizer would train nothing, and say nothing."""
+    optimizers = {"a": ADAM, "b": of_second}
+    collection = hkv.Collection(
+        [hkv.TableConfig(name, 128, DIM, optimizer=own) for name, own in optimizers.items()],
+        [hkv.Feature(name, name) for name in optimizers],
+    )
+    ids = np.array([1, 2], np.int32)
+
+    def looked_up(*names, train=True):
+        inputs = dict.fromkeys(names, ids)
+        tables, _ = collection.lookup(collection.create(), inputs, train=train, partial=True)
+        return collection.sizes(tables)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        looked_up("a")
+        looked_up("a", "b", train=False)
+    is_told = pytest.warns(UserWarning, match=r"lookup: .*\['b'\] are only read.* no optimizer")
+    with contextlib.nullcontext() if of_second else is_told:
+        assert int(looked_up("a", "b")["b"]) == (2 if of_second else 0)

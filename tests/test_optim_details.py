@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import jax_hkv as hkv
@@ -375,3 +379,98 @@ def test_a_rate_that_cannot_be_set_is_named():
         hkv.optim.set_learning_rate(table, jnp.ones(2))
     with pytest.raises(TypeError, match="set_learning_rate: table must be"):
         hkv.optim.set_learning_rate(None, 0.1)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (hkv.optim.adam, {"b1": 0.9}, {"b1": 0.5, "eps": 1e-4}),
+        (hkv.optim.adamw, {"weight_decay": 0.1}, {"weight_decay": 0.0}),
+        (hkv.optim.sgd, {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}),
+        (hkv.optim.adagrad, {"eps": 1e-7}, {"eps": 1e-2, "initial_accumulator_value": 3.0}),
+        (hkv.optim.rowwise_adagrad, {}, {"weight_decay": 0.5}),
+        (hkv.optim.ftrl, {"l1": 0.0}, {"l1": 0.1}),
+    ],
+)
+def test_an_optimizers_numbers_may_change_between_steps(make, before, after):
+    """As a checkpoint restored for the other numbers does it; new rows start as they did."""
+    old, new = make(0.5, **before), make(0.5, **after)
+    table, result = hkv.find_or_insert(old.init(hkv.create(128, DIM)), IDS)
+    gradients = jnp.arange(12, dtype=jnp.float32).reshape(3, DIM)
+    table = old.update(table, result, gradients)
+
+    leaves, _ = jax.tree.flatten(table)
+    restored = jax.tree.unflatten(jax.tree.structure(new.init(table)), leaves)
+    expected = new.update(restored, result, gradients)
+    changed = jax.lax.scan(
+        lambda own, _: (new.update(own, result, gradients), None), table, None, 1
+    )
+    kept = old.update(table, result, gradients)
+    for own, other in zip(jax.tree.leaves(changed[0]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert (np.asarray(kept.values) != np.asarray(expected.values)).any()
+
+
+def test_rows_of_another_kind_of_optimizer_are_named():
+    table, result = hkv.find_or_insert(hkv.optim.adam(0.1).init(hkv.create(128, DIM)), IDS)
+    others = {
+        hkv.optim.adagrad(0.1): r"adagrad \(sum_of_squares in float32\)",
+        hkv.optim.adam(0.1, state_dtype=jnp.bfloat16): r"adam \(mu, nu in bfloat16\)",
+        hkv.optim.adam(0.1, count_per_row=True): r"adam \(mu, nu in float32, count_per_row\)",
+        hkv.optim.sparse(optax.trace(0.9)): r"trace \(row\) of PyTreeDef",
+    }
+    for other, named in others.items():
+        with pytest.raises(ValueError, match=rf"adam \(mu, nu in float32\), got {named}.* numbers"):
+            other.update(table, result, result.values)
+
+
+def test_an_average_of_rows_is_a_table_of_its_own():
+    """As docs/guide.md does it; averaged leaf by leaf a table would have other keys."""
+    opt = hkv.optim.sgd(1.0)
+    table, average = opt.init(hkv.create(128, DIM)), hkv.create(128, DIM)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, average, ids):
+        table, result = hkv.find_or_insert(table, ids)
+        table = opt.update(table, result, jnp.ones_like(result.values))
+        table, own = hkv.find(table, ids)
+        average, old = hkv.find_or_insert(average, ids, values=own.values)
+        average, _ = hkv.assign(average, ids, 0.9 * old.values + 0.1 * own.values)
+        return table, average
+
+    first = np.asarray(hkv.initial_rows(table, IDS))
+    for ids in (IDS, IDS, IDS[:1]):
+        before = jax.tree.map(jnp.copy, table)
+        table, average = step(table, average, ids)
+    moved = np.array([[0.9 * 1.1 + 0.1 * 3], [1.1], [1.1]])
+    np.testing.assert_allclose(hkv.find(average, IDS)[1].values, first - moved, rtol=1e-5)
+    with pytest.raises(TypeError, match="find: table must have a clock of uint32, got float32"):
+        hkv.find(optax.incremental_update(table, before, 0.1), IDS)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, ids, train=False):
+        layer = hkv.linen.Embed(128, DIM, optimizer=hkv.optim.sgd(0.1))
+        return nn.Dense(1)(layer(ids, train=train))
+
+
+def state_of(tx):
+    return hkv.linen.TrainState.create(Model(), jax.random.key(0), IDS, tx=tx)
+
+
+def test_steps_of_dense_parameters_that_look_around_first_are_noted():
+    """By optax.contrib.sam: tables would be trained at the points that it tries."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))
+    with pytest.warns(UserWarning, match="contrib.sam.*tables are updated in every step"):
+        state_of(sam)
+    with pytest.raises(ValueError, match="apply_every and contrib.sam count micro-steps"):
+        hkv.optim.sparse(sam).init(hkv.create(128, DIM))
+
+
+def test_what_a_transformation_of_dense_parameters_wants_besides_is_explained():
+    state = state_of(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())
+    with pytest.raises(TypeError, match="'value'") as caught:
+        step(state, IDS)
+    assert "inject_hyperparams between steps" in "".join(caught.value.__notes__)
