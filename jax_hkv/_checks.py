@@ -18,6 +18,9 @@ from jax_hkv._keys import Keys, as_keys, keys_of, would_cut
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
+# What functions of whole tables must be, and one that is.
+FROM_TABLE_TO_TABLE = "from a table to a table", "give jax_hkv.advance_epoch, say"
+
 
 def is_number(value: Any) -> bool:
     """Whether it is one of Python's or NumPy's, and no flag."""
@@ -61,6 +64,14 @@ def as_bool(call: str, argument: str, value: Any, expected: str = "True or False
             f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
         )
     return bool(value)
+
+
+def check_function(call: str, argument: str, fn: Any, expected: str, remedy: str) -> None:
+    """Raises unless it can be called; `expected`: from what to what."""
+    if not callable(fn):
+        raise TypeError(
+            f"{call}: {argument} must be a function {expected}, got {type(fn).__name__}: {remedy}"
+        )
 
 
 def as_initializer(call: str, argument: str, init: Any) -> Initializer:

@@ -17,7 +17,7 @@ from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array
-from jax_hkv._placement import Placement
+from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
     Counts,
@@ -391,11 +391,9 @@ def import_entries(
 
 def check_target(call: str, placement: Any, table: Any, argument: str) -> None:
     """Raises unless something can go into a table; `argument` is what goes, the last one."""
-    if placement is not None and not isinstance(placement, Placement):
-        raise TypeError(
-            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a table of one "
-            f"device, got {type(placement).__name__}: the order is (placement, table, {argument})"
-        )
+    if placement is not None:
+        order = f"the order is (placement, table, {argument})"
+        check_placement(call, placement, ", or None for a table of one device", order)
     check_table(call, table)
 
 

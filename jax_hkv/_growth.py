@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
-from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._placement import Placement, check_not_used_up, check_placement
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Counts, Table, check_one_device, check_table
 from jax_hkv.whole_table import resize, size
@@ -116,11 +116,7 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
             )
         check_one_device("grow", table)
         return 1, 1
-    if not isinstance(placement, Placement):
-        raise TypeError(
-            "grow: placement must be a jax_hkv.sharding.Placement or None, got "
-            f"{type(placement).__name__}"
-        )
+    check_placement("grow", placement, " or None")
     local = len(placement.local_devices)
     pmapped = placement.mode == "pmap"
     placement.check_outside("grow", table)

@@ -9,7 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,18 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, metrics, pooled, sharding
 from jax_hkv import operations as _operations
-from jax_hkv._checks import as_bool
+from jax_hkv._checks import FROM_TABLE_TO_TABLE, as_bool, check_function
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
+from jax_hkv._layer_arguments import Unseen, check_dtype
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table
-
-Unseen = Literal["initial", "zeros", "learned"]
 
 Output = TypeVar("Output", covariant=True)
 
@@ -257,18 +256,6 @@ def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tup
     return batch, layout
 
 
-def local_capacity(axis_name: Any, capacity: int) -> int:
-    """Entries that a device holds of a layer's table."""
-    exchange = as_exchange(axis_name)
-    return capacity if exchange is None else exchange.local_capacity(capacity)
-
-
-def check_unseen(call: str, unseen: Unseen) -> None:
-    """Raises unless `unseen` says what ids without a row get."""
-    if unseen not in get_args(Unseen):
-        raise ValueError(f"{call}: unseen must be one of {list(get_args(Unseen))}, got {unseen!r}")
-
-
 def fill_of(unseen: Unseen) -> float | str:
     """What a lookup gives ids without a row; a learned row is added later."""
     return "initial" if unseen == "initial" else 0.0
@@ -284,14 +271,10 @@ def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> j
     return jnp.where(absent[..., None], replaced, rows)
 
 
-def cast(rows: jax.Array, dtype: Any) -> jax.Array:
-    """In the dtype of the output, which is floating-point; None: as they are."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"Embed: dtype must be floating-point, got {jnp.dtype(dtype).name}, which would cut "
-            "embeddings to integers: give jnp.bfloat16, say, or None for that of the rows"
-        )
-    return rows if dtype is None else rows.astype(dtype)
+def cast(layer: Any, rows: jax.Array) -> jax.Array:
+    """In the dtype of a layer's output; None: as they are."""
+    check_dtype(type(layer).__name__, layer.dtype)
+    return rows if layer.dtype is None else rows.astype(layer.dtype)
 
 
 class Devices(NamedTuple):
@@ -527,6 +510,7 @@ def updated(
 
 def changed(fn: Callable[[Table], Any], tables: list[Table]) -> list[Table]:
     """The tables of a state after a function; raises unless those are tables again."""
+    check_function("TrainState.map_tables", "fn", fn, *FROM_TABLE_TO_TABLE)
     innermost = fn
     while isinstance(innermost, functools.partial):
         innermost = innermost.func

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from jax_hkv._placement import Placement
+from jax_hkv._checks import check_function
+from jax_hkv._placement import Placement, check_placement
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -63,6 +64,12 @@ def place(make: Callable[[], Model], placement: Placement) -> Model:
       make: returns it; called once for all devices, so that layers with an axis name know theirs.
       placement: where; tables are split, everything else is copied.
     """
+    if isinstance(make, nnx.Module) or not callable(make):
+        raise TypeError(
+            "nnx.place: make must be a function without arguments that returns the model, got "
+            f"{type(make).__name__}: write lambda: Model(...)"
+        )
+    check_placement("nnx.place", placement)
     graphs = []
 
     def values() -> Any:
@@ -84,6 +91,9 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     Returns:
       A function of (model, *batch) to the arrays of all devices, one after the other.
     """
+    remedy = "model and batch go to the function that this returns"
+    check_function("nnx.run", "fn", fn, "of (model, *batch) to arrays", remedy)
+    check_placement("nnx.run", placement)
     compiled: dict[Any, Any] = {}
 
     def on_all(model: nnx.Module, *batch: Any) -> Any:

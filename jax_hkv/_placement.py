@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_hkv._checks import check_function
 from jax_hkv._compat import (
     check_elements,
     is_traced,
@@ -35,6 +36,8 @@ from jax_hkv.features import Jagged, is_jagged
 from jax_hkv.table import Entries, Table
 
 Mode = Literal["shard_map", "pmap"]
+
+_MAKER = "without arguments that returns the state", "write lambda: jax_hkv.create(...)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Placement:
                 f"{type(self.mesh).__name__}: make one with jax.make_mesh((4,), ('device',)), say"
             )
         name = self.mesh.axis_names if self.axis_name is None else self.axis_name
-        axes = (name,) if isinstance(name, str) else tuple(name)
+        is_one = isinstance(name, str) or not isinstance(name, Iterable)
+        axes = (name,) if is_one else tuple(name)
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
         if unknown or not axes:
             raise ValueError(
@@ -144,11 +148,7 @@ class Placement:
           make: returns any pytree; what is no table must not depend on the device. Tables have the
             capacity of one device; layers with an axis name divide theirs by themselves.
         """
-        if not callable(make):
-            raise TypeError(
-                "Placement.create: make must be a function without arguments that returns the "
-                f"state, got {type(make).__name__}: write lambda: jax_hkv.create(...)"
-            )
+        check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
             with on_one_device():  # pmap makes a mesh of its own
@@ -168,6 +168,7 @@ class Placement:
         Raises:
           ValueError: with "pmap", whose arrays have no such sharding.
         """
+        check_function("Placement.abstract", "make", make, *_MAKER)
         if self.mode == "pmap":
             raise ValueError(
                 "Placement.abstract: mode must be 'shard_map', got 'pmap', whose arrays are laid "
@@ -268,7 +269,8 @@ class Placement:
         Args:
           batch: pytree of arrays on the host; leading axes are those of the devices' batches, one
             after the other (of one process: of its own devices). Single numbers and random keys are
-            for all devices; the `count` of :class:`jax_hkv.Entries` is that of all together.
+            for all devices (of ``jax.random.key``: those of ``PRNGKey`` are arrays as any other);
+            the `count` of :class:`jax_hkv.Entries` is that of all together.
           micro_batches: those of the step that takes the batch; a :class:`jax_hkv.Jagged` is one of
             each of them.
 
@@ -617,6 +619,16 @@ def concatenate(batches: Sequence[Any]) -> Any:
                 "same capacity= and number of bags, and pad other arrays"
             )
     return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
+
+
+def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str = "") -> None:
+    """Raises unless it is one; `otherwise`: what it may be besides."""
+    if not isinstance(placement, Placement):
+        raise TypeError(
+            f"{call}: placement must be a jax_hkv.sharding.Placement{otherwise}, got "
+            f"{type(placement).__name__}: "
+            f"{remedy or 'make one of a mesh, jax_hkv.sharding.Placement(mesh)'}"
+        )
 
 
 def check_not_used_up(call: str, leaves: Sequence[Any], argument: str = "state") -> None:

@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_hkv._checks import check_function
 from jax_hkv.table import Entries
+
+_LATER = "state and batch go to what this returns"
 
 
 def with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which raises where it returns a single number."""
+    check_function("Placement.run", "fn", fn, "of (state, *batch) to arrays", _LATER)
 
     @functools.wraps(fn)
     def checked(*args: Any) -> Any:
@@ -30,6 +34,7 @@ def with_leading_axes(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_pair(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """The function, which raises where it returns no plain pair."""
+    check_function("Placement.step", "fn", fn, "of (state, *batch) to (state, report)", _LATER)
 
     @functools.wraps(fn)
     def checked(*args: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv import _checks, _tier_checks, _tiers
+from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange, Items, outward, plan_of
@@ -58,11 +58,7 @@ class KeysOf(Protocol):
 
 
 def check_placement(call: str, placement: Any) -> Placement:
-    if not isinstance(placement, Placement):
-        raise TypeError(
-            f"{call}: placement must be a jax_hkv.sharding.Placement, or None for a cache of one "
-            f"device, got {type(placement).__name__}"
-        )
+    _placement.check_placement(call, placement, ", or None for a cache of one device")
     if len(placement.local_devices) != len(placement.local_parts):
         raise ValueError(
             f"{call}: placement must have one device for each part of a table, got "

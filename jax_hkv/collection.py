@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _collection_tiers, _sharded, _tier_parts, _tiers, pooled, whole_table
-from jax_hkv._checks import as_bool, as_integer, as_mask
+from jax_hkv._checks import as_bool, as_integer, as_mask, check_function
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
 from jax_hkv._groups import Feature, Group, TableConfig
@@ -215,6 +215,8 @@ class Collection:
           [[1.0, 1.0], [1.0, 1.0]]
         """
         call = "Collection.on_tables"
+        expected = "of (table, keys, ...) to a table and a result", "give jax_hkv.find, say"
+        check_function(call, "operation", operation, *expected)
         self._check_some(call, tables)
         by_table = {"ids": ids, **{f"arguments[{n}]": each for n, each in enumerate(arguments)}}
         by_table |= {name: each for name, each in options.items() if isinstance(each, Mapping)}

@@ -35,16 +35,23 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
-from jax_hkv._checks import as_initializer
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
+from jax_hkv._layer_arguments import (
+    Unseen,
+    check_collection,
+    check_state,
+    check_step,
+    check_unseen,
+    new_table,
+)
 from jax_hkv._layers import StepInfo
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer, check_optimizer, check_transformation
-from jax_hkv.table import Counts, Table, create
+from jax_hkv.optim import LossScale, Optimizer
+from jax_hkv.table import Counts, Settings, Table
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -147,7 +154,7 @@ class Embed(_Layer):
     seed: int = 0
     optimizer: Optimizer | None = None
     admission: Any = None
-    unseen: _layers.Unseen = "initial"
+    unseen: Unseen = "initial"
     axis_name: Any = None
     return_evicted: bool = False
 
@@ -185,30 +192,29 @@ class Embed(_Layer):
             self._store(variable, table)
             rows = found.values
         rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
-        return _layers.cast(rows, self.dtype)
+        return _layers.cast(self, rows)
 
     def _unseen_row(self) -> Any:
         """The row of ids without one: None for their own, a number, or a parameter."""
-        _layers.check_unseen(type(self).__name__, self.unseen)
+        check_unseen(type(self).__name__, self.unseen)
         if self.unseen == "learned":
             init = nn.initializers.zeros
             return self.param("unseen", init, (self.features,), self.param_dtype)
         return None if self.unseen == "initial" else 0.0
 
     def _create(self) -> Table:
-        check_optimizer(type(self).__name__, self.optimizer)
-        table = create(
-            _layers.local_capacity(self.axis_name, self.capacity),
+        call = type(self).__name__
+        settings = Settings(
             self.features,
-            dtype=self.param_dtype,
-            policy=self.policy,
-            choices=self.choices,
-            init=as_initializer(type(self).__name__, "embedding_init", self.embedding_init),
-            seed=self.seed,
-            name="/".join(self.path) or type(self).__name__,
-            admission=self.admission,
+            self.param_dtype,
+            self.policy,
+            self.choices,
+            self.embedding_init,
+            self.seed,
+            self.admission,
         )
-        return table if self.optimizer is None else self.optimizer.init(table)
+        name = "/".join(self.path) or call
+        return new_table(call, name, self.axis_name, self.capacity, self.optimizer, settings)
 
 
 class EmbedBag(Embed):
@@ -262,7 +268,7 @@ class EmbedBag(Embed):
             self._store(variable, table)
             rows = found.values
         rows = pooled.with_unseen(rows, batch, found.slots, unseen)
-        return _layers.cast(rows.reshape(*layout.batch, self.features), self.dtype)
+        return _layers.cast(self, rows.reshape(*layout.batch, self.features))
 
 
 class EmbedCollection(_Layer):
@@ -278,7 +284,7 @@ class EmbedCollection(_Layer):
 
     collection: Collection
     dtype: Any = None
-    unseen: _layers.Unseen = "initial"
+    unseen: Unseen = "initial"
     axis_name: Any = None
     return_evicted: bool = False
 
@@ -293,7 +299,8 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
         """
-        _layers.check_unseen(type(self).__name__, self.unseen)
+        check_unseen(type(self).__name__, self.unseen)
+        check_collection(type(self).__name__, self.collection)
         groups = self.collection.groups
         variables = {
             g.name: self._table(g.name, g.tables[0].dim, g.create, self.axis_name) for g in groups
@@ -322,7 +329,7 @@ class EmbedCollection(_Layer):
             learned = {config.name: self._learned(config) for config in self.collection.tables}
             rows = self.collection.with_unseen(rows, looked_up, learned)
         spread = self.collection.spread(rows, looked_up.parts)
-        return {name: _layers.cast(own, self.dtype) for name, own in spread.items()}
+        return {name: _layers.cast(self, own) for name, own in spread.items()}
 
     def _learned(self, config: TableConfig) -> jax.Array:
         init = nn.initializers.zeros
@@ -468,9 +475,10 @@ class TrainState:
           **kwargs: of ``model.init``.
 
         Raises:
-          TypeError: if `tx` is no such transformation.
+          TypeError: if `tx` is no such transformation, `model` no Module of linen, or `loss_scale`
+            no :class:`jax_hkv.optim.LossScale`.
         """
-        check_transformation("TrainState", tx)
+        check_state("TrainState.create", model, nn.Module, tx, loss_scale)
 
         def first() -> tuple[Any, ...]:
             variables = dict(model.init(rng, *args, **kwargs))
@@ -558,6 +566,7 @@ def train_step(
         silences it.
       ExchangeOverflow: see `check_overflow`; :class:`jax_hkv.sharding.ExchangeOverflow`.
     """
+    check_step("apply", loss_fn, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

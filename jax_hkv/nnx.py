@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_hkv import _layer_arguments as _arguments
 from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
-from jax_hkv._checks import as_initializer
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
@@ -45,8 +45,8 @@ from jax_hkv._nnx_steps import (
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
-from jax_hkv.optim import LossScale, Optimizer, check_optimizer, check_transformation
-from jax_hkv.table import Counts, Table, create
+from jax_hkv.optim import LossScale, Optimizer
+from jax_hkv.table import Counts, Settings, Table
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -165,32 +165,25 @@ class Embed(_Layer):
         seed: int = 0,
         optimizer: Optimizer | None = None,
         admission: Any = None,
-        unseen: _layers.Unseen = "initial",
+        unseen: _arguments.Unseen = "initial",
         name: str = "embed",
         axis_name: Any = None,
         return_evicted: bool = False,
     ):
         super().__init__()
-        _layers.check_unseen(type(self).__name__, unseen)
-        check_optimizer(type(self).__name__, optimizer)
-        table = create(
-            _layers.local_capacity(axis_name, capacity),
-            features,
-            dtype=param_dtype,
-            policy=policy,
-            choices=choices,
-            init=as_initializer(type(self).__name__, "embedding_init", embedding_init),
-            seed=seed,
-            name=name,
-            admission=admission,
-        )
+        call = type(self).__name__
+        _arguments.check_unseen(call, unseen)
+        _arguments.check_dtype(call, dtype)
+        settings = Settings(features, param_dtype, policy, choices, embedding_init, seed, admission)
         self.features = features
         self.dtype = dtype
         self.optimizer = optimizer
         self.unseen = unseen
         self.axis_name = axis_name
         self.return_evicted = return_evicted
-        self.table = TableVariable(table if optimizer is None else optimizer.init(table))
+        self.table = TableVariable(
+            _arguments.new_table(call, name, axis_name, capacity, optimizer, settings)
+        )
         if unseen == "learned":
             self.unseen_row = nnx.Param(jnp.zeros((features,), param_dtype))
 
@@ -220,7 +213,7 @@ class Embed(_Layer):
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
         rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
-        return _layers.cast(rows, self.dtype)
+        return _layers.cast(self, rows)
 
     def _own(self) -> Table:
         return _layers.checked_table(self, "table", self.features)
@@ -284,7 +277,7 @@ class EmbedBag(Embed):
         self._store("table", table, train)
         rows = self._record("table", found.result) if train else found.values
         rows = pooled.with_unseen(rows, batch, found.slots, unseen)
-        return _layers.cast(rows.reshape(*layout.batch, self.features), self.dtype)
+        return _layers.cast(self, rows.reshape(*layout.batch, self.features))
 
 
 class EmbedCollection(_Layer):
@@ -303,17 +296,20 @@ class EmbedCollection(_Layer):
         collection: Collection,
         *,
         dtype: Any = None,
-        unseen: _layers.Unseen = "initial",
+        unseen: _arguments.Unseen = "initial",
         axis_name: Any = None,
         return_evicted: bool = False,
     ):
         super().__init__()
+        call = type(self).__name__
+        _arguments.check_collection(call, collection)
+        _arguments.check_dtype(call, dtype)
+        _arguments.check_unseen(call, unseen)
         self.collection = collection
         self.return_evicted = return_evicted
         self.dtype = dtype
         self.axis_name = axis_name
-        _layers.check_unseen(type(self).__name__, unseen)
-        self.unseen: _layers.Unseen = unseen
+        self.unseen: _arguments.Unseen = unseen
         for config in collection.tables if unseen == "learned" else ():
             row = nnx.Param(jnp.zeros((config.dim,), config.dtype))
             setattr(self, _UNSEEN.format(config.name), row)
@@ -352,7 +348,7 @@ class EmbedCollection(_Layer):
             }
             rows = self.collection.with_unseen(rows, looked_up, learned)
         spread = self.collection.spread(rows, looked_up.parts)
-        return {name: _layers.cast(own, self.dtype) for name, own in spread.items()}
+        return {name: _layers.cast(self, own) for name, own in spread.items()}
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -423,6 +419,7 @@ def value_and_grad(
       the gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows by the path of their
       table, for :func:`update_tables`. The model's tables have the new ids.
     """
+    _arguments.check_loss_fn("nnx.value_and_grad", "model", loss_fn)
     state = nnx.DiffState(0, nnx.Any(wrt, RowPerturbation))
     differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux, **GRAPH_MODE)
 
@@ -566,7 +563,7 @@ class TrainState(nnx.Module, Generic[Model]):
     """
 
     def __init__(self, model: Model, tx: Any, loss_scale: LossScale | None = None):
-        check_transformation("TrainState", tx)
+        _arguments.check_state("TrainState", model, nnx.Module, tx, loss_scale)
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
         state, paths = self.optimizer.opt_state, _trainable(model)
@@ -626,6 +623,7 @@ def train_step(
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
         silences it.
     """
+    _arguments.check_step("model", loss_fn, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

@@ -260,8 +260,13 @@ class Settings(NamedTuple):
     seed: int
     admission: Frequency | Probability | None
 
-    def checked(self, call: str) -> Settings:
-        """In the types that a table needs, with the default initializer; raises in their name."""
+    def checked(self, call: str, **names: str) -> Settings:
+        """In the types that a table needs, with the default initializer; raises in their name.
+
+        Args:
+          call: for errors.
+          **names: of fields that the call has other names for.
+        """
         if self.policy not in list(Policy):
             raise ValueError(
                 f"{call}: policy must be one of {', '.join(map(str, Policy.__members__))} of "
@@ -269,11 +274,11 @@ class Settings(NamedTuple):
             )
         check_rule(call, self.admission)
         return Settings(
-            dim=as_integer(call, "dim", self.dim, 1, MAX_SLOTS),
-            dtype=as_float_dtype(call, "dtype", self.dtype),
+            dim=as_integer(call, names.get("dim", "dim"), self.dim, 1, MAX_SLOTS),
+            dtype=as_float_dtype(call, names.get("dtype", "dtype"), self.dtype),
             policy=Policy(self.policy),
             choices=as_integer(call, "choices", self.choices, 1, 2),
-            init=as_initializer(call, "init", self.init),
+            init=as_initializer(call, names.get("init", "init"), self.init),
             seed=as_integer(call, "seed", self.seed, 0, 2**64 - 1),
             admission=self.admission,
         )

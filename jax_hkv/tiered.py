@@ -564,8 +564,9 @@ def map_tables(
       (1, 1)
     """
     call = "tiered.map_tables"
-    parts = []
-    for part in _tier_parts.between_steps(call, tiers, placement):
+    before, parts = _tier_parts.between_steps(call, tiers, placement), []
+    _checks.check_function(call, "fn", fn, *_checks.FROM_TABLE_TO_TABLE)
+    for part in before:
         after = Tiers(*(fn(table) for table in part))
         for name, table in after._asdict().items():
             _tier_checks.check_table(call, f"fn(tiers.{name})", table)

@@ -288,6 +288,11 @@ WRONG = {
         ),
         "valid must be of the tables that ids are of, ['users'], got ['items', 'users']",
     ),
+    "an operation by its name": (
+        lambda call, tables: call("erase", tables, {"users": IDS["users"]}),
+        "Collection.on_tables: operation must be a function of (table, keys, ...) to a table and a "
+        "result, got str: give jax_hkv.find",
+    ),
     "an operation without a table": (
         lambda call, tables: call(hkv.initial_rows, tables, {"users": IDS["users"][:2]}),
         "operation must return a table and a result, as jax_hkv.find and jax_hkv.erase do, got "

@@ -187,6 +187,7 @@ def test_leaves_of_tables_of_different_capacities_are_refused(leaf):
 
 EMBEDDINGS = hkv.Collection([hkv.TableConfig("t", 128, DIM)], [hkv.Feature("f", "t")])
 TABLE, RESULT = table_of()
+PLACEMENT = hkv.sharding.Placement(jax.make_mesh((1,), ("device",)))
 ERRORS = {
     "a row to fill with": (
         lambda: hkv.find(TABLE, IDS, fill=jnp.ones(DIM)),
@@ -222,6 +223,31 @@ ERRORS = {
         lambda: hkv.nnx.Embed(128, DIM, dtype=jnp.int32)(IDS),
         TypeError,
         "Embed: dtype must be floating-point, got int32",
+    ),
+    "a loss that is none": (
+        lambda: hkv.nnx.value_and_grad(TABLE),
+        TypeError,
+        r"nnx\.value_and_grad: loss_fn must be a function of \(model, \*args\) .* got Table",
+    ),
+    "a model to place": (
+        lambda: hkv.nnx.place(hkv.nnx.Embed(128, DIM), PLACEMENT),
+        TypeError,
+        r"nnx\.place: make must be a function without arguments .* got Embed: write lambda",
+    ),
+    "a mesh to place a model on": (
+        lambda: hkv.nnx.place(lambda: hkv.nnx.Embed(128, DIM), PLACEMENT.mesh),
+        TypeError,
+        r"nnx\.place: placement must be a .*Placement, got Mesh: make one .*Placement\(mesh\)",
+    ),
+    "a mesh to run a model on": (
+        lambda: hkv.nnx.run(lambda model, ids: model(ids), PLACEMENT.mesh),
+        TypeError,
+        r"nnx\.run: placement must be a .*Placement, got Mesh",
+    ),
+    "an evaluation that is none": (
+        lambda: hkv.nnx.run(IDS, PLACEMENT),
+        TypeError,
+        r"nnx\.run: fn must be a function of \(model, \*batch\) to arrays, got ndarray",
     ),
     "a row to fill bags with": (
         lambda: hkv.find_pooled(TABLE, IDS[None], fill=jnp.ones(DIM)),

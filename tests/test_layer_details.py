@@ -362,6 +362,79 @@ def one_of(name, combiner=None):
     )
 
 
+KEY = jax.random.key(0)
+
+
+def use(flax, kind, *args, inputs=IDS, **options):
+    """Makes a layer, and calls it."""
+    layer = getattr(flax, kind)(*args, **options)
+    return layer.init(KEY, inputs) if flax is hkv.linen else layer(inputs)
+
+
+def start(flax, **options):
+    """A training state."""
+    options = {"model": flax.Embed(256, DIM, optimizer=SGD), "tx": optax.sgd(0.1), **options}
+    if flax is hkv.linen:
+        return flax.TrainState.create(options.pop("model"), KEY, IDS, **options)
+    return flax.TrainState(**options)
+
+
+WRONG = {
+    "a loss scale that is a number": (
+        lambda flax: start(flax, loss_scale=1024.0),
+        r"loss_scale must be a jax_hkv\.optim\.LossScale, .* got float: .*LossScale\.create\(1024"),
+    "a model of the other module": (
+        lambda flax: start(flax, model=OTHER[flax].Embed(256, DIM, optimizer=SGD)),
+        r"model must be a flax\.\w+\.Module, got jax_hkv\.\w+\.Embed: one of linen goes to"),
+    "the class of a model": (
+        lambda flax: start(flax, model=flax.Embed),
+        r"model must be .*, got the class Embed: give an instance, Embed\(\.\.\.\)"),
+    "a mesh for a placement": (
+        lambda flax: flax.train_step(lambda *_: 0.0, placement=jax.make_mesh((1,), ("device",))),
+        r"train_step: placement must be .* got Mesh: make one .*sharding\.Placement\(mesh\)"),
+    "a state for a loss": (
+        lambda flax: flax.train_step(start(flax)),
+        r"train_step: loss_fn must be a function of \(\w+, \*args\) to a loss, got TrainState: "),
+    "no function of tables": (
+        lambda flax: start(flax).map_tables(None),
+        "map_tables: fn must be a function from a table to a table, got NoneType: give jax_hkv"),
+    "tables for a collection": (
+        lambda flax: use(flax, "EmbedCollection", [hkv.TableConfig("a", 128, DIM)]),
+        r"EmbedCollection: collection must be a jax_hkv\.Collection, .*Collection\(tables, feat"),
+    "an output in no type": (
+        lambda flax: use(flax, "Embed", 128, DIM, dtype="x"),
+        "Embed: dtype must be floating-point, got 'x': give jnp.bfloat16"),
+    "an output in a flag": (
+        lambda flax: use(flax, "EmbedBag", 128, DIM, dtype=True, inputs=IDS[None]),
+        "EmbedBag: dtype must be floating-point, got True: give jnp.bfloat16"),
+    "outputs in integers": (
+        lambda flax: use(
+            flax, "EmbedCollection", one_of("a"), dtype="int8", inputs={"f_a": IDS}),
+        "EmbedCollection: dtype must be floating-point, got int8, which would cut"),
+    "rows in no type": (
+        lambda flax: use(flax, "Embed", 128, DIM, dtype=jnp.bfloat16, param_dtype=jnp.float64),
+        "Embed: param_dtype must be float32, bfloat16 or float16, got float64"),
+    "features that are no integer": (
+        lambda flax: use(flax, "EmbedBag", 128, 16.0, inputs=IDS[None]),
+        "EmbedBag: features must be an integer, got float 16.0"),
+    "a capacity that is no integer": (
+        lambda flax: use(flax, "Embed", "large", DIM),
+        "Embed: capacity must be an integer, got str 'large'"),
+    "first rows that are a number": (
+        lambda flax: use(flax, "Embed", 128, DIM, embedding_init=0.1),
+        "Embed: embedding_init must come from jax_hkv.initializers"),
+}  # fmt: skip
+OTHER = {hkv.linen: hkv.nnx, hkv.nnx: hkv.linen}
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_layers_states_and_steps_is_named(name, api):
+    call, message = WRONG[name]
+    with pytest.raises(TypeError, match=message):
+        call(getattr(hkv, api))
+
+
 @pytest.mark.parametrize("layer", ["Embed", "EmbedBag", "EmbedCollection"])
 def test_a_table_that_does_not_fit_a_linen_layer_is_refused(layer):
     """Put there by hand: its rows would go on into the model."""

@@ -432,6 +432,14 @@ WRONG = {
         lambda p: Placement(4), TypeError, "mesh must be a jax.sharding.Mesh, got int"),
     "a state that is made": (
         lambda p: p.create(hkv.create(128, 4)), TypeError, "make must be a function .* got Table"),
+    "a target that is made": (
+        lambda p: p.abstract(hkv.create(128, 4)), TypeError, "abstract: make must be .* got Table"),
+    "an axis by its number": (
+        lambda p: Placement(p.mesh, 0), ValueError, r"axis_name must .* \('device',\), got 0"),
+    "a step that is none": (
+        lambda p: p.step(one_part(p)), TypeError, r"step: fn must be a function .* got Table: st"),
+    "a read that is none": (
+        lambda p: p.run(one_part(p)), TypeError, r"Placement\.run: fn must be .* got Table"),
     "ids that JAX would cut": (
         lambda p: p.step(lambda t, i: (t, None))(one_part(p), np.arange(4) * 2**40),
         TypeError, r"Placement\.step: the batch has a NumPy int64 array"),

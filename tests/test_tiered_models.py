@@ -254,6 +254,11 @@ WRONG = {
         ValueError,
         r"create_store: table must have no admission rule, got .*robability.*without one",
     ),
+    "no function of tables": (
+        lambda: tiered.map_tables(tiers_of(128, 1024), None),
+        TypeError,
+        r"map_tables: fn must be a function from a table to a table, got NoneType: give jax_hkv",
+    ),
     "no table": (
         lambda: tiered.create_store(tiers_of(128, 1024), 1024),
         TypeError,

@@ -1,0 +1,114 @@
+"""What layers, states and steps for linen and for nnx are given: checked where it comes in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+
+from jax_hkv._checks import as_integer, check_function
+from jax_hkv._exchange import as_exchange
+from jax_hkv._gradients import LossScale
+from jax_hkv._placement import check_placement
+from jax_hkv.collection import Collection
+from jax_hkv.optim import check_optimizer, check_transformation
+from jax_hkv.table import Settings, Table, buckets_of, create
+
+Unseen = Literal["initial", "zeros", "learned"]
+
+
+def check_unseen(call: str, unseen: Unseen) -> None:
+    """Raises unless `unseen` says what ids without a row get."""
+    if unseen not in get_args(Unseen):
+        raise ValueError(f"{call}: unseen must be one of {list(get_args(Unseen))}, got {unseen!r}")
+
+
+def check_dtype(call: str, dtype: Any) -> None:
+    """Raises unless rows can come out in it; None is the type of the rows."""
+    try:
+        if dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return
+        got = f"{jnp.dtype(dtype).name}, which would cut embeddings"
+    except (TypeError, ValueError):
+        got = repr(dtype)
+    raise TypeError(
+        f"{call}: dtype must be floating-point, got {got}: give jnp.bfloat16, say, or None for "
+        "that of the rows"
+    )
+
+
+def check_collection(call: str, collection: Any) -> None:
+    """Raises unless it is one."""
+    if not isinstance(collection, Collection):
+        raise TypeError(
+            f"{call}: collection must be a jax_hkv.Collection, got {type(collection).__name__}: "
+            "make one of tables and of the features that are looked up in them, "
+            "jax_hkv.Collection(tables, features)"
+        )
+
+
+def new_table(
+    call: str, name: str, axis_name: Any, capacity: Any, optimizer: Any, given: Settings
+) -> Table:
+    """The table of a layer, empty; this device's part of it where an axis name is given.
+
+    Args:
+      call: the layer, in whose words errors are.
+      name: of the table.
+      axis_name: of the layer, or None.
+      capacity: of all devices together.
+      optimizer: of the layer, or None.
+      given: the settings, which layers know by other names than tables.
+    """
+    check_optimizer(call, optimizer)
+    settings = given.checked(
+        call, dim="features", dtype="param_dtype", init="embedding_init"
+    )._asdict()
+    exchange = as_exchange(axis_name)
+    if exchange is not None:
+        capacity = exchange.local_capacity(as_integer(call, "capacity", capacity, 1, 2**63 - 1))
+    buckets_of(call, capacity)
+    table = create(capacity, name=name, **settings)
+    return table if optimizer is None else optimizer.init(table)
+
+
+def check_loss_fn(call: str, first: str, loss_fn: Any) -> None:
+    """Raises unless it can be called; `first`: what it is given before the arguments."""
+    remedy = "the state or the model, and the batch, go to the function that this returns"
+    check_function(call, "loss_fn", loss_fn, f"of ({first}, *args) to a loss", remedy)
+
+
+def check_step(first: str, loss_fn: Any, placement: Any) -> None:
+    """Raises unless a training step can be made of these; see :func:`check_loss_fn`."""
+    check_loss_fn("train_step", first, loss_fn)
+    if placement is not None:
+        check_placement("train_step", placement, ", or None for a state of one device")
+
+
+def check_state(call: str, model: Any, kind: type, tx: Any, loss_scale: Any) -> None:
+    """Raises unless a training state can be made of these.
+
+    Args:
+      call: for the message.
+      model: of the state.
+      kind: of a model, the Module of linen or of nnx.
+      tx: for the dense parameters.
+      loss_scale: or None.
+    """
+    if not isinstance(model, kind):
+        expected = kind.__module__.removesuffix(".module")
+        if isinstance(model, type):
+            got, remedy = f"the class {model.__name__}", f"give an instance, {model.__name__}(...)"
+        else:
+            got = f"{type(model).__module__}.{type(model).__name__}"
+            remedy = (
+                "one of linen goes to jax_hkv.linen.TrainState.create, one of nnx to "
+                "jax_hkv.nnx.TrainState"
+            )
+        raise TypeError(f"{call}: model must be a {expected}.Module, got {got}: {remedy}")
+    check_transformation(call, tx)
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"{call}: loss_scale must be a jax_hkv.optim.LossScale, or None, got "
+            f"{type(loss_scale).__name__}: give jax_hkv.optim.LossScale.create(1024.0), say"
+        )
