@@ -476,6 +476,14 @@ def check_fits(
     call: str = "sharding.import_entries",
     argument: str = "exported",
 ) -> None:
+    """Raises unless entries can go into a table of one device.
+
+    Args:
+      table: to fill.
+      exported: the entries.
+      call: for errors.
+      argument: in which the caller gave them, "changes.entries" where they are a field of it.
+    """
     check_one_device(call, table)
     if len(table.values.devices()) > 1:
         raise ValueError(
@@ -489,7 +497,7 @@ def check_fits(
     if wanted != given:
         raise ValueError(
             f"{call}: {argument} must have rows, optimizer rows and shared state "
-            f"like the table's, {wanted}, got {given}: {_remedy(table, exported)}"
+            f"like the table's, {wanted}, got {given}: {_remedy(table, exported, argument)}"
         )
     if table.policy != exported.policy:
         own, given = table.policy.name, Policy(exported.policy).name
@@ -497,7 +505,7 @@ def check_fits(
             f"{call}: {argument} must have scores of Policy.{own} like the table's, "
             f"got those of Policy.{given}, which mean something else: give each entry a score that "
             "the table understands (under LRU a time, under LFU a count) "
-            f"by exported._replace(scores=scores, policy=int(jax_hkv.Policy.{own}))"
+            f"by {_replaced(argument, f'scores=scores, policy=int(jax_hkv.Policy.{own})')}"
         )
     own, given = table.index.namespace, namespace_of(exported)
     if not is_of(exported, own):
@@ -505,8 +513,8 @@ def check_fits(
             f"{call}: {argument} must have keys like the table's, {keys_are(own)}, "
             f"got {keys_are(given)}: declare the same tables in the same order (others may stand "
             "behind them) with the same table_bits, give what the group of the table makes of it, "
-            "group.take(exported, of=its_group), or, of keys by group.keys, "
-            "exported._replace(namespace=group.namespace)"
+            f"group.take({argument.split('.')[0]}, of=its_group), or, of keys by group.keys, "
+            f"{_replaced(argument, 'namespace=group.namespace')}"
         )
     own = None if table.admission is None else table.admission.counters
     if own is None or exported.counters is None:
@@ -516,11 +524,19 @@ def check_fits(
         raise ValueError(
             f"{call}: {argument} must have sightings like the table's, {wanted[0]} by seed "
             f"{wanted[1]}, got {given[0]} by seed {given[1]}: create the table with the same "
-            "admission and seed, or import exported._replace(counters=None), which forgets them"
+            f"admission and seed, or import {_replaced(argument, 'counters=None')}, which forgets "
+            "them"
         )
 
 
-def _remedy(table: Table, exported: Exported) -> str:
+def _replaced(argument: str, fields: str) -> str:
+    """How a caller changes fields of entries that are an argument, or a field of one."""
+    owner, _, field = argument.rpartition(".")
+    entries = f"{argument}._replace({fields})"
+    return f"{owner}._replace({field}={entries})" if owner else entries
+
+
+def _remedy(table: Table, exported: Exported, argument: str) -> str:
     """What to do about rows that are not like the table's."""
     if table.optimizer and not exported.optimizer and not exported.shared:
         return (
@@ -528,10 +544,11 @@ def _remedy(table: Table, exported: Exported) -> str:
             "then given fresh optimizer rows, on one device by opt.init(table), over devices by "
             "placement.step(lambda table: (opt.init(table), None))(table)[0]"
         )
+    cast = f"values={argument}.values.astype(table.dtype)"
     return (
         "create the table with the same dim, dtype and optimizer. A table for inference takes "
-        "exported._replace(optimizer={}, shared={}), and one of another dtype "
-        "values=exported.values.astype(dtype); optimizer rows of another dtype are cast likewise, "
+        f"{_replaced(argument, 'optimizer={}, shared={}')}, and one of another dtype "
+        f"{_replaced(argument, cast)}; optimizer rows of another dtype are cast likewise, "
         "name by name, or kept by optim.sparse(dtype=), and those of an optimizer that means the "
         "same by other names (optim.adam by mu, a chain of optax by 0.mu) are renamed, its count "
         "cast to the table's type, and a schedule's count left out"

@@ -673,9 +673,9 @@ def import_entries(
     call = "tiered.import_entries"
     parts = _tier_parts.between_steps(call, tiers, placement)
     _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
-    latest = _entries.latest_time(exported)
+    latest = _entries.latest_time(exported, call)
     for part in parts:
-        _entries.check_fits(part.store, exported)
+        _entries.check_fits(part.store, exported, call)
     after = [
         _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
         for owner, part in zip(_entries.owners_of(placement), parts, strict=True)

@@ -215,6 +215,18 @@ WRONG = {
         r"import_changes: changes\.entries must have rows, .* values float32\[n, 2\], .* got "
         r"values float32\[n, 4\]",
     ),
+    "rows of another type": (
+        lambda: sharding.import_changes(None, hkv.create(128, 4, dtype="bfloat16"), CHANGES),
+        ValueError,
+        r"import_changes: .* takes changes\._replace\(entries=changes\.entries\._replace\(optim.* "
+        r"of another dtype changes\._replace\(entries=changes\.entries\._replace\(values=changes\."
+        r"entries\.values\.astype\(table\.dtype\)\)\)",
+    ),
+    "scores of another policy": (
+        lambda: sharding.import_changes(None, hkv.create(128, 4, policy=Policy.LFU), CHANGES),
+        ValueError,
+        r"changes\._replace\(entries=changes\.entries\._replace\(scores=scores, policy=int",
+    ),
     "a table that follows and was used up": (
         lambda: sharding.import_changes(None, used_up(), CHANGES),
         RuntimeError,
@@ -248,6 +260,22 @@ WRONG = {
         r"save_changes: changes must be what export_changes returned, got Exported",
     ),
 }
+
+
+def test_half_rows_follow_as_the_error_says():
+    ids = np.array([5, 6, 7], np.int32)
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM), ids[:2])
+    changes = sharding.export_changes(table, None)
+    serving = hkv.create(128, DIM, dtype=jnp.bfloat16)
+    for turn in range(2):
+        rows = changes.entries.values.astype(serving.dtype)
+        half = changes._replace(entries=changes.entries._replace(values=rows))
+        serving, counts = sharding.import_changes(None, serving, half)
+        assert int(counts.entries.inserted) == 2 - turn
+        table, _ = hkv.find_or_insert(table, ids[2:])
+        changes = sharding.export_changes(table, changes)
+    rows, served = (hkv.find(own, ids)[1].values for own in (table, serving))
+    np.testing.assert_array_equal(served, rows.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("name", WRONG)
