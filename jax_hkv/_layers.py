@@ -308,12 +308,19 @@ class Devices(NamedTuple):
 
     def stacked(self, tree: Any) -> Any:
         """Every device's, along a leading axis."""
-        if not self.axes:
-            return tree
+        return jax.tree.map(self._gathered, tree) if self.axes else tree
+
+    def _gathered(self, leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # JAX gathers no typed ones
+            words = self._gathered(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+        shape = (math.prod(map(jax.lax.axis_size, self.axes)), *leaf.shape)
+        if not leaf.size:
+            return jnp.zeros(shape, leaf.dtype)
         for axis in reversed(self.axes):
-            tree = jax.lax.all_gather(tree, axis)
-        leading = len(self.axes)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[leading:]), tree)
+            leaf = jax.lax.all_gather(leaf, axis)
+        return leaf.reshape(shape)
 
     def part(self, loss: jax.Array) -> jax.Array:
         """This device's share of the mean of all losses."""

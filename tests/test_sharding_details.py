@@ -97,6 +97,38 @@ def test_aux_of_two_axes_is_in_the_order_of_the_batch():
     np.testing.assert_array_equal(info.aux.reshape(-1), ids)
 
 
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_aux_may_be_keys_and_arrays_without_elements(mode, micro_batches):
+    """As on one device."""
+    placement = Placement(mesh_of(4), mode=mode)
+    model = hkv.linen.Embed(1024, 4, optimizer=SGD, axis_name="device")
+
+    def loss(apply, ids):
+        key = jax.random.key(ids[0].astype(jnp.uint32), impl="rbg")
+        aux = {"key": key, "pair": jax.random.split(key), "none": jnp.zeros((0, 3), jnp.int8)}
+        return apply(ids, train=True).sum(), aux
+
+    step = hkv.linen.train_step(
+        loss, has_aux=True, placement=placement, micro_batches=micro_batches
+    )
+    ids = np.arange(16, dtype=np.int32)
+    _, info = step(placed(placement, model, ids[:4]), placement.put(ids))
+    parts = (4,) if micro_batches == 1 else (4, micro_batches)
+    assert jax.tree.map(jnp.shape, info.aux) == {
+        "key": parts, "pair": (*parts, 2), "none": (*parts, 0, 3)
+    }  # fmt: skip
+    assert info.aux["none"].dtype == jnp.int8 and jax.random.key_impl(info.aux["key"]) == "rbg"
+    firsts = ids.reshape(*parts, -1)[..., 0].reshape(-1)
+    keys = [jax.random.key(first, impl="rbg") for first in firsts]
+    for got, expected in zip(
+        (info.aux["key"].reshape(-1), info.aux["pair"].reshape(-1, 2)),
+        (jnp.stack(keys), jnp.stack([jax.random.split(key) for key in keys])),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(*map(jax.random.key_data, (got, expected)))
+
+
 def test_axes_in_another_order_are_an_error_but_for_replicas():
     placement = Placement(mesh_of(2, 4))
 
