@@ -48,10 +48,12 @@ from jax_hkv._layer_arguments import (
 )
 from jax_hkv._layers import StepInfo
 from jax_hkv._placement import Placement
+from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
-from jax_hkv.index import Policy
+from jax_hkv.features import Jagged, Padded
+from jax_hkv.index import Index, Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Counts, Settings, Table
+from jax_hkv.table import Counts, OptimizerRows, Settings, Table
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -685,4 +687,6 @@ def _of_this_call(before: Any, after: Any) -> Any:
     return unflatten_dict(found)
 
 
-_state_dicts.register(Table, TrainState, LossScale, Keys)
+_state_dicts.register(
+    Table, Index, OptimizerRows, Admission, Keys, Jagged, Padded, TrainState, LossScale
+)
