@@ -435,9 +435,9 @@ def _check_no_micro_steps(state: Any) -> None:
     """Raises for micro-steps of optax: rows that one did not touch would miss their turn."""
     if has_micro_steps(state):
         raise ValueError(
-            "optim.sparse: optax.MultiSteps, apply_every and contrib.sam count micro-steps for all "
-            "rows, but a batch touches some: give the results and gradients of several lookups to "
-            "one update instead"
+            "optim.sparse: optax.MultiSteps and apply_every count micro-steps for all rows, as "
+            "does contrib.sam, but a batch touches some: give the results and gradients of several "
+            "lookups to one update instead"
         )
 
 
