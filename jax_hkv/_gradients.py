@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, _updates
+from jax_hkv import _sharded, _sharded_updates, _updates
 from jax_hkv._checks import as_integer, as_number
 from jax_hkv._compat import is_traced
 from jax_hkv.table import is_one_result
@@ -90,7 +90,7 @@ def _scaled(factor: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
     if _sharded.is_sharded(result):
-        return _sharded.square_norm(result, row_gradients)
+        return _sharded_updates.square_norm(result, row_gradients)
     pairs = _updates.listed(result, row_gradients, call="optim.clip_by_global_norm")
     return _updates.square_norm(*pairs)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _sharded, metrics, pooled, sharding
+from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._checks import FROM_TABLE_TO_TABLE, as_bool, check_function
 from jax_hkv._compat import is_traced, without_rematerialization
@@ -509,7 +509,7 @@ def updated(
             "layer one (optimizer=jax_hkv.optim.adam(1e-3)), or call it with train=False"
         )
     if _sharded.is_sharded(results):
-        return _sharded.update(optimizer, table, results, gradients, **extra)
+        return _sharded_updates.update(optimizer, table, results, gradients, **extra)
     if len(results) == 1:
         return optimizer.update(table, results[0], gradients[0], **extra)
     return optimizer.update(table, results, gradients, **extra)

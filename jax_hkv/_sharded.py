@@ -1,4 +1,4 @@
-"""Lookups and updates of a table that lies on several devices: what each of them does.
+"""Lookups of a table that lies on several devices: what each of them does.
 
 A lookup sends the keys to their owners, which do what a table of one device does with its batch,
 and brings rows back. Where keys overflow the room of the exchange, the first round leaves the table
@@ -8,16 +8,16 @@ alone (the clock aside), and a second one, with room for all, stands in a branch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _checks, _inserts, _updates, pooled
+from jax_hkv import _checks, _inserts, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import agreed, vary
@@ -27,12 +27,10 @@ from jax_hkv._exchange import (
     Leg,
     Plan,
     bags_homeward,
-    bags_onward,
     by_slot,
     bytes_of_rows,
     bytes_of_sums,
     homeward,
-    onward,
     outward,
     plan_of,
     spread,
@@ -344,7 +342,7 @@ def in_rounds(
         return table, seen, route
     assert overflow is not None
 
-    wide = _wide(plan, exchange, items)
+    wide = wide_plan(plan, exchange, items)
 
     def second(state: tuple[Table, State, Any], now: jax.Array) -> tuple[Table, State, Any]:
         own = items._replace(valid=items.valid & now)
@@ -355,7 +353,7 @@ def in_rounds(
 
     slots = None if owner is None else jnp.full((wide.hops[-1].room,), NO_SLOT)
     state = vary((table, seen, slots), exchange.axes)
-    table, seen, slots = _once_if(overflow > 0, second, state)
+    table, seen, slots = once_if(overflow > 0, second, state)
     return table, seen, route._replace(wide_slots=slots)
 
 
@@ -363,7 +361,7 @@ def padded(entries: Entries | None, exchange: Exchange, plan: Plan, items: Items
     """Evicted entries in the form that they have in both rounds."""
     if entries is None or not _may_repeat(plan, exchange):
         return entries
-    missing = _wide(plan, exchange, items).hops[-1].room - entries.keys.shape[0]
+    missing = wide_plan(plan, exchange, items).hops[-1].room - entries.keys.shape[0]
 
     def one(leaf: jax.Array) -> jax.Array:
         return jnp.pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1)) if leaf.ndim else leaf
@@ -371,7 +369,7 @@ def padded(entries: Entries | None, exchange: Exchange, plan: Plan, items: Items
     return jax.tree.map(one, entries)
 
 
-def _once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state: State) -> State:
+def once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state: State) -> State:
     """A state after a function, if a condition holds; else as it was.
 
     A loop of at most one turn: compiled for a GPU, ``jax.lax.cond`` copies the tables in its
@@ -390,7 +388,7 @@ def _once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], stat
     return jax.lax.while_loop(lambda turn: turn[0], body, (condition, state))[1]
 
 
-def _wide(plan: Plan, exchange: Exchange, items: Items) -> Plan:
+def wide_plan(plan: Plan, exchange: Exchange, items: Items) -> Plan:
     """The plan of a second round."""
     count = items.valid.shape[0]
     return plan_of(exchange, count, merges=plan.merges, complete=True)
@@ -428,7 +426,7 @@ def _round(
         table = dataclasses.replace(table, index=index)
     bags = task.bags if task.owners_pool else None
     if bags is not None and plan.hops:
-        bags = _arrived_bags(plan, arrived, task.bag_count)
+        bags = arrived_bags(plan, arrived, task.bag_count)
     if task.reads:
         table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags)
     else:
@@ -454,7 +452,7 @@ def scores_of(table: Table, arrived: Items) -> Keys | None:
     return Keys(jnp.stack([low, jnp.zeros_like(low)], axis=-1))
 
 
-def _arrived_bags(plan: Plan, arrived: Items, bag_count: int) -> Bags:
+def arrived_bags(plan: Plan, arrived: Items, bag_count: int) -> Bags:
     """The bags of all devices: those of each peer of the last hop, one peer after the other."""
     last = plan.hops[-1]
     total = bag_count * plan.devices
@@ -520,60 +518,7 @@ def _of_later(status: jax.Array) -> jax.Array:
     return jnp.where(is_new(status), jnp.int32(Status.FOUND), status)
 
 
-# --- Updates -------------------------------------------------------------------------------------
-
-
-def update(
-    optimizer: Any,
-    table: Table,
-    result: ShardedResult | Sequence[ShardedResult],
-    row_gradients: Any,
-    *,
-    apply: bool | Bool[Array, ""] | None = None,
-    **extra: Any,
-) -> Table:
-    """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
-    apply = _checks.as_flag("sharding.update", "apply", apply)
-    pairs = _listed(result, row_gradients)
-    overflowed = _overflowed(pairs)
-    first = _taken(apply, None if overflowed is None else ~overflowed)
-    sent = [_sent(*pair) for pair in pairs]
-    table = _apply(optimizer, table, sent, first, extra)
-    if overflowed is None or pairs[0][0].exchange.strict:
-        return table
-
-    def second(table: Table, now: jax.Array) -> Table:
-        return _apply(optimizer, table, _again(pairs, sent, now), apply, extra)
-
-    return _once_if(overflowed, second, table)
-
-
-def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
-    """The squared norm of the summed gradients of all devices' distinct keys that have rows."""
-    pairs = _listed(result, row_gradients)
-    exchange = pairs[0][0].exchange
-    overflowed = _overflowed(pairs)
-    sent = [_sent(*pair) for pair in pairs]
-    total = _square_norm(sent)
-    if overflowed is not None and not exchange.strict:
-
-        def second(_: jax.Array, now: jax.Array) -> jax.Array:
-            return _square_norm(_again(pairs, sent, now))
-
-        total = vary(total, exchange.axes)
-        total = _once_if(overflowed, second, total)
-    return (agreed if exchange.replicas else jax.lax.psum)(total, exchange.axes)
-
-
-def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, ""]:
-    return _updates.square_norm([own for own, _ in sent], [rows for _, rows in sent])
-
-
-def _masked(result: ShardedResult, mask: Bool[Array, ...]) -> ShardedResult:
-    """A result that leaves out the positions where a mask is False."""
-    start = result.route.start
-    start = start._replace(valid=start.valid & mask)
-    return result._replace(route=result.route._replace(start=start))
+# --- Results -------------------------------------------------------------------------------------
 
 
 def slots_like(status: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
@@ -593,104 +538,3 @@ def is_sharded(result: Any) -> bool:
 def is_strict(result: Any) -> bool:
     """Whether a result is of an exchange whose overflow is an error."""
     return isinstance(result, ShardedResult) and result.exchange.strict
-
-
-def _listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
-    """Checked results with their gradients, as pairs."""
-    names = ("sharding.update", "sharding.find_or_insert")
-    results, gradients = _updates.listed(result, row_gradients, ShardedResult, *names)
-    if len({each.exchange.strict for each in results}) > 1:
-        raise ValueError(
-            "sharding.update: the results of one update must come from exchanges that are all "
-            "strict, or all not; got both: update with each kind by itself"
-        )
-    pairs = zip(results, gradients, strict=True)
-    return [one for pair in pairs for one in _updates.taken_apart(*pair)]
-
-
-def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | None:
-    counts = [each.route.overflow for each, _ in pairs if each.route.overflow is not None]
-    return None if not counts else sum(counts, jnp.int32(0)) > 0
-
-
-def _taken(apply: Any, also: Any) -> Any:
-    if apply is None or also is None:
-        return also if apply is None else apply
-    return apply & also
-
-
-def _apply(
-    optimizer: Any,
-    table: Table,
-    sent: list[tuple[InsertResult, jax.Array]],
-    apply: Any,
-    extra: dict[str, Any],
-) -> Table:
-    extra = extra if apply is None else {**extra, "apply": apply}
-    if len(sent) == 1:
-        return optimizer.update(table, *sent[0], **extra)
-    return optimizer.update(table, [own for own, _ in sent], [rows for _, rows in sent], **extra)
-
-
-def _sent(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax.Array]:
-    """The owner's result, and the gradients by its rows that the other devices sent."""
-    route = result.route
-    assert route.owner is not None
-    return route.owner, _onward(result, gradients, route.plan, route.legs)
-
-
-def _onward(
-    result: ShardedResult, gradients: Any, plan: Plan, legs: tuple[Leg, ...]
-) -> Float[Array, "rows dim"]:
-    terms = _updates.terms_of([result], [gradients])
-    rows = terms.rows
-    if not plan.hops:
-        return rows
-    if result.bags is not None and result.route.start.bags is not None:
-        return bags_onward(plan, rows)
-    if legs[0].groups is not None:
-        return onward(plan, legs, _index.combine(legs[0].groups, terms))
-    if terms.sources is not None:
-        # Weighed natively, as where keys are merged: XLA's product may drop subnormal numbers.
-        each = Bags(terms.sources, _rows.positions(terms.sources.shape[0] + 1), terms.weights)
-        rows = pooled.pool_by_slot(rows, terms.sources, each)
-    return onward(plan, legs, rows)
-
-
-def _again(
-    pairs: list[tuple[ShardedResult, Any]], sent: list[tuple[InsertResult, jax.Array]], now: Any
-) -> list[tuple[InsertResult, jax.Array]]:
-    """The owner's results where keys of one of them overflowed.
-
-    Of a lookup that overflowed the first round has no keys, of another one the second: in their
-    order they are what was looked up.
-    """
-    again = []
-    for (result, gradients), (owner, rows) in zip(pairs, sent, strict=True):
-        if len(pairs) > 1:
-            again.append((owner, rows))
-        if result.route.wide_slots is not None:
-            again.append(_sent_wide(_masked(result, now), gradients, rows))
-    return again
-
-
-def _sent_wide(
-    result: ShardedResult, gradients: Any, of_bags: jax.Array
-) -> tuple[InsertResult, jax.Array]:
-    """As :func:`_sent`, after a lookup whose keys overflowed: sent as its second round sent them.
-
-    Gradients of bags need no room: they have been sent.
-    """
-    route = result.route
-    assert route.wide_slots is not None
-    plan = _wide(route.plan, result.exchange, route.start)
-    bag_count = 0 if result.bags is None else result.bags.splits.shape[0] - 1
-    legs, arrived, _ = outward(plan, route.start, bag_count)
-    groups = _index.unique(arrived.keys, arrived.valid)
-    unique_slots = route.wide_slots
-    slots = _index.by_position(groups, unique_slots, NO_SLOT)
-    bags = None if arrived.bags is None else _arrived_bags(plan, arrived, bag_count)
-    rows = of_bags if bags is not None else _onward(result, gradients, plan, legs)
-    # The rows stand for the values because of their shape alone.
-    fields = (rows, arrived.keys, slots, slots, result.counts, None, groups, unique_slots, bags)
-    return InsertResult(*fields), rows

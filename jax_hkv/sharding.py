@@ -32,7 +32,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _checks, _inserts, _sharded, _sharded_writes, pooled, whole_table
+from jax_hkv import (
+    _checks,
+    _inserts,
+    _sharded,
+    _sharded_updates,
+    _sharded_writes,
+    pooled,
+    whole_table,
+)
 from jax_hkv._changes import (
     ChangeCounts,
     Changes,
@@ -683,4 +691,4 @@ def update(
       TypeError, ValueError: naming the argument.
     """
     check_one_device("sharding.update", table)
-    return _sharded.update(optimizer, table, result, row_gradients, apply=apply, **extra)
+    return _sharded_updates.update(optimizer, table, result, row_gradients, apply=apply, **extra)
