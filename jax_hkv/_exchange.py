@@ -8,6 +8,7 @@ Rows take the same way back, and gradients the same way again; what a hop did is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -564,16 +565,49 @@ def spread(
 def onward(
     plan: Plan, legs: tuple[Leg, ...], sums: Float[Array, "n dim"]
 ) -> Float[Array, "room dim"]:
-    """Sends a row of each distinct key (or position) of this device the way that its key took."""
+    """Sends a row of each distinct key (or position) of this device the way that its key took.
+
+    With legs of :func:`in_a_row`: those of all lookups at once, and they arrive lookup by lookup.
+    """
     for number, (hop, leg) in enumerate(zip(plan.hops, legs, strict=True)):
         if number and leg.groups is not None:
             sums = _index.combine(leg.groups, _index.Terms(sums))
         sums = by_slot(sums, leg.sent)
-        if plan.replicas:
-            sums = jax.lax.all_gather(sums, hop.axes, tiled=True)
-        else:
-            sums = swap(plan, hop, sums, leg.outgoing, leg.incoming)
+        send = functools.partial(_to_peers, plan, hop)
+        if leg.outgoing.ndim == 1:
+            sums = send((sums, leg.outgoing, leg.incoming))
+            continue
+        # Ragged ones go one by one: JAX 0.11.2 cannot map them where all have the same starts.
+        at_once = functools.partial(jax.lax.map, send) if plan.ragged else jax.vmap(send)
+        rows = sums.reshape(leg.outgoing.shape[0], -1, sums.shape[-1])
+        sums = at_once((rows, leg.outgoing, leg.incoming)).reshape(-1, sums.shape[-1])
     return sums
+
+
+def _to_peers(plan: Plan, hop: Hop, sent: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    rows, outgoing, incoming = sent
+    if plan.replicas:
+        return jax.lax.all_gather(rows, hop.axes, tiled=True)
+    return swap(plan, hop, rows, outgoing, incoming)
+
+
+def in_a_row(leg: Leg) -> Leg:
+    """What a hop did for lookups that ``jax.lax.scan`` stacked, as for their batches in a row.
+
+    Equal keys of several lookups stay several keys. Of groups it has what sums need.
+    """
+    groups = leg.groups
+    lookups, positions = leg.slots.shape
+    counts = jnp.full((lookups,), positions, jnp.int32) if groups is None else groups.count[:, 0]
+    before = (jnp.cumsum(counts, dtype=jnp.int32) - counts)[:, None]
+
+    def on(numbers: Int32[Array, "lookups n"]) -> Int32[Array, " m"]:
+        return jnp.where(numbers < 0, NO_SLOT, numbers + before).reshape(-1)
+
+    if groups is not None:
+        total = jnp.sum(groups.count, axis=0, dtype=jnp.int32)
+        groups = groups._replace(inverse=on(groups.inverse), count=total)
+    return leg._replace(groups=groups, sent=on(leg.sent))
 
 
 def onward_last(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax_hkv import _checks, _updates, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import agreed, vary
-from jax_hkv._exchange import Leg, Plan, bags_onward, onward, outward
+from jax_hkv._exchange import Leg, Plan, bags_onward, in_a_row, onward, outward
 from jax_hkv._sharded import ShardedResult, arrived_bags, once_if, wide_plan
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import Bags, InsertResult, Table
@@ -82,12 +83,18 @@ def _listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
             "strict, or all not; got both: update with each kind by itself"
         )
     pairs = zip(results, gradients, strict=True)
-    return [one for pair in pairs for one in _updates.taken_apart(*pair)]
+    return [_updates.in_one_stack(*pair) for pair in pairs]
+
+
+def _is_stack(result: ShardedResult) -> bool:
+    """Whether ``jax.lax.scan`` has stacked lookups, whose gradients travel together."""
+    return result.counts.unique.ndim > 0
 
 
 def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | None:
     counts = [each.route.overflow for each, _ in pairs if each.route.overflow is not None]
-    return None if not counts else sum(counts, jnp.int32(0)) > 0
+    totals = [_index.total_of(each) if each.ndim else each for each in counts]
+    return None if not totals else sum(totals, jnp.int32(0)) > 0
 
 
 def _taken(apply: Any, also: Any) -> Any:
@@ -113,18 +120,25 @@ def _sent(result: ShardedResult, gradients: Any) -> tuple[InsertResult, jax.Arra
     """The owner's result, and the gradients by its rows that the other devices sent."""
     route = result.route
     assert route.owner is not None
-    return route.owner, _onward(result, gradients, route.plan, route.legs)
+    rows = _onward(result, gradients, route.plan, route.legs)
+    return route.owner, rows.reshape(route.owner.values.shape)
 
 
 def _onward(
     result: ShardedResult, gradients: Any, plan: Plan, legs: tuple[Leg, ...]
-) -> Float[Array, "rows dim"]:
+) -> Float[Array, "*rows dim"]:
+    """The gradients by an owner's rows; of stacked lookups those of one after the other's."""
     terms = _updates.terms_of([result], [gradients])
     rows = terms.rows
     if not plan.hops:
         return rows
     if result.bags is not None and result.route.start.bags is not None:
-        return bags_onward(plan, rows)
+        send = partial(bags_onward, plan)
+        if not _is_stack(result):
+            return send(rows)
+        return jax.vmap(send)(rows.reshape(result.values.shape))
+    if _is_stack(result):
+        legs = tuple(map(in_a_row, legs))
     if legs[0].groups is not None:
         return onward(plan, legs, _index.combine(legs[0].groups, terms))
     if terms.sources is not None:
@@ -144,11 +158,44 @@ def _again(
     """
     again = []
     for (result, gradients), (owner, rows) in zip(pairs, sent, strict=True):
+        if _is_stack(result) and result.route.wide_slots is not None:
+            again.append(_stack_again(result, gradients, (owner, rows), now))
+            continue
         if len(pairs) > 1:
             again.append((owner, rows))
         if result.route.wide_slots is not None:
             again.append(_sent_wide(_masked(result, now), gradients, rows))
     return again
+
+
+def _stack_again(
+    result: ShardedResult, gradients: Any, sent: tuple[InsertResult, jax.Array], now: Any
+) -> tuple[InsertResult, jax.Array]:
+    """As :func:`_again`, of stacked lookups: of each the round that has its keys.
+
+    One by one, since each has messages of its own: the program is as long for any number of them.
+    """
+
+    def one(lookup: Any) -> tuple[InsertResult, jax.Array]:
+        result, gradients, (owner, rows) = lookup
+        wide = _sent_wide(_masked(result, now), gradients, rows)
+        # As in those, the rows stand for the values.
+        return _either(result.route.overflow > 0, wide, (owner._replace(values=rows), rows))
+
+    return jax.lax.map(one, (result, gradients, sent))
+
+
+def _either(is_wide: Bool[Array, ""], wide: Any, first: Any) -> Any:
+    """What the second round has sent, or the first in its form: it has more room."""
+
+    def one(own: jax.Array, other: jax.Array) -> jax.Array:
+        if own.shape != other.shape:
+            fill = NO_SLOT if own.dtype == jnp.int32 else 0
+            missing = [(0, own.shape[0] - other.shape[0])] + [(0, 0)] * (own.ndim - 1)
+            other = jnp.pad(other, missing, constant_values=fill)
+        return jnp.where(is_wide, own, other)
+
+    return jax.tree.map(one, wide, first)
 
 
 def _sent_wide(

@@ -211,16 +211,16 @@ def listed(
     return results, gradients
 
 
-def taken_apart(result: Any, gradients: Any) -> list[tuple[Any, Any]]:
-    """The results, and gradients, that ``jax.lax.scan`` stacked."""
-    if result.counts.unique.ndim == 0:
-        return [(result, gradients)]
-    rows = _as_rows(result, gradients)
+def in_one_stack(result: Any, gradients: Any) -> tuple[Any, Any]:
+    """A result and its gradients; those that scans in scans stacked, stacked once."""
+    stacks = result.counts.unique.shape
+    if len(stacks) < 2:
+        return result, gradients
 
-    def step(number: int) -> tuple[Any, Any]:
-        return jax.tree.map(lambda leaf: leaf[number], (result, rows))
+    def one(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(math.prod(stacks), *leaf.shape[len(stacks) :])
 
-    return [pair for n in range(len(rows)) for pair in taken_apart(*step(n))]
+    return jax.tree.map(one, (result, _as_rows(result, gradients)))
 
 
 def _flat(result: InsertResult, gradients: Any) -> jax.Array:
