@@ -110,7 +110,8 @@ def assert_same(one, other):
 def test_a_step_in_micro_batches_is_the_step_whose_loss_calls_the_model_for_each(api, options, rng):
     """One update of tables and of dense parameters, by the gradients of all parts."""
     made = batches(rng)
-    one, other = api(made, tx=optax.adam(0.1)), api(made, tx=optax.adam(0.1))
+    tx = optax.sgd(0.1, momentum=0.9)  # Adam's steps are as large where gradients are but rounding
+    one, other = api(made, tx=tx), api(made, tx=tx)
     infos = one.run(made, micro_batches=PARTS, **options)
     expected = other.run(made, in_parts, **options)
     assert_same(one, other)
