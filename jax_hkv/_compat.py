@@ -153,6 +153,14 @@ def zeros_of(like: Any) -> jax.Array:
     return vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(_varying(like))))
 
 
+def is_inside(axes: tuple[str, ...]) -> bool:
+    """Whether code runs for one device of these axes, in a shard_map or pmap."""
+    try:
+        return bool([jax.lax.axis_size(name) for name in axes])
+    except NameError:
+        return False
+
+
 def agreed(tree: Any, axes: tuple[str, ...]) -> Any:
     """The same arrays, equal on all devices, typed as such along these axes of a shard_map.
 

@@ -51,7 +51,7 @@ class Exported(NamedTuple):
       namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
         say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
         ids.
-      seed: of the table, by which keys have their places in `counters`; None where there are none.
+      seed: of the table, by which keys have their places in `counters`, if that is known.
     """
 
     keys: np.ndarray
@@ -186,14 +186,16 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
         f"{forms_of(part.values, part.optimizer, part.shared)}, sightings "
-        f"{getattr(part.counters, 'shape', None)} by seed {part.seed}, scores of "
+        f"{getattr(part.counters, 'shape', None)}, scores of "
         f"Policy.{Policy(part.policy).name} and {keys_are(namespace_of(part))}"
         for part in parts
     ]
-    if len(set(kinds)) > 1:
+    counted = [part.seed for part in parts if part.counters is not None]
+    seeds = sorted({seed for seed in counted if seed is not None})
+    if len(set(kinds)) > 1 or len(seeds) > 1:
         raise ValueError(
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer "
-            f"rows, sightings and policy, got {kinds}"
+            f"rows, sightings and policy, got {kinds}, sightings by seeds {seeds}"
         )
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(parts, key=lambda part: part.clock)
@@ -205,7 +207,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         counters=functools.reduce(np.maximum, counters) if counters else None,
         policy=latest.policy,
         namespace=latest.namespace,
-        seed=latest.seed,
+        seed=seeds[0] if seeds else None,
     )
 
 

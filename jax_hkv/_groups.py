@@ -223,6 +223,7 @@ class Group:
             values=exported.values[kept],
             optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
             counters=exported.counters if is_same else None,
+            seed=exported.seed if is_same else None,
             namespace=as_array(self.namespace),
         )
 

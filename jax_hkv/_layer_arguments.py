@@ -85,27 +85,30 @@ def check_step(first: str, loss_fn: Any, placement: Any) -> None:
         check_placement("train_step", placement, ", or None for a state of one device")
 
 
-def check_state(call: str, model: Any, kind: type, tx: Any, loss_scale: Any) -> None:
+def check_state(
+    call: str, model: Any, is_model: bool, expected: str, tx: Any, loss_scale: Any
+) -> None:
     """Raises unless a training state can be made of these.
 
     Args:
       call: for the message.
       model: of the state.
-      kind: of a model, the Module of linen or of nnx.
+      is_model: whether an instance can be one.
+      expected: what it is to be.
       tx: for the dense parameters.
       loss_scale: or None.
     """
-    if not isinstance(model, kind):
-        expected = kind.__module__.removesuffix(".module")
-        if isinstance(model, type):
-            got, remedy = f"the class {model.__name__}", f"give an instance, {model.__name__}(...)"
-        else:
-            got = f"{type(model).__module__}.{type(model).__name__}"
-            remedy = (
-                "one of linen goes to jax_hkv.linen.TrainState.create, one of nnx to "
-                "jax_hkv.nnx.TrainState"
-            )
-        raise TypeError(f"{call}: model must be a {expected}.Module, got {got}: {remedy}")
+    if isinstance(model, type):
+        raise TypeError(
+            f"{call}: model must be {expected}, got the class {model.__name__}: give an instance, "
+            f"{model.__name__}(...)"
+        )
+    if not is_model:
+        raise TypeError(
+            f"{call}: model must be {expected}, got "
+            f"{type(model).__module__}.{type(model).__name__}: one of linen goes to "
+            "jax_hkv.linen.TrainState.create, one of nnx to jax_hkv.nnx.TrainState"
+        )
     check_transformation(call, tx)
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(

@@ -291,10 +291,12 @@ class Devices(NamedTuple):
                 return jax.lax.pmean(leaf, self.axes)
             if not (jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_):
                 return leaf
-            whole = jnp.asarray(leaf, jnp.int32 if kind == jnp.bool_ else kind)
+            whole = jnp.asarray(leaf, jnp.uint8 if kind == jnp.bool_ else kind)
+            unsigned = jnp.dtype(f"u{whole.dtype.name}".replace("uu", "u"))  # holds differences
             least = jax.lax.pmin(whole, self.axes)  # of equal ones every bit stays
-            excess = jax.lax.pmean((whole - least).astype(jnp.float32), self.axes)
-            return (least + jnp.round(excess).astype(whole.dtype)).astype(kind)
+            excess = (whole - least).astype(unsigned).astype(jnp.float32)
+            more = jnp.round(jax.lax.pmean(excess, self.axes)).astype(unsigned)
+            return (least + more.astype(whole.dtype)).astype(kind)
 
         return jax.tree.map(one, tree) if self.axes else tree
 

@@ -480,7 +480,9 @@ class TrainState:
           TypeError: if `tx` is no such transformation, `model` no Module of linen, or `loss_scale`
             no :class:`jax_hkv.optim.LossScale`.
         """
-        check_state("TrainState.create", model, nn.Module, tx, loss_scale)
+        is_model = hasattr(model, "init") and hasattr(model, "apply")
+        expected = "a flax.linen.Module"
+        check_state("TrainState.create", model, is_model, expected, tx, loss_scale)
 
         def first() -> tuple[Any, ...]:
             variables = dict(model.init(rng, *args, **kwargs))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
+from jax_hkv._compat import agreed, is_inside
 from jax_hkv.index import LANES, total_of
 from jax_hkv.table import (
     Counts,
@@ -89,17 +90,22 @@ def of(
     if overflow is None:
         overflows = [getattr(each, "overflow", None) for each in results]
         overflow = sum(total_of(own) for own in overflows if own is not None)
-    full, skipped = load_factor(table), table.optimizer.skipped[0] if table.optimizer else 0
+    full = load_factor(table)
+    skipped = table.optimizer.skipped if table.optimizer else jnp.zeros((1,), jnp.uint32)
     exchanges = [each.exchange for each in results if hasattr(each, "exchange")]
-    if exchanges:  # the table is a part of one
-        full = jax.lax.pmean(full, exchanges[0].axes)
-        if not exchanges[0].replicas:
-            skipped = jax.lax.psum(skipped, exchanges[0].axes)
+    if not exchanges:
+        skipped = skipped[0]
+    else:
+        axes, is_copied = exchanges[0].axes, exchanges[0].replicas
+        skipped = jnp.max(skipped) if is_copied else jnp.sum(skipped, dtype=jnp.uint32)
+        if is_inside(axes):  # the table is a part of one; outside it is whole
+            full = jax.lax.pmean(full, axes)
+            skipped = (agreed if is_copied else jax.lax.psum)(skipped, axes)
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(overflow, jnp.int32),
         load_factor=full,
-        skipped=jnp.asarray(skipped, jnp.uint32),
+        skipped=skipped,
     )
 
 

@@ -563,7 +563,8 @@ class TrainState(nnx.Module, Generic[Model]):
     """
 
     def __init__(self, model: Model, tx: Any, loss_scale: LossScale | None = None):
-        _arguments.check_state("TrainState", model, nnx.Module, tx, loss_scale)
+        is_model, expected = isinstance(model, nnx.Pytree), "a flax.nnx.Module"
+        _arguments.check_state("TrainState", model, is_model, expected, tx, loss_scale)
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
         state, paths = self.optimizer.opt_state, _trainable(model)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_hkv as hkv
 from jax_hkv import metrics, plots, sharding
@@ -77,8 +78,9 @@ def test_metrics_of_several_results_are_sums_and_skipped_rows_are_seen():
 
 
 @pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("call", ["find_or_insert", "insert_or_assign"])
-def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, replicas):
+def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, check_vma, replicas):
     """Of a lookup whose keys overflowed, and of a table that has skipped updates before."""
     placement = Placement(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
     tight = Exchange("device", replicas=replicas, distinct=0.05, slack=0.1)
@@ -89,17 +91,35 @@ def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, replicas):
         table = sharding.update(SGD, other, result, result.values)
         given = () if call == "find_or_insert" else (rows,)
         table, own = getattr(sharding, call)(table, keys, *given, axis_name=tight)
-        return table, (metrics.of(table, [result, own]), result.overflow + own.overflow)
+        results = [result, own]
+        report = {"in": metrics.of(table, results), "overflow": result.overflow + own.overflow}
+        return table, (report, results)
 
     table = placement.create(lambda: SGD.init(hkv.create(1024, 2)))
     keys = hkv.Keys.from_numpy(np.arange(400))
     inputs = placement.put((keys, np.ones((400, 2), np.float32)))
-    table, (found, overflow) = placement.step(step)(table, *inputs)
+    if check_vma:
+        specs = placement.specs(table)
+        mapped = jax.shard_map(
+            lambda *given: (lambda after, reports: (after, reports[0]))(*step(*given)),
+            mesh=placement.mesh,
+            in_specs=(specs, P("device"), P("device")),
+            out_specs=(specs, P()),
+        )
+        table, report = jax.jit(mapped)(table, *inputs)
+    else:
+        table, (report, results) = placement.step(step)(table, *inputs)
+        assert_equal(metrics.of(table, results), report["in"])  # of outputs, outside of the step
+    found, overflow = report["in"], int(report["overflow"])
     assert found.load_factor == float(hkv.load_factor(table)) == 400 / (1024 if replicas else 4096)
-    assert (int(found.overflow), int(found.skipped)) == (int(overflow), 8)
-    assert int(overflow) > 0 or replicas
+    assert (int(found.overflow), int(found.skipped)) == (overflow, 8)
+    assert overflow > 0 or replicas
     for shards in jax.tree.leaves(found):
         assert len({shard.data.item() for shard in shards.addressable_shards}) == 1
+
+
+def assert_equal(one, other):
+    assert jax.tree.map(float, one) == jax.tree.map(float, other)
 
 
 def test_metrics_of_something_else_are_refused():

@@ -409,6 +409,9 @@ def test_an_optimizers_numbers_may_change_between_steps(make, before, after):
     for own, other in zip(jax.tree.leaves(changed[0]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(own, other)
     assert (np.asarray(kept.values) != np.asarray(expected.values)).any()
+    table, fresh = hkv.find_or_insert(changed[0], IDS + 10)
+    for name, first in old.init(hkv.create(128, DIM)).optimizer.fresh.items():
+        assert (np.asarray(table.optimizer.rows[name])[np.asarray(fresh.slots)] == first).all()
 
 
 def test_rows_of_another_kind_of_optimizer_are_named():

@@ -176,14 +176,18 @@ def test_statistics_are_means_of_all_devices_whatever_their_kind(kind):
     """Of integers the nearest; what is equal on all devices stays as it is."""
     placement = Placement(mesh_of(4))
     most = 255 if kind is jnp.uint32 else 1
-    equal = jnp.array([jnp.iinfo(kind).max if jnp.issubdtype(kind, jnp.integer) else 1], kind)
+    limits = jnp.iinfo(kind) if jnp.issubdtype(kind, jnp.integer) else None
+    low, high = (limits.min, limits.max) if limits else (0, 1)
+    equal = jnp.array([high], kind)
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, ids, train=False):
             seen = self.variable("seen", "differs", lambda: jnp.zeros((2,), kind))
             same = self.variable("seen", "equal", lambda: jnp.zeros((1,), kind))
+            far = self.variable("seen", "far apart", lambda: jnp.zeros((1,), kind))
             if train:
+                far.value = jnp.where(ids == 0, jnp.array(low, kind), jnp.array(high, kind))
                 seen.value = jnp.stack([most * (ids[0] > 0), most * (ids[0] == 3)]).astype(kind)
                 same.value = equal
             rows = hkv.linen.Embed(4096, 4, optimizer=SGD, axis_name="device")(ids, train=train)
@@ -201,6 +205,10 @@ def test_statistics_are_means_of_all_devices_whatever_their_kind(kind):
         found["differs"], (means if kind is jnp.float32 else np.round(means)).astype(kind)
     )
     np.testing.assert_array_equal(found["equal"], equal)
+    if limits:
+        np.testing.assert_allclose(
+            found["far apart"], [low / 4 + high / 4 * 3], rtol=1e-6, atol=0.5
+        )
 
 
 def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
