@@ -26,15 +26,15 @@ class ShardedWrite(NamedTuple):
       status: of this device's positions; see :class:`jax_hkv.Status`.
       counts: of the distinct keys of all devices' batches, the same on every device.
       overflow: as in :class:`ShardedResult`: above 0, a strict exchange has written nothing.
-      exchange: static.
       evicted: the entries that this device's part lost, if asked for.
+      exchange: static.
     """
 
     status: Int32[Array, "*batch"]
     counts: Counts
     overflow: Int32[Array, ""]
-    exchange: Exchange
     evicted: Entries | None = None
+    exchange: Exchange | None = None
 
 
 class ShardedEntries(NamedTuple):
@@ -102,4 +102,4 @@ def write(
         exchange, plan, table, items, at_owner
     )
     counts = _sharded.of_all(plan, exchange, counts)
-    return table, ShardedWrite(status, counts, route.left_out, exchange, entries)
+    return table, ShardedWrite(status, counts, route.left_out, entries, exchange)

@@ -92,7 +92,7 @@ def of(
         overflow = sum(total_of(own) for own in overflows if own is not None)
     full = load_factor(table)
     skipped = table.optimizer.skipped if table.optimizer else jnp.zeros((1,), jnp.uint32)
-    exchanges = [each.exchange for each in results if hasattr(each, "exchange")]
+    exchanges = [each.exchange for each in results if getattr(each, "exchange", None)]
     if not exchanges:
         skipped = skipped[0]
     else:
