@@ -517,7 +517,7 @@ def test_what_finds_no_room_is_counted(policy, capacity, store, batch, choices, 
     tiers = tiers_of(capacity, store, policy=policy, choices=choices)
     train = trainer("adam")
     totals, refused = np.zeros(2, int), 0
-    for _ in range(12):
+    for _ in range(36):
         ids = rng.integers(0, 2000, batch).astype(np.int32)
         before = [entries_of(table).keys for table in tiers]
         tiers, counts = tiered.prefetch(tiers, ids)

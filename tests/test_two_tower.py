@@ -296,7 +296,7 @@ def test_a_truncated_archive_names_the_line_where_it_ends(
         ([], [], "list.tsv: the file is empty, expected lines of a user and an item"),
         ([b"a x", b"b x", b"a x"], [], "no user has two different items"),
         ([b"a x"], ["--data", "none.tsv"], "none.tsv: No such file"),
-        ([b"a x", b"a y"], ["--capacity", 2**40], "--capacity 1099511627776 --dim 8: create: cap"),
+        ([b"a x", b"a y"], ["--capacity", 2**40], "--capacity 1099511627776 --dim 8: Embed: cap"),
         ([b"a x", b"b y", b"a y"], ["--batch", 10**7], "--batch 10000000: RESOURCE_EXHAUSTED"),
         ([b"a x", b"b y", b"a y"], ["--lr", "1e38", "--epochs", 9], "try a smaller --lr"),
     ],
