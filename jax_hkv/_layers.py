@@ -292,7 +292,7 @@ class Devices(NamedTuple):
             if not (jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_):
                 return leaf
             whole = jnp.asarray(leaf, jnp.uint8 if kind == jnp.bool_ else kind)
-            unsigned = jnp.dtype(f"u{whole.dtype.name}".replace("uu", "u"))  # holds differences
+            unsigned = jnp.dtype(f"uint{jnp.iinfo(whole.dtype).bits}")  # holds differences
             least = jax.lax.pmin(whole, self.axes)  # of equal ones every bit stays
             excess = (whole - least).astype(unsigned).astype(jnp.float32)
             more = jnp.round(jax.lax.pmean(excess, self.axes)).astype(unsigned)

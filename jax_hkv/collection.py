@@ -468,10 +468,10 @@ class Collection:
     def _warn_of_frozen(self, inputs: Mapping[str, Any]) -> None:
         """Of tables that a training lookup only reads, which a forgotten optimizer does too."""
         looked_up = {feature.table for feature in self.features if feature.name in inputs}
-        frozen = [config.name for config in self.tables if config.optimizer is None]
-        if left := [name for name in frozen if name in looked_up]:
+        frozen = [c.name for c in self.tables if c.optimizer is None and c.name in looked_up]
+        if frozen:
             warn(
-                f"Collection.lookup: with train=True the tables {left} are only read, no id is "
+                f"Collection.lookup: with train=True the tables {frozen} are only read, no id is "
                 "inserted and nothing trained: their TableConfig has no optimizer. Give it one, "
                 "or, of tables that are meant to be frozen, silence this with "
                 "warnings.filterwarnings"
