@@ -1,6 +1,6 @@
 """What the kernels' warps do for a batch, counted where there is no GPU.
 
-    python benchmarks/count_traffic.py [--buckets 16384] [--out FILE]
+    python benchmarks/count_traffic.py [--buckets 16384] [--out FILE] [--program FILE]
 
 Batches of as many keys as the table has buckets; nvcc's instructions (PTX) for compute capability
 9.0, carried out one by one by tests/cpp/ptx_machine.cc. Of each key: instructions of a warp; bytes
@@ -13,36 +13,42 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from static_report import FLAGS, ROOT, names_of, run, sources
+from static_report import DRIVER, ROOT, names_of, run, sources
 
 SECTOR = 32  # bytes
 CASE = ("choices", "load", "hits", "width", "operation")
 COUNTS = ("launches", "instructions", "requested", "read", "written")
-TESTS = ROOT / "tests" / "cpp"
+TESTS = DRIVER.parent
 RESULT = ROOT / "benchmarks" / "results" / "counted_sm_90.json"
 
 
-def lines_of(buckets: int) -> list[dict[str, Any]]:
-    """What benchmarks/count_traffic.cu prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/count_traffic"
-        units = [ROOT / "benchmarks" / "count_traffic.cu", *sorted(TESTS.glob("ptx_*.cc"))]
-        run(
-            *("nvcc", *FLAGS, "-gencode=arch=compute_90,code=compute_90", "--threads=0"),
-            *("-Xcompiler=-O2,-ffp-contract=off", "-cudart=none", f"-I{ROOT}/ffi", f"-I{TESTS}"),
-            *("--keep", f"--keep-dir={folder}", *map(str, units), str(TESTS / "runtime.cc")),
-            *("-o", program),
-        )
-        printed = subprocess.run(
-            [program, str(buckets)], capture_output=True, text=True, check=True
-        )
-    return [json.loads(line) for line in printed.stdout.splitlines()]
+def build(folder: str) -> str:
+    """The driver of all operations with a device without silicon; nvcc's PTX lies beside it."""
+    nvcc = ("nvcc", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0")
+    nvcc += ("--Werror=all-warnings", f"-I{ROOT}/ffi", f"-I{TESTS}")
+    warnings = "-Wall,-Wextra,-Werror,-ffp-contract=off"
+    device = [str(path) for path in (*sorted(TESTS.glob("ptx_*.cc")), TESTS / "runtime.cc")]
+    run(*nvcc, f"-Xcompiler=-O2,{warnings}", "-c", f"-odir={folder}", *device)
+    program = f"{folder}/{DRIVER.stem}"
+    # What of it runs on the host takes the compiler longer to make fast than it runs.
+    run(
+        *(*nvcc, f"-Xcompiler=-O0,{warnings}", "-gencode=arch=compute_90,code=compute_90"),
+        *("-cudart=none", "--keep", f"--keep-dir={folder}", str(DRIVER)),
+        *(f"{folder}/{Path(source).stem}.o" for source in device),
+        *("-o", program),
+    )
+    return program
+
+
+def lines_of(program: str, buckets: int) -> list[dict[str, Any]]:
+    """What tests/cpp/ptx_traffic.cc prints."""
+    printed = run(program, "traffic", str(buckets))
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def by_operation(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,8 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--buckets", type=int, default=16_384)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--program", help="what `build` has made, if it has been called")
     options = parser.parse_args()
-    operations = by_operation(lines_of(options.buckets))
+    with tempfile.TemporaryDirectory() as folder:
+        lines = lines_of(options.program or build(folder), options.buckets)
+    operations = by_operation(lines)
     head = {**sources(), "buckets": options.buckets, "keys": options.buckets}
     columns = ["operation", "candidates", *CASE[1:-1], "launches", "instructions"]
     print("| " + " | ".join([*columns, "requested", "moved"]) + " |")
@@ -87,9 +96,9 @@ def main() -> None:
         cells += [counts["launches"], f"{counts['instructions']:.0f}"]
         cells += [f"{counts['requested']:.0f}", f"{counts['moved']:.0f}"]
         print("| " + " | ".join(map(str, cells)) + " |")
-    lines = ",\n  ".join(json.dumps(operation) for operation in operations)
+    listed = ",\n  ".join(json.dumps(operation) for operation in operations)
     opening = json.dumps(head, indent=1).removesuffix("\n}")
-    options.out.write_text(f'{opening},\n "operations": [\n  {lines}\n ]\n}}\n')
+    options.out.write_text(f'{opening},\n "operations": [\n  {listed}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import random
@@ -10,6 +11,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+# JAX's traces are many objects that stay: Python looks for cycles among them less often.
+gc.set_threshold(50_000, 20, 50)
 HOST_DEVICES = "--xla_force_host_platform_device_count=8"
 FLAGS = os.environ.get("XLA_FLAGS", "").replace(HOST_DEVICES, "").strip()
 os.environ["XLA_FLAGS"] = f"{FLAGS} {HOST_DEVICES}".strip()

@@ -286,22 +286,6 @@ def test_steps_are_profiled(tmp_path):
     assert record["table_bytes"] == 1024 * 4 * 4 and record["devices"] == 0
 
 
-def test_a_lookup_asks_memory_for_a_line_of_digests_and_the_rows(tmp_path):
-    """Counted in nvcc's instructions; a row more costs its own bytes, read and written, exactly."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
-    record = run("count_traffic.py", tmp_path / "counted.json", "--buckets", "64")
-    found = {
-        operation["width"]: sum(kernel["requested"] for kernel in operation["kernels"].values())
-        for operation in record["operations"]
-        if (operation["operation"], operation["load"], operation["hits"]) == ("find_rows", 1, 1)
-    }
-    line, sector, keys = 128, 32, 64
-    assert line < sector * found[8] / keys - 2 * 8 * 4 < 2 * line
-    for width in (32, 64, 128):
-        assert sector * (found[width] - found[8]) == keys * 2 * 4 * (width - 8)
-
-
 def test_the_plain_gather_of_random_rows_compiles(tmp_path):
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:

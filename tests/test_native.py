@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent / "cpp"
 SOURCES = Path(__file__).parent.parent / "ffi"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread"]
 INCLUDES = [f"-I{SOURCES}", f"-I{HERE}"]
 SANITIZERS = ["thread", "address,undefined"]
@@ -84,21 +88,28 @@ def gpu():
     return listed.startswith("GPU")
 
 
-def compile_kernels(program, sources, flags):
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
+@pytest.fixture(scope="module")
+def nvcc():
+    if shutil.which("nvcc") is None:
         pytest.skip("no nvcc: the CUDA kernels cannot be compiled")
-    flags = [*flags, "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0"]
-    flags += ["--Werror=all-warnings", "-Xcompiler=-O2,-Wall,-Wextra,-Werror,-ffp-contract=off"]
-    built = run([nvcc, *flags, *INCLUDES, *(str(HERE / name) for name in sources), "-o", program])
+    flags = ["-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0"]
+    flags += ["--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
+    return ["nvcc", *flags, *INCLUDES]
+
+
+def compile_kernels(nvcc, program, sources, flags):
+    built = run([*nvcc, *flags, *(str(HERE / name) for name in sources), "-o", program])
     assert built.returncode == 0, tail(built)
     return program
 
 
-def test_operations_launch_kernels_and_do_nothing_else(tmp_path):
+def test_operations_launch_kernels_and_do_nothing_else(nvcc, tmp_path):
     """With a runtime that has nothing else; and CUB takes no more storage than is reserved."""
-    architectures = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90, 100)]
+    # The machine code of the second is what a build has.
+    codes = ["sm_80", "compute_90", "sm_100"]
+    architectures = [f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes]
     program = compile_kernels(
+        nvcc,
         str(tmp_path / "test_launches"),
         ["test_launches.cu", "no_device.cc", "runtime.cc"],
         [*architectures, "-cudart=none"],
@@ -107,28 +118,39 @@ def test_operations_launch_kernels_and_do_nothing_else(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def device_driver(gpu, tmp_path_factory):
+def device_driver(gpu, nvcc, tmp_path_factory):
     """Runs all operations on a GPU and on the host; where there is none, on ptx_device.cc's."""
-    folder = tmp_path_factory.mktemp("cuda")
-    program = str(folder / "device_driver")
+    folder = str(tmp_path_factory.mktemp("cuda"))
     if gpu:
-        return compile_kernels(program, ["device_driver.cu"], ["-arch=native"])
-    device = sorted(path.name for path in HERE.glob("ptx_*.cc"))
-    return compile_kernels(
-        program,
-        ["device_driver.cu", *device, "runtime.cc"],
-        [
-            "-gencode=arch=compute_90,code=compute_90",
-            "-cudart=none",
-            f"--keep-dir={folder}",
-            "--keep",
-        ],
-    )
+        flags = ["-arch=native", "-O2"]
+        return compile_kernels(nvcc, f"{folder}/device_driver", ["device_driver.cu"], flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("count_traffic").build(folder)
 
 
 def test_the_device_agrees_with_the_host_bit_for_bit(device_driver):
     """Without a GPU, the very instructions that nvcc made of the kernels, one by one."""
     assert_all_passed(run([device_driver, "small"]))  # benchmarks/gpu_check.sh runs all of it
+
+
+def test_a_lookup_asks_memory_for_a_line_of_digests_and_the_rows(gpu, device_driver, tmp_path):
+    """Counted in nvcc's instructions; a row more costs its own bytes, read and written, exactly."""
+    if gpu:
+        pytest.skip("there is a GPU: nothing interprets the kernels")
+    out = tmp_path / "counted.json"
+    script = [sys.executable, str(BENCHMARKS / "count_traffic.py"), "--program", device_driver]
+    counted = run([*script, "--buckets", "64", "--out", str(out)])
+    assert counted.returncode == 0, tail(counted)
+    found = {
+        operation["width"]: sum(kernel["requested"] for kernel in operation["kernels"].values())
+        for operation in json.loads(out.read_text())["operations"]
+        if (operation["operation"], operation["load"], operation["hits"]) == ("find_rows", 1, 1)
+    }
+    line, sector, keys = 128, 32, 64
+    assert line < sector * found[8] / keys - 2 * 8 * 4 < 2 * line
+    for width in (32, 64, 128):
+        assert sector * (found[width] - found[8]) == keys * 2 * 4 * (width - 8)
 
 
 MISTAKES = {

@@ -1,13 +1,16 @@
 // All operations with the CUDA executor, launched and captured into a graph, against the CPU's, byte for
 // byte. A program of its own, without XLA, so that compute-sanitizer can watch it. With the argument
 // "small" it leaves out the large batches, with "watched" some of the forms as well; with "broken" it does
-// what "small" does until something differs.
+// what "small" does until something differs. With "traffic" and a number of buckets it counts instead, on a
+// device that can.
 #include <cstdio>
+#include <cstdlib>
 #include <string_view>
 
 #include "backends/cuda_kernels.h"
 #include "device_machine.h"
 #include "scenarios.h"
+#include "traffic.h"
 
 namespace {
 
@@ -40,6 +43,10 @@ int main(int count, char** arguments) {
   CpuMachine cpu("the CPU", 4, 'a');
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');
+  if (size == "traffic" && count == 3 && count_traffic != nullptr) {
+    count_traffic(cpu, launched, std::atoll(arguments[2]));
+    return 0;
+  }
   Together machines(checks, {&cpu, &captured, &launched});
   run_scenarios(machines, checks, forms_of(all_forms(1, 250, kNarrow)), {40, 0, 140, 160, 1, 60}, kSeed);
   run_scenarios(machines, checks, forms_of(all_forms(2, 600, kWide)), {300, 200, 300}, kSeed + 1000);

@@ -194,19 +194,19 @@ void Warp::run(int instructions, Random& random) {
     if (lanes == 0) return;
     int place = place_[std::countr_zero(lanes)];
     // Until the lanes part, may meet others or wait.
-    for (bool goes_on = true; goes_on && instructions > 0; --instructions) {
-      const Instruction& instruction = code_[static_cast<size_t>(place)];
-      const uint32_t active = guarded(instruction, lanes);
+    const Instruction* instruction = nullptr;
+    uint32_t active = 0;
+    do {
+      instruction = &code_[static_cast<size_t>(place++)];
+      active = guarded(*instruction, lanes);
       if (memory.counts) memory.count_instruction();
-      leave(lanes, ++place, State::kReady);
-      if (instruction.kind == Kind::kPlain) {
-        if (active != 0) instruction.effect(*this, instruction, active);
-      } else if (active != 0) {
-        turn(instruction, active, place - 1);
-      }
-      if (instruction.kind == Kind::kPause) instructions = 0;
-      goes_on = instruction.kind == Kind::kPlain && !code_[static_cast<size_t>(place)].is_target;
-    }
+      if (instruction->kind == Kind::kPlain && active != 0) instruction->effect(*this, *instruction, active);
+      --instructions;
+    } while (instruction->kind == Kind::kPlain && instructions > 0 &&
+             !code_[static_cast<size_t>(place)].is_target);
+    leave(lanes, place, State::kReady);
+    if (active != 0) turn(*instruction, active, place - 1);
+    if (instruction->kind == Kind::kPause) return;
   }
 }
 

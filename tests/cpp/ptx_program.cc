@@ -271,6 +271,60 @@ class Reader {
   std::vector<std::map<std::string, int>> scopes_;  // registers by name
 };
 
+// Most of nvcc's registers are written once and read soon. Those that a stretch without labels and branches
+// writes before it reads them, and that stand nowhere else, take turns: far fewer are made for each warp.
+void share_registers(Kernel& kernel) {
+  struct Use {
+    int stretch = kNone, number = kNone;
+    bool is_shared = false;
+    size_t last = 0;
+  };
+  std::vector<Use> uses(static_cast<size_t>(kernel.registers));
+  const auto use_of = [&](int number) -> Use& { return uses[static_cast<size_t>(number)]; };
+  int stretch = 0;
+  for (size_t at = 0; at < kernel.code.size(); ++at) {
+    const Instruction& instruction = kernel.code[at];
+    stretch += instruction.is_target;
+    const auto see = [&](int number, bool is_written) {
+      if (number == kNone) return;
+      Use& use = use_of(number);
+      use.is_shared = use.stretch == kNone ? is_written : use.is_shared && use.stretch == stretch;
+      use.stretch = stretch;
+      use.last = at;
+    };
+    see(instruction.guard, false);
+    for (const int number : instruction.in) see(number, false);
+    for (const int number : instruction.out) see(number, instruction.guard == kNone);
+    stretch += instruction.kind == Kind::kBranch || instruction.kind == Kind::kExit;
+  }
+  std::vector<std::vector<int>> last_at(kernel.code.size());
+  for (const Use& use : uses) {
+    if (use.is_shared) last_at[use.last].push_back(static_cast<int>(&use - uses.data()));
+  }
+  std::vector<int> free;
+  kernel.registers = 0;
+  const auto renumber = [&](int& number) {
+    if (number == kNone) return;
+    Use& use = use_of(number);
+    if (use.number == kNone && use.is_shared && !free.empty()) {
+      use.number = free.back();
+      free.pop_back();
+    } else if (use.number == kNone) {
+      use.number = kernel.registers++;
+    }
+    number = use.number;
+  };
+  for (size_t at = 0; at < kernel.code.size(); ++at) {
+    Instruction& instruction = kernel.code[at];
+    renumber(instruction.guard);
+    for (int& number : instruction.in) renumber(number);
+    for (int& number : instruction.out) renumber(number);
+    for (const int number : last_at[at]) free.push_back(use_of(number).number);
+  }
+  for (auto& [value, number] : kernel.constants) renumber(number);
+  for (auto& [special, number] : kernel.specials) renumber(number);
+}
+
 std::string without_comments(const std::string& text) {
   std::string rest;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -295,6 +349,7 @@ std::map<std::string, Kernel> read_program(const std::string& commented) {
     const auto line =
         static_cast<int>(std::count(text.begin(), text.begin() + static_cast<int64_t>(at), '\n')) + 1;
     Kernel kernel = Reader(text, at + entry.size(), line).read();
+    share_registers(kernel);
     kernels[kernel.name] = kernel;
   }
   return kernels;

@@ -1,20 +1,20 @@
-// What the kernels' warps do for a batch of as many keys as a table has buckets, counted where there is no
-// GPU (tests/cpp/ptx_machine.h): a line of JSON for each kernel of each operation.
+// What the kernels' warps do for a batch, counted (ptx_machine.h): a line of JSON for each kernel of each
+// operation.
 #include <cstdio>
 
-#include "device_machine.h"
 #include "ptx_device.h"
 #include "random.h"
+#include "traffic.h"
 
+namespace hkv::testing {
 namespace {
-
-using namespace hkv;
-using namespace hkv::testing;
 
 class Counted {
  public:
-  Counted(int64_t buckets, double load, int64_t choices)
-      : buckets_(buckets),
+  Counted(const Machine& host, const Machine& device, int64_t buckets, double load, int64_t choices)
+      : host_(host),
+        device_(device),
+        buckets_(buckets),
         slots_(buckets * kLanes),
         load_(load),
         choices_(choices),
@@ -104,24 +104,23 @@ class Counted {
     if (!failure.empty()) ptx::stop(failure);
   }
 
+  const Machine& host_;
+  const Machine& device_;
   const int64_t buckets_, slots_;
   const double load_;
   const int64_t choices_;
   double hits_ = 0.0;
   int64_t width_ = 0;
   Store store_;
-  CpuMachine host_{"the CPU", 2, 'a'};
-  CudaMachine device_{"the device", false, 'b'};
 };
 
 }  // namespace
 
-// Its argument: how many buckets.
-int main(int, char** arguments) {
+void count_traffic(const Machine& host, const Machine& device, int64_t buckets) {
   for (const int64_t choices : {1, 2}) {
     for (const double load : {0.5, 0.75, 1.0}) {
       for (const double hits : {1.0, 0.6, 0.0}) {
-        Counted counted(std::atoll(arguments[1]), load, choices);
+        Counted counted(host, device, buckets, load, choices);
         counted.set_batch(hits);
         counted.count<Unique>({{"keys", "batch"}});
         counted.count<FindSlots>({});
@@ -133,3 +132,5 @@ int main(int, char** arguments) {
     }
   }
 }
+
+}  // namespace hkv::testing
