@@ -159,6 +159,27 @@ def test_the_extreme_scores_are_ordinary(twin):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", [7, 8])
+def test_two_candidates_have_the_same_victims_however_they_are_found(policy, batch, twin, rng):
+    """13: in 16 buckets of all of them for a batch of 8 keys, for each key of a smaller one."""
+    capacity = 16 * LANES
+    both = twin(capacity, 1, policy=policy, choices=2)
+    present = np.arange(2 * capacity, dtype=np.uint64)
+    low = rng.integers(1, 3, len(present)).astype(np.uint64)
+    both.insert_or_assign(present, rows_of(present), scores_for(policy, low))
+    assert both.oracle.size == capacity
+    evicted = refused = 0
+    for _ in range(30):
+        keys = rng.choice(4 * capacity, batch, replace=False).astype(np.uint64)
+        scores = rng.integers(0, 5, batch).astype(np.uint64)
+        outcome = both.insert_and_evict(keys, rows_of(keys), scores_for(policy, scores))
+        evicted += outcome.counts.evicted
+        refused += outcome.counts.refused
+    assert evicted > 2 * batch
+    assert (refused > 0) == (policy == "CUSTOM")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize(
     ("capacity", "batch", "rounds"), [(1024, 333, 12), pytest.param(2**19, 100_003, 20, marks=slow)]

@@ -149,8 +149,7 @@ struct Upsert {
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
     workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
-    workspace.victim_lanes = arena.take<int32_t>(choices == 2 ? n : 0);
-    workspace.victim_scores = arena.take<Score>(choices == 2 ? n : 0);
+    workspace.victims = arena.take<Victim>(choices == 1 ? 0 : notes_victims() ? buckets : n);
     if (evicted > 0) {
       workspace.evicted_keys = arena.take<Words>(n);
       workspace.evicted_scores = arena.take<Score>(n);
@@ -184,6 +183,10 @@ struct Upsert {
   int64_t noted_stretches(int64_t places) const {
     return Executor::kHasTiles && scoring().can_refuse() ? places / kStretch : 0;
   }
+
+  // Of two candidate buckets: whether their victims are found for all buckets, not for every key. With twice
+  // as many buckets as keys a batch that evicts for each asks for 63 % of them.
+  bool notes_victims() const { return index.digests.rows <= 2 * unique_keys.rows; }
 
   UpsertState bound() const {
     UpsertState state = workspace;
@@ -228,10 +231,15 @@ struct Upsert {
     executor.each(n, ChooseOther{state});
     executor.group(state.groups, scratch);
     executor.each(state.groups.count, FillBucket{state});
-    executor.each(n, ChooseByScore{n, state});
+    if (notes_victims()) {
+      executor.each(state.table.buckets, NoteVictims{state.table.buckets, state});
+      executor.each(n, ChooseByVictim{state});
+    } else {
+      executor.each(n, ChooseByScore{n, state});
+    }
     executor.group(state.groups, scratch);
     executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
-    executor.each(state.groups.count, EvictFromBucket{true, state});
+    executor.each(state.groups.count, EvictFromBucket<true>{notes_victims(), state});
   }
 
   template <class Executor>

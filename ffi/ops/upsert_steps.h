@@ -6,6 +6,12 @@
 
 namespace hkv {
 
+// The lowest unpinned entry of a bucket, as a Candidate; read and written at once.
+struct alignas(16) Victim {
+  Score score;
+  int64_t lane;
+};
+
 // What the steps of an upsert share.
 struct UpsertState {
   TableView table;
@@ -43,9 +49,9 @@ struct UpsertState {
   // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
   Groups groups;
 
-  // Per distinct key, in round 3 with two candidates: the victim in the bucket that it names.
-  int32_t* victim_lanes;
-  Score* victim_scores;
+  // In round 3 with two candidates: of the buckets (NoteVictims), or of the distinct keys in the bucket that
+  // each names (ChooseByScore).
+  Victim* victims;
 
   HKV_HOST_DEVICE uint64_t time() const { return Words{clock[0], clock[1]}.value() + ticks; }
 
@@ -77,6 +83,12 @@ struct UpsertState {
 
   HKV_HOST_DEVICE Score new_score(int64_t u) const {
     return scoring().takes_given() ? new_scores[u] : scoring().of_new(0);
+  }
+
+  // The bucket of round 3, unless its victim's score refuses the key: later victims' are no lower.
+  HKV_HOST_DEVICE void name_by_score(int64_t u, int64_t bucket, Score victim) const {
+    if (scoring().can_refuse() && new_score(u) < victim) return groups.leave_out(u);
+    groups.set(u, bucket);
   }
 
   // Several workers may pin lanes of one bucket.
@@ -275,7 +287,63 @@ struct ChooseOther {
   }
 };
 
-// Round 3 with two candidates: the one whose lowest unpinned score is lower.
+// Before round 3 with two candidates, where a batch asks for most buckets of a table: the victim of each full
+// one that had keys to come. Its scores are read once for all of them, and nothing is pinned or written until
+// they evict.
+struct NoteVictims {
+  static constexpr int kGroup = 8;
+  static constexpr bool kOwnIndex = true;
+  int64_t buckets;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t bucket) const {
+    if (was_named(bucket) && is_full(bucket)) prefetch_scores(state.table, bucket);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t bucket) const {
+    const bool is_named = bucket < buckets && was_named(bucket);
+    const int64_t first = bucket - group.rank();
+    Victim own = {~Score{0}, -1};
+    for_each_member(group, is_named && is_full(bucket), [&](int member) {
+      const Victim victim = victim_of(group, first + member);
+      if (member == group.rank()) own = victim;
+    });
+    if (is_named) state.victims[bucket] = own;
+  }
+
+ private:
+  HKV_HOST_DEVICE bool was_named(int64_t bucket) const { return state.loads[bucket] > 0; }
+
+  // Keys that are left over had no room in either candidate.
+  HKV_HOST_DEVICE bool is_full(int64_t bucket) const { return state.table.occupancy[bucket] >= kLanes; }
+
+  template <Group G>
+  HKV_HOST_DEVICE Victim victim_of(const G& group, int64_t bucket) const {
+    const typename G::Scores scores = group.scores_of(state.table.scores + bucket * kLanes);
+    group.sync();  // or ptxas spreads these reads among the comparisons
+    const Candidate lowest = group.lowest_score({scores}, {state.pinned(bucket)});
+    return {lowest.score, lowest.lane};
+  }
+};
+
+// Round 3 with two candidates: the one whose lowest unpinned score is lower. By what is noted of both.
+struct ChooseByVictim {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    if (!state.is_pending(u)) return state.groups.leave_out(u);
+    const int64_t first = state.candidate(u, 0);
+    const int64_t second = state.candidate(u, 1);
+    const Victim of_first = state.victims[first];
+    const Victim of_second = state.victims[second];
+    const bool is_second = of_first.lane < 0 || of_second.score < of_first.score;
+    state.name_by_score(u, is_second ? second : first, is_second ? of_second.score : of_first.score);
+  }
+};
+
+// The same by the scores of both, which every key reads.
 struct ChooseByScore {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
@@ -307,11 +375,9 @@ struct ChooseByScore {
     scores[1] = group.scores_of(table.scores + second * kLanes);
     const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
-    // Later victims are no lower.
-    if (state.scoring().can_refuse() && state.new_score(u) < victim.score) return state.groups.leave_out(u);
-    state.groups.set(u, victim.lane < kLanes ? first : second);
-    state.victim_lanes[u] = victim.lane < kLanes ? victim.lane : victim.lane - kLanes;
-    state.victim_scores[u] = victim.score;
+    const bool is_first = victim.lane < kLanes;
+    state.victims[u] = {victim.score, is_first ? victim.lane : victim.lane - kLanes};
+    state.name_by_score(u, is_first ? first : second, victim.score);
   }
 };
 
@@ -407,11 +473,12 @@ struct NoteHighestScores {
 };
 
 // The new keys that found no empty lane take the place of the lowest unpinned entry. Those that may not, or
-// find none, stay refused.
+// find none, stay refused. Of each run the first victim may be known.
+template <bool kKnowsVictims>
 struct EvictFromBucket {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
-  bool knows_victims;  // the first of each run: that which the keys chose the bucket by
+  bool are_of_buckets;  // the known ones
   UpsertState state;
 
   template <Group G>
@@ -474,7 +541,7 @@ struct EvictFromBucket {
     run.place = place;
     run.bucket = state.groups.target(place);
     run.pinned = state.pinned(run.bucket);
-    run.has_known_victim = knows_victims;
+    run.has_known_victim = kKnowsVictims;
     run.has_scores = false;
   }
 
@@ -482,10 +549,10 @@ struct EvictFromBucket {
   // those that chose one bucket saw the same.
   template <Group G>
   HKV_HOST_DEVICE Candidate next_victim(const G& group, Run<G>& run) const {
-    if (run.has_known_victim) {
+    if (kKnowsVictims && run.has_known_victim) {
       run.has_known_victim = false;
-      const int32_t u = state.groups.item(run.place);
-      return {state.victim_scores[u], state.victim_lanes[u]};
+      const Victim victim = state.victims[are_of_buckets ? run.bucket : state.groups.item(run.place)];
+      return {victim.score, static_cast<int>(victim.lane)};
     }
     if (!run.has_scores) {
       run.scores = group.scores_of(state.table.scores + run.bucket * kLanes);
@@ -581,7 +648,7 @@ struct FillOrEvict {
   static constexpr int kGroup = FillBucket::kGroup;
   static constexpr bool kOwnIndex = true;
   FillBucket filling;
-  EvictFromBucket evicting;
+  EvictFromBucket<false> evicting;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
     const UpsertState& state = filling.state;

@@ -442,14 +442,18 @@ inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std:
   return forms;
 }
 
-// Twelve buckets; two batches that fill them, then some new keys for each.
+// Twelve buckets; two batches that fill them, then some new keys for each, or just too few or enough for
+// victims to be found for all buckets (Upsert::notes_victims).
 inline std::vector<Form> full_forms() {
   return {{Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000, true},
+          {Policy::kCustom, 2, 12, RowType::kFloat32, 4, 100000, true},
           {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000, true}};
 }
 inline std::vector<int64_t> full_batches(int64_t count) {
-  std::vector<int64_t> batches(static_cast<size_t>(count), 40);
-  batches[0] = batches[1] = 2500;
+  constexpr int64_t kSizes[] = {40, 5, 6};
+  std::vector<int64_t> batches = {2500, 2500};
+  for (int64_t i = 2; i < count; ++i)
+    batches.push_back(kSizes[static_cast<size_t>(i - 2) % std::size(kSizes)]);
   return batches;
 }
 

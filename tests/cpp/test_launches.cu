@@ -67,7 +67,8 @@ class SizeBinder {
   int64_t rows_of(const char* shape) const {
     const std::string axis = std::string(shape).substr(0, std::string(shape).find(' '));
     if (axis == "1" || axis == "2") return std::stoll(axis);
-    if (axis == "B") return std::min<int64_t>(n_ / kLanes + 1, int64_t{1} << 23);
+    // More than two for each key, or few.
+    if (axis == "B") return std::min<int64_t>(has_optional_ ? 4 * n_ + 1 : n_ / kLanes + 1, int64_t{1} << 23);
     if (axis == "p") return kTargets;
     if (axis.ends_with('?') && !has_optional_) return 0;
     return n_ + (axis.find("+1") != std::string::npos ? 1 : 0);
