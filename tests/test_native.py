@@ -18,7 +18,10 @@ SOURCES = Path(__file__).parent.parent / "ffi"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread"]
 INCLUDES = [f"-I{SOURCES}", f"-I{HERE}"]
-SANITIZERS = ["thread", "address,undefined"]
+# Ends where something undefined is done, without a word: words take the compiler long, and after
+# them a program would go on.
+TRAP = "-fsanitize-undefined-trap-on-error"
+SANITIZERS = {"thread": [], "address,undefined": [TRAP]}
 
 
 def find_compiler():
@@ -41,17 +44,17 @@ def tail(result):
     return (result.stdout + result.stderr)[-4000:]
 
 
-@pytest.fixture(params=SANITIZERS)
+@pytest.fixture(params=list(SANITIZERS))
 def sanitizer(request, tmp_path):
-    """A sanitizer of this compiler that can start here."""
+    """The flags of a sanitizer of this compiler that can start here."""
     source, program = tmp_path / "empty.cc", tmp_path / "empty"
     source.write_text("int main() { return 0; }\n")
-    flag = f"-fsanitize={request.param}"
-    for command in ([find_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
+    flags = [f"-fsanitize={request.param}", *SANITIZERS[request.param]]
+    for command in ([find_compiler(), *flags, str(source), "-o", str(program)], [str(program)]):
         result = run(command)
         if result.returncode != 0:
             pytest.skip(f"no {request.param} sanitizer here: {tail(result).strip()[:300]}")
-    return flag
+    return flags
 
 
 def assert_all_passed(result):
@@ -73,8 +76,17 @@ def assert_program_passes(name, tmp_path, *flags):
 def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
     vectors = ["-O3", "-fno-math-errno", "-fno-trapping-math"] if name == "test_numbers" else []
     # The checks of addresses take GCC longer to optimize than the program runs.
-    sooner = ["-O0"] if name == "test_operations" and "address" in sanitizer else []
-    assert_program_passes(name, tmp_path, sanitizer, *vectors, *sooner)
+    sooner = ["-O0"] if name == "test_operations" and TRAP in sanitizer else []
+    assert_program_passes(name, tmp_path, *sanitizer, *vectors, *sooner)
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined"], indirect=True)
+def test_a_program_that_does_what_is_undefined_ends(sanitizer, tmp_path):
+    source, program = tmp_path / "overflow.cc", str(tmp_path / "overflow")
+    source.write_text("int main(int n, char**) { return 2147483647 + n == 0; }\n")
+    built = run([find_compiler(), *sanitizer, str(source), "-o", program])
+    assert built.returncode == 0, tail(built)
+    assert run([program]).returncode != 0
 
 
 def test_members_of_a_tile_that_part_ways_are_found_out(tmp_path):
