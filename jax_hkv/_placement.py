@@ -405,13 +405,14 @@ class Placement:
                 f"Placement.join: shards must be one for each of this process's "
                 f"{len(self.local_parts)} parts, got {len(shards)}"
             )
-        spec = P(self.mesh.axis_names) if self.mode == "pmap" else P(self.axes)
-        sharding = NamedSharding(self.mesh, spec)
+        is_stacked = self.mode == "pmap"  # each process has arrays of its own devices
+        mesh = Mesh(np.array(self.local_devices), self.axes) if is_stacked else self.mesh
+        sharding = NamedSharding(mesh, P(self.axes))
 
         def one(*parts: jax.Array) -> jax.Array:
-            if self.mode == "pmap":
+            if is_stacked:
                 parts = tuple(part[None] for part in parts)
-            size = self.devices * parts[0].shape[0]
+            size = (len(shards) if is_stacked else self.devices) * parts[0].shape[0]
             placed = [
                 jax.device_put(part, device)
                 for part, holders in zip(parts, self._holders().values(), strict=True)

@@ -88,7 +88,30 @@ def restored(placement: Any, exported: Any) -> Any:
     table = placement.create(lambda: OPTIMIZER.init(hkv.create(own_capacity(), DIM)))
     table, counts = hkv.sharding.import_entries(placement, table, exported)
     assert int(counts.inserted) == len(exported.keys)
+    if placement.mode == "pmap":
+        table = stepped(placement, table)
     return hkv.sharding.export_entries(placement.shards(table))
+
+
+def stepped(placement: Any, table: Any) -> Any:
+    """A table of joined parts after steps without ids, which leave its entries as they are."""
+    step = placement.step(train_step)
+    table, _ = step(table, placement.put(NONE))
+    store = hkv.tiered.create_store(table, CAPACITY, placement=placement)
+    ids, valid, _ = batch = placement.put(NONE)
+    for _ in range(2):
+        tiers, counts, _ = hkv.tiered.step_and_prefetch(
+            lambda table: step(table, batch),
+            hkv.tiered.Tiers(table, store),
+            ids,
+            ids,
+            valid=valid,
+            coming_valid=valid,
+            placement=placement,
+        )
+        table, store = tiers
+        assert int(counts.unique) == 0
+    return step(table, batch)[0]
 
 
 class Stored:
