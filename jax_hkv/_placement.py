@@ -632,7 +632,9 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
         )
 
 
-def check_not_used_up(call: str, leaves: Sequence[Any], argument: str = "state") -> None:
+def check_not_used_up(
+    call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
+) -> None:
     """Raises if one of a state's leaves was donated to an earlier step."""
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
@@ -641,8 +643,8 @@ def check_not_used_up(call: str, leaves: Sequence[Any], argument: str = "state")
                 again = " (or by this one, in which JAX has found a NaN or an infinity)"
             raise RuntimeError(
                 f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
-                f"donated: go on with the {argument} that it returned, or make the step with "
-                "donate=False"
+                f"donated: go on with the {argument} that it returned, or "
+                f"{remedy or 'make the step with donate=False'}"
             )
 
 

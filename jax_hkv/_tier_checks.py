@@ -21,6 +21,12 @@ from jax_hkv.features import Jagged, Padded
 from jax_hkv.table import Table, check_one_device, forms_of
 from jax_hkv.table import check_table as check_is_table
 
+LOST = (
+    "make the step with donate=False. Where the step of step_and_prefetch has raised, nothing was "
+    "returned, and its tiers are lost: restore them from a checkpoint, and catch such an error "
+    "inside of the step, which returns the tables then (of ExchangeOverflow those of its `outputs`)"
+)
+
 
 def batch_of(
     call: str,
@@ -161,7 +167,7 @@ def pair_of(call: str, returned: Any, tables: str) -> tuple[Any, Any]:
 
 def check_table(call: str, argument: str, table: Any) -> None:
     check_is_table(call, table, argument)
-    check_not_used_up(call, jax.tree.leaves(table), argument)
+    check_not_used_up(call, jax.tree.leaves(table), argument, LOST)
     check_one_device(call, table)
     devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
     if not is_traced(table.values) and len(devices) != 1:

@@ -76,7 +76,7 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
             f"{call}: tiers.cache must be a table over devices outside of jit, got one that is "
             "traced: call it between steps"
         )
-    check_not_used_up(call, jax.tree.leaves(cache), "cache")
+    check_not_used_up(call, jax.tree.leaves(cache), "cache", _tier_checks.LOST)
     placement.check_outside(call, cache)
     return placement.shards(cache)
 

@@ -386,9 +386,26 @@ def step_and_prefetch(
 
     Args:
       batches: tiers, the keys of the next step, and those of this one, which stay where they are.
-      step: from the caches to the caches and a result.
+      step: from the caches to the caches and a result. If it raises, the stores are used up.
     """
-    caches, admitted = {}, {}
+    admitted: dict[Name, Admitted] = {}
+    try:
+        return _step_and_prefetch(batches, step, admitted)
+    except BaseException:
+        # They lack what has left the caches: whoever went on with them would lose it unawares.
+        for leaf in jax.tree.leaves([batches[name][0].store for name in admitted]):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        raise
+
+
+def _step_and_prefetch(
+    batches: Mapping[Name, tuple[Tiers, Batch, Batch | None]],
+    step: Callable[[dict[Name, Table]], tuple[Mapping[Name, Table], Any]],
+    admitted: dict[Name, Admitted],
+) -> tuple[dict[Name, tuple[Tiers, PrefetchCounts]], Any]:
+    """As :func:`step_and_prefetch`; `admitted` is filled, also where it raises."""
+    caches = {}
     with on_one_device():
         for name, (tiers, coming, kept) in batches.items():
             caches[name], admitted[name] = admit(tiers.cache, *coming, kept)

@@ -360,7 +360,8 @@ class Collection:
         :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier".
 
         Args:
-          step: from all tables to all tables and a result; see there.
+          step: from all tables to all tables and a result. If it raises, tables and stores are
+            lost: catch inside of it what is to be survived (an ExchangeOverflow); see there.
           tables: as for :meth:`prefetch`; used up.
           stores: as for :meth:`prefetch`; used up.
           inputs: of the step, as for :meth:`lookup`; their ids stay where they are.

@@ -171,6 +171,23 @@ def test_whole_tables_are_changed_part_by_part(placement):
         tiered.map_tables(tiers, lambda table: (table, 0), placement=placement)
 
 
+def test_parts_whose_step_raised_cannot_be_gone_on_with(placement):
+    """With "pmap" their caches are copies, and alive."""
+    kept = []
+
+    def failing(cache):
+        kept.append(jax.tree.map(jax.numpy.copy, cache))
+        raise sharding.ExchangeOverflow("full")
+
+    tiers = tiers_of(placement, 512, 1024)
+    ids = placement.put(np.arange(64, dtype=np.int32))
+    with pytest.raises(sharding.ExchangeOverflow, match="full"):
+        tiered.step_and_prefetch(failing, tiers, ids, ids, placement=placement)
+    for cache in (tiers.cache, kept[0]):
+        with pytest.raises(RuntimeError, match="was used up .* catch such an error inside"):
+            tiered.size(tiered.Tiers(cache, tiers.store), placement=placement)
+
+
 class Model(nn.Module):
     collection: hkv.Collection
 

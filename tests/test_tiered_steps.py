@@ -395,6 +395,70 @@ def test_a_model_over_devices_trains_while_its_next_batch_comes_near(rng):
     assert_same_bits(small.params, one.params)
 
 
+LOST = r"tiers\.store was used up .* restore them from a checkpoint, .* inside of the step"
+
+
+def test_tiers_whose_step_raised_cannot_be_gone_on_with():
+    """Their store lacks what the cache gave up, whatever cache the error has brought."""
+    first, second = np.arange(128, dtype=np.int32).reshape(2, 64)
+    train, kept = trainer("adam"), []
+
+    def failing(cache):
+        kept.append(train(cache, first)[0])
+        raise sharding.ExchangeOverflow("full")
+
+    tiers, _ = tiered.prefetch(tiers_of(128, 1024), first)
+    for _ in range(2):  # behind the last batch nothing is to come
+        with pytest.raises(sharding.ExchangeOverflow, match="full"):
+            tiered.step_and_prefetch(failing, tiers, first, None)
+        tiers = tiers._replace(cache=kept.pop())
+    assert tiered.size(tiers) == 64
+    with pytest.raises(sharding.ExchangeOverflow, match="full"):
+        tiered.step_and_prefetch(failing, tiers, first, second)
+    mixed = tiers._replace(cache=kept.pop())
+    for call in (tiered.size, tiered.export_entries, lambda own: tiered.prefetch(own, first)):
+        with pytest.raises(RuntimeError, match=LOST):
+            call(mixed)
+    with pytest.raises(RuntimeError, match=r"tiers\.cache was used up"):
+        tiered.size(tiers)
+
+
+def test_an_error_that_the_step_catches_costs_nothing():
+    batches = np.arange(400, dtype=np.int32).reshape(4, 100)
+    train = trainer("adam")
+
+    def overflowing(cache, ids):
+        error = sharding.ExchangeOverflow("full")
+        error.outputs = train(cache, ids)
+        raise error
+
+    tiers, _ = tiered.prefetch(tiers_of(256, 1024), batches[0])
+    for ids, coming in with_next(batches):
+
+        def step(cache, ids=ids):
+            try:
+                return overflowing(cache, ids)
+            except sharding.ExchangeOverflow as error:
+                return error.outputs
+
+        tiers, _, counts = tiered.step_and_prefetch(step, tiers, ids, coming)
+        assert int(counts.hits) == 100
+    assert tiered.size(tiers) == 400
+
+
+def test_stores_of_a_collection_whose_step_raised_are_used_up():
+    def failing(tables):
+        kept.update(jax.tree.map(jnp.copy, tables))
+        raise KeyError("full")
+
+    tables, kept = COLLECTION.create(), {}
+    stores = {"words": tiered.create_store(tables["words"], 1024)}
+    with pytest.raises(KeyError, match="full"):
+        COLLECTION.step_and_prefetch(failing, tables, stores, INPUTS, INPUTS)
+    with pytest.raises(RuntimeError, match=f"Collection.prefetch of 'words': {LOST}"):
+        COLLECTION.prefetch(kept, stores, INPUTS)
+
+
 IDS = np.arange(3, dtype=np.int32)
 INPUTS = inputs_of(np.random.default_rng(0))
 COLLECTION = collection_of(128)
