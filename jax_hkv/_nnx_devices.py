@@ -89,7 +89,8 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
       placement: of the model.
 
     Returns:
-      A function of (model, *batch) to the arrays of all devices, one after the other.
+      A function of (model, *batch) to the arrays of all devices, one after the other (with
+      "pmap", along a leading axis).
     """
     remedy = "model and batch go to the function that this returns"
     check_function("nnx.run", "fn", fn, "of (model, *batch) to arrays", remedy)

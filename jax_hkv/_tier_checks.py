@@ -27,6 +27,11 @@ LOST = (
     "inside of the step, which returns the tables then (of ExchangeOverflow those of its `outputs`)"
 )
 
+_PLACED = (
+    "give the placement= that it was made with (admit, exchange, restore, find and contains have "
+    'no such form: docs/guide.md, "A second tier")'
+)
+
 
 def batch_of(
     call: str,
@@ -94,6 +99,11 @@ def check(call: str, tiers: Any) -> None:
         raise TypeError(
             f"{call}: tiers must be jax_hkv.tiered.Tiers, got {type(tiers).__name__}: make them by "
             "Tiers(cache, tiered.create_store(cache, capacity)); operations return (tiers, result)"
+        )
+    if isinstance(tiers.store, (tuple, list)):
+        raise TypeError(
+            f"{call}: tiers.store must be one table where no placement is given, got "
+            f"{len(tiers.store)}, of the parts of a cache over devices: {_PLACED}"
         )
     for name, table in tiers._asdict().items():
         check_table(call, f"tiers.{name}", table)
@@ -168,6 +178,11 @@ def pair_of(call: str, returned: Any, tables: str) -> tuple[Any, Any]:
 def check_table(call: str, argument: str, table: Any) -> None:
     check_is_table(call, table, argument)
     check_not_used_up(call, jax.tree.leaves(table), argument, LOST)
+    if table.clock.shape != (2,):
+        raise TypeError(
+            f"{call}: {argument} must be a table of one device where no placement is given, got "
+            f"clocks uint32{list(table.clock.shape)}, of a table over devices: {_PLACED}"
+        )
     check_one_device(call, table)
     devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
     if not is_traced(table.values) and len(devices) != 1:

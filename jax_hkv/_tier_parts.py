@@ -121,15 +121,18 @@ def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
 
 @of_one_device
 def owned(
-    placement: Placement, keys_of: KeysOf, *batches: Any
+    call: str, placement: Placement, keys_of: KeysOf, *batches: Any
 ) -> list[dict[str, list[tuple[Keys, jax.Array]]]]:
     """The distinct keys of batches with their owners: by table, of each part keys and their mask.
 
     Args:
+      call: for errors.
       placement: of the tables.
       keys_of: what finds them in a batch.
       batches: of `Placement.put`, as of a step. All are under way before the first is waited for.
     """
+    for batch in batches if placement.mode == "pmap" else ():
+        placement.check_put(call, batch)
     own = _owning(placement, keys_of)
     return [_received(placement, *found) for found in [own((), batch) for batch in batches]]
 
@@ -182,7 +185,7 @@ def prefetch(
 ) -> dict[str, tuple[Tiers, PrefetchCounts]]:
     """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
     parts = checked_parts(call, placement, tiers)
-    (keys,) = owned(placement, keys_of, batch)
+    (keys,) = owned(call, placement, keys_of, batch)
     batches = {
         (name, number): (part, *keys[name][number]) for name, number, part in _each(parts, keys)
     }
@@ -208,7 +211,7 @@ def step_and_prefetch(
       step: from the whole caches by name to such and a result.
     """
     parts = checked_parts(call, placement, tiers)
-    kept, keys = owned(placement, keys_of, *batches)
+    kept, keys = owned(call, placement, keys_of, *batches)
     given = {
         (name, number): (part, keys[name][number], kept[name][number] if name in kept else None)
         for name, number, part in _each(parts, keys)

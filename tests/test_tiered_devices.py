@@ -255,6 +255,7 @@ def test_a_model_over_devices_prefetches_all_of_its_tables(rng):
     assert_same_bits(sizes, collection_of_two(8192).sizes(states[1].tables["embed"]))
 
 
+IDS = np.arange(8, dtype=np.int32)
 WRONG = {
     "no placement": (
         lambda placement: tiered.size(tiers_of(placement, 512, 1024), placement="device"),
@@ -297,7 +298,19 @@ WRONG = {
     "the placement left out": (
         lambda placement: tiered.size(tiers_of(placement, 512, 1024)),
         TypeError,
-        r"size: table must be that of one device",
+        r"size: tiers\.store must be one table .* got 4, .*: give the placement= that",
+    ),
+    "the placement of a store left out": (
+        lambda placement: tiered.create_store(large(placement, 512), 1024),
+        TypeError,
+        r"create_store: table must be a table of one device where no placement .* give the plac",
+    ),
+    "the placement of a cache left out": (
+        lambda placement: tiered.prefetch(
+            tiered.Tiers(large(placement, 512), made(1024)), np.arange(8, dtype=np.int32)
+        ),
+        TypeError,
+        r"prefetch: tiers\.cache must be a table of one device .* got clocks .*: give the plac",
     ),
     "ids that are not put": (
         lambda placement: tiered.prefetch(
@@ -305,6 +318,24 @@ WRONG = {
         ),
         ValueError,
         r"\['keys'\] must .* got ndarray int32\[8\]: give placement\.put\(batch\)",
+    ),
+    "ids of pmap that are not put": (
+        lambda _: tiered.prefetch(
+            tiers_of(placement_of("pmap"), 512, 1024), IDS, placement=placement_of("pmap")
+        ),
+        ValueError,
+        r"^tiered\.prefetch: arguments\['keys'\] must have the shape \[4, \.\.\.\]",
+    ),
+    "coming ids of pmap that are not put": (
+        lambda _: tiered.step_and_prefetch(
+            lambda cache: (cache, None),
+            tiers_of(placement_of("pmap"), 512, 1024),
+            IDS.reshape(4, 2),
+            IDS,
+            placement=placement_of("pmap"),
+        ),
+        ValueError,
+        r"^tiered\.step_and_prefetch: arguments\['keys'\] must .* got ndarray int32\[8\]: give pla",
     ),
     "entries of another policy": (
         lambda placement: tiered.import_entries(
