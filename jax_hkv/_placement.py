@@ -369,7 +369,8 @@ class Placement:
         sharding = NamedSharding(self.mesh, P(self.axes))
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        shape = (leaf.shape[0] // count * self.devices, *leaf.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
     def shards(self, tree: Any) -> list[Any]:
         """What the devices of this process hold of a state, each part once, in order.

@@ -189,6 +189,23 @@ def check_growth(placement: Any, table: Any, exported: Any) -> None:
     assert (exported.values[old] == again.values[new]).all()
 
 
+def check_put_on_meshes() -> None:
+    """Of which processes hold other numbers of devices, or one part on several."""
+    devices, own = np.array(jax.devices()), jax.process_index()
+    of_two = jax.sharding.Mesh(devices.reshape(2, 2), ("node", "device"))
+    for mesh, axis_name, parts, given in (
+        (jax.sharding.Mesh(devices[:3], ("device",)), None, 3, ((0, 1), (2,))),
+        (of_two, "node", 2, ((0,), (1,))),
+        (of_two, "device", 2, ((0, 1), (0, 1))),
+    ):
+        placement = hkv.sharding.Placement(mesh, axis_name)
+        batch = np.repeat(given[own], 2)[:, None] * np.ones(DIM)
+        put = placement.put(batch.astype(np.float32))
+        assert put.shape == (2 * parts, DIM)
+        for shard in put.addressable_shards:
+            assert (np.asarray(shard.data) == shard.index[0].start // 2).all()
+
+
 def die(how: str) -> None:
     print(f"ends by {how}", flush=True)
     if how == "raise":
@@ -241,6 +258,8 @@ def main() -> None:
         exported = stored.exported()
     else:
         check_growth(placement, table, exported)
+    if given.mode == "shard_map":
+        check_put_on_meshes()
     again = restored(placement, exported) if given.restore else exported
     np.savez(
         given.folder / f"{own}.npz",
