@@ -20,6 +20,7 @@ Batch = TypeVar("Batch")
 ADDRESS = "JAX_HKV_COORDINATOR_ADDRESS"
 PROCESSES = "JAX_HKV_PROCESSES"
 PROCESS = "JAX_HKV_PROCESS"
+DEVICES = "JAX_HKV_DEVICES"  # of each process
 LAUNCHER = "JAX_HKV_LAUNCHER"  # a file descriptor that is open as long as the launcher lives
 
 # A process that vanished is noticed by the latest of these; the others end 3 to 9 seconds later
@@ -58,7 +59,8 @@ def initialize(
       **others: for ``jax.distributed.initialize``.
 
     Raises:
-      RuntimeError: if JAX has devices already: call this before anything else of JAX.
+      RuntimeError: if JAX has devices already: call this before anything else of JAX. If a script
+        with a launcher has made itself other devices than that gives it, whose number is checked.
 
     Example:
       >>> initialize()  # neither launched nor given an address: one process
@@ -86,6 +88,20 @@ def initialize(
         **others,
     )
     _leave_at_once_after_an_error()
+    if DEVICES in os.environ:
+        _check_devices(int(os.environ[DEVICES]))
+
+
+def _check_devices(asked: int) -> None:
+    """Raises if the process has another number of devices; JAX has its devices from then on."""
+    count = jax.local_device_count()
+    if count != asked:
+        raise RuntimeError(
+            f"launch.initialize: a process must have the devices that its launcher gives it, "
+            f"{asked}, got {count} of the platform {jax.default_backend()!r}: take "
+            "jax_num_cpu_devices and --xla_force_host_platform_device_count out of the script, "
+            f"where they override the launcher, or start it with --devices {count}"
+        )
 
 
 def _leave_after_the_launcher(watched: int) -> None:
@@ -143,6 +159,7 @@ def environment(
         ADDRESS: address,
         PROCESSES: str(processes),
         PROCESS: str(process),
+        DEVICES: str(devices),
         "XLA_FLAGS": flags.strip(),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own)),
     }

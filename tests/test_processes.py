@@ -312,6 +312,22 @@ def test_the_launcher_refuses_what_it_cannot_run(tmp_path):
     assert none.returncode == 2 and "must be 1 or more" in none.stderr
 
 
+def test_a_script_that_makes_itself_other_devices_is_told_so(tmp_path):
+    """What it says would hold, silently, and not what the launcher was told."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax\n"
+        "import jax_hkv.launch\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "jax_hkv.launch.initialize()\n"
+    )
+    done = launch("--processes", 1, "--devices", 2, "--log-dir", tmp_path, script)
+    assert done.returncode == 1
+    assert "devices that its launcher gives it, 2, got 3 of the platform 'cpu'" in done.stderr
+    assert "start it with --devices 3" in done.stderr
+    assert launch("--processes", 1, "--devices", 3, script).returncode == 0
+
+
 def test_one_process_is_in_step_with_itself():
     """`synchronized` gives what it is given, and asks nobody."""
     assert list(hkv.sharding.synchronized(iter([1, 2, 3]), 0)) == [1, 2, 3]
