@@ -149,6 +149,8 @@ class Collection:
     ) -> dict[str, Int32[Array, ""]]:
         """Entries of each table, by its own name; of all devices, seen from outside of them.
 
+        With "pmap" over several processes those of this process's devices: add them up.
+
         Args:
           tables: of :meth:`create`, or some of them; or :class:`jax_hkv.tiered.Tiers` of those, for
             use between steps, of which entries that stand in both tables count once.
