@@ -184,6 +184,8 @@ def total_of(counts: Int32[Array, "*shape"]) -> Int32[Array, ""]:
 def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
     """How often each number from 0 to `kinds` - 1 occurs; others are not counted."""
     few = 1024
+    if kinds == 1:
+        return total_of(numbers == 0)[None]
     scattered = functools.partial(_scattered, kinds=kinds)
     # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
     other = functools.partial(_compared, kinds=kinds) if kinds <= few else scattered

@@ -15,6 +15,8 @@ from flax import nnx, serialization
 from test_layers import layer_step
 
 import jax_hkv as hkv
+from jax_hkv._namespaces import NumberOf
+from jax_hkv.whole_table import sizes_over_devices
 
 DIM = 4
 IDS = np.array([1, 2, 3], np.int32)
@@ -506,6 +508,8 @@ def test_sizes_of_tables_over_devices_are_those_of_all_parts(mode):
     tables, _ = placement.step(insert)(tables, placement.put(ids))
     sizes = {name: int(size) for name, size in declared.sizes(tables).items()}
     assert sizes == {"a": 20, "b": 40, "c": 60}
+    sizes = {name: int(size) for name, size in jax.jit(declared.sizes)(tables).items()}
+    assert sizes == {"a": 20, "b": 40, "c": 60}
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
@@ -542,6 +546,26 @@ def test_a_table_by_itself_has_the_counts_of_its_physical_table():
     tables, found = declared.lookup(tables, {"f": np.array([5, 500], np.int32)}, train=True)
     counts = declared.groups[0].counts(found.results["a"])["a"]
     assert jax.tree.map(int, counts) == hkv.Counts(2, 1, 1, 1, 0, 0)
+
+
+def many_tables(count):
+    names = [f"t{number}" for number in range(count)]
+    tables = [hkv.TableConfig(name, 128, DIM, optimizer=SGD) for name in names]
+    return hkv.Collection(tables, [hkv.Feature(f"f_{name}", name, None) for name in names])
+
+
+def test_sizes_over_devices_are_counted_at_once():
+    """A sum for each table read all slots of all devices as often as there are tables."""
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2])
+
+    def program(count):
+        (group,) = many_tables(count).groups
+        table = hkv.sharding.Placement(mesh).create(lambda: group.create("d"))
+        number_of = NumberOf(group.bits)
+        return jax.jit(lambda table: sizes_over_devices(table, number_of, count)).lower(table)
+
+    few, many = (program(count).as_text().count("\n") for count in (2, 40))
+    assert few == many
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int32])
