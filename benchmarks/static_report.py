@@ -54,7 +54,7 @@ def names_of(mangled: list[str]) -> dict[str, str]:
     for name, text in zip(mangled, plain, strict=True):
         match = re.search(r"run_step<hkv::(.*?)>\(", text)
         if match:
-            short[name] = match[1].replace("hkv::", "")
+            short[name] = match[1].replace("hkv::", "").strip()
     return short
 
 

@@ -21,6 +21,7 @@ ADDRESS = "JAX_HKV_COORDINATOR_ADDRESS"
 PROCESSES = "JAX_HKV_PROCESSES"
 PROCESS = "JAX_HKV_PROCESS"
 DEVICES = "JAX_HKV_DEVICES"  # of each process
+HOST_DEVICES = "--xla_force_host_platform_device_count="
 LAUNCHER = "JAX_HKV_LAUNCHER"  # a file descriptor that is open as long as the launcher lives
 
 # A process that vanished is noticed by the latest of these; the others end 3 to 9 seconds later
@@ -60,14 +61,15 @@ def initialize(
 
     Raises:
       RuntimeError: if JAX has devices already: call this before anything else of JAX. If a script
-        with a launcher has made itself other devices than that gives it, whose number is checked.
+        with a launcher has made itself another number of devices than that gives it.
 
     Example:
       >>> initialize()  # neither launched nor given an address: one process
       >>> jax.process_count()
       1
     """
-    if coordinator_address is None and ADDRESS in os.environ:
+    is_launched = coordinator_address is None and ADDRESS in os.environ
+    if is_launched:
         coordinator_address = os.environ[ADDRESS]
         num_processes, process_id = int(os.environ[PROCESSES]), int(os.environ[PROCESS])
         others.setdefault("cluster_detection_method", "deactivate")
@@ -88,12 +90,16 @@ def initialize(
         **others,
     )
     _leave_at_once_after_an_error()
-    if DEVICES in os.environ:
+    if is_launched and DEVICES in os.environ:
         _check_devices(int(os.environ[DEVICES]))
 
 
 def _check_devices(asked: int) -> None:
-    """Raises if the process has another number of devices; JAX has its devices from then on."""
+    """Raises if a script has asked for other devices, and has got them, than its launcher gave."""
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(HOST_DEVICES)]
+    own = getattr(jax.config, "jax_num_cpu_devices", -1)
+    if own in (-1, asked) and flags[-1:] == [HOST_DEVICES + str(asked)]:
+        return  # JAX makes its devices later, as a script may say until then
     count = jax.local_device_count()
     if count != asked:
         raise RuntimeError(
@@ -152,7 +158,7 @@ def environment(
       devices: of each: so many made of the CPU, or so many of the machine's GPUs, in order.
       base: the environment without that.
     """
-    flags = f"{base.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    flags = f"{base.get('XLA_FLAGS', '')} {HOST_DEVICES}{devices}"
     own = range(process * devices, (process + 1) * devices)
     return {
         **base,

@@ -181,7 +181,8 @@ def check_table(call: str, argument: str, table: Any) -> None:
     if table.clock.shape != (2,):
         raise TypeError(
             f"{call}: {argument} must be a table of one device where no placement is given, got "
-            f"clocks uint32{list(table.clock.shape)}, of a table over devices: {_PLACED}"
+            f"clocks uint32{list(table.clock.shape)}, of a table over devices (or of stacked "
+            f"tables): {_PLACED}"
         )
     check_one_device(call, table)
     devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()

@@ -394,7 +394,7 @@ def step_and_prefetch(
     except BaseException:
         # They lack what has left the caches: whoever went on with them would lose it unawares.
         for leaf in jax.tree.leaves([batches[name][0].store for name in admitted]):
-            if isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.Array) and not is_traced(leaf):
                 leaf.delete()
         raise
 

@@ -338,6 +338,7 @@ struct ChooseByVictim {
     const int64_t second = state.candidate(u, 1);
     const Victim of_first = state.victims[first];
     const Victim of_second = state.victims[second];
+    // Of two that have none it matters not which: a bucket that is pinned whole takes nobody.
     const bool is_second = of_first.lane < 0 || of_second.score < of_first.score;
     state.name_by_score(u, is_second ? second : first, is_second ? of_second.score : of_first.score);
   }

@@ -43,7 +43,11 @@ int main(int count, char** arguments) {
   CpuMachine cpu("the CPU", 4, 'a');
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');
-  if (size == "traffic" && count == 3 && count_traffic != nullptr) {
+  if (size == "traffic") {
+    if (count != 3 || count_traffic == nullptr) {
+      std::printf("traffic: no number of buckets, or no device that counts\n");
+      return 2;
+    }
     count_traffic(cpu, launched, std::atoll(arguments[2]));
     return 0;
   }
