@@ -27,18 +27,21 @@ TESTS = DRIVER.parent
 RESULT = ROOT / "benchmarks" / "results" / "counted_sm_90.json"
 
 
+# As tests/test_native.py compiles the programs of tests/cpp.
+NVCC = ("nvcc", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0")
+NVCC += ("--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off")
+NVCC += (f"-I{ROOT}/ffi", f"-I{TESTS}")
+
+
 def build(folder: str) -> str:
     """The driver of all operations with a device without silicon; nvcc's PTX lies beside it."""
-    nvcc = ("nvcc", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0")
-    nvcc += ("--Werror=all-warnings", f"-I{ROOT}/ffi", f"-I{TESTS}")
-    warnings = "-Wall,-Wextra,-Werror,-ffp-contract=off"
     device = [str(path) for path in (*sorted(TESTS.glob("ptx_*.cc")), TESTS / "runtime.cc")]
-    run(*nvcc, f"-Xcompiler=-O2,{warnings}", "-c", f"-odir={folder}", *device)
+    run(*NVCC, "-O2", "-c", f"-odir={folder}", *device)
     program = f"{folder}/{DRIVER.stem}"
     # What of it runs on the host takes the compiler longer to make fast than it runs.
     run(
-        *(*nvcc, f"-Xcompiler=-O0,{warnings}", "-gencode=arch=compute_90,code=compute_90"),
-        *("-cudart=none", "--keep", f"--keep-dir={folder}", str(DRIVER)),
+        *(*NVCC, "-O0", "-gencode=arch=compute_90,code=compute_90", "-cudart=none"),
+        *("--keep", f"--keep-dir={folder}", str(DRIVER)),
         *(f"{folder}/{Path(source).stem}.o" for source in device),
         *("-o", program),
     )

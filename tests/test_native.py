@@ -101,12 +101,13 @@ def gpu():
 
 
 @pytest.fixture(scope="module")
-def nvcc():
+def count_traffic():
+    """The benchmark, which knows how kernels are compiled."""
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc: the CUDA kernels cannot be compiled")
-    flags = ["-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--threads=0"]
-    flags += ["--Werror=all-warnings", "-Xcompiler=-Wall,-Wextra,-Werror,-ffp-contract=off"]
-    return ["nvcc", *flags, *INCLUDES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module("count_traffic")
 
 
 def compile_kernels(nvcc, program, sources, flags):
@@ -115,13 +116,13 @@ def compile_kernels(nvcc, program, sources, flags):
     return program
 
 
-def test_operations_launch_kernels_and_do_nothing_else(nvcc, tmp_path):
+def test_operations_launch_kernels_and_do_nothing_else(count_traffic, tmp_path):
     """With a runtime that has nothing else; and CUB takes no more storage than is reserved."""
     # The machine code of the second is what a build has.
     codes = ["sm_80", "compute_90", "sm_100"]
     architectures = [f"-gencode=arch=compute_{code.split('_')[1]},code={code}" for code in codes]
     program = compile_kernels(
-        nvcc,
+        count_traffic.NVCC,
         str(tmp_path / "test_launches"),
         ["test_launches.cu", "no_device.cc", "runtime.cc"],
         [*architectures, "-cudart=none"],
@@ -130,15 +131,13 @@ def test_operations_launch_kernels_and_do_nothing_else(nvcc, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def device_driver(gpu, nvcc, tmp_path_factory):
+def device_driver(gpu, count_traffic, tmp_path_factory):
     """Runs all operations on a GPU and on the host; where there is none, on ptx_device.cc's."""
     folder = str(tmp_path_factory.mktemp("cuda"))
     if gpu:
-        flags = ["-arch=native", "-O2"]
-        return compile_kernels(nvcc, f"{folder}/device_driver", ["device_driver.cu"], flags)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module("count_traffic").build(folder)
+        program, flags = f"{folder}/device_driver", ["-arch=native", "-O2"]
+        return compile_kernels(count_traffic.NVCC, program, ["device_driver.cu"], flags)
+    return count_traffic.build(folder)
 
 
 def test_the_device_agrees_with_the_host_bit_for_bit(device_driver):

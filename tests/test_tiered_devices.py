@@ -306,9 +306,7 @@ WRONG = {
         r"create_store: table must be a table of one device where no placement .* give the plac",
     ),
     "the placement of a cache left out": (
-        lambda placement: tiered.prefetch(
-            tiered.Tiers(large(placement, 512), made(1024)), np.arange(8, dtype=np.int32)
-        ),
+        lambda placement: tiered.prefetch(tiered.Tiers(large(placement, 512), made(1024)), IDS),
         TypeError,
         r"prefetch: tiers\.cache must be a table of one device .* got clocks .*: give the plac",
     ),
