@@ -14,7 +14,7 @@ constexpr uint64_t kSeed = 20240229;
 void small_batches(Checks& checks) {
   CpuMachine one("one thread", 1, 'a');
   CpuMachine four("four threads", 4, 'b');
-  TileMachine tiles("tiles of host threads", 16, 'c');
+  TileMachine tiles("tiles on host threads", 4, 'c');
   Together machines(checks, {&one, &four, &tiles});
   const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
   run_scenarios(machines, checks, all_forms(1, 180, kNarrow), batches, kSeed);
@@ -43,7 +43,7 @@ bool agree(const Candidate& a, const Candidate& b) { return a.score == b.score &
 // For a tile of any size, a group's functions are those of a single thread.
 template <int kSize>
 void tile_functions(Checks& checks) {
-  Team team(kSize);
+  Lockstep lockstep;
   Random random(kSeed + kSize);
   const std::string where = "a tile of " + std::to_string(kSize);
   for (int trial = 0; trial < 60; ++trial) {
@@ -66,9 +66,8 @@ void tile_functions(Checks& checks) {
     Score highest = 0;
     for (int member = 0; member < kSize; ++member) highest = std::max(highest, scores[0][member].value());
     bool same[kSize];
-    Meeting meeting(kSize);
-    team.run([&](int member) {
-      const TileGroup<kSize, HostLane> tile{{&meeting, member}};
+    lockstep.run(kSize, trial % 2 == 0, [&](int member) {
+      const LockstepTile<kSize> tile{{&lockstep, member}};
       const auto first = tile.scores_of(scores[0]);
       const auto second = tile.scores_of(scores[1]);
       same[member] = agree(tile.lowest_score({first}, {excluded[0]}), lowest) &&
@@ -85,7 +84,7 @@ template <int kSize>
 void tile_probes(Checks& checks) {
   constexpr int kBuckets = 3;
   constexpr Key kKey = (Key{5} << 32) - 60;  // of lane 0: the low words of others begin at 0 again
-  Team team(kSize);
+  Lockstep lockstep;
   Random random(kSeed + kSize);
   const std::string where = "probes of a tile of " + std::to_string(kSize);
   int found = 0;
@@ -110,9 +109,8 @@ void tile_probes(Checks& checks) {
       found += lanes[member] >= 0 ? 1 : 0;
     }
     bool same[kSize];
-    Meeting meeting(kSize);
-    team.run([&](int member) {
-      const TileGroup<kSize, HostLane> tile{{&meeting, member}};
+    lockstep.run(kSize, trial % 2 == 0, [&](int member) {
+      const LockstepTile<kSize> tile{{&lockstep, member}};
       same[member] = tile.find_each(digests, keys, probes[member]) == lanes[member];
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
@@ -123,16 +121,15 @@ void tile_probes(Checks& checks) {
 // Every byte is equal to itself and to no other.
 void tile_matches(Checks& checks) {
   constexpr int kMembers = 4;
-  Team team(kMembers);
+  Lockstep lockstep;
   for (int code = 0; code < 256; ++code) {
     alignas(kLanes) Digest digests[kMembers * kLanes];
     for (int i = 0; i < kMembers * kLanes; ++i)
       digests[i] = static_cast<Digest>(i < 2 * kLanes ? code + i % kLanes : code ^ (i % kLanes));
     bool same[kMembers];
-    Meeting meeting(kMembers);
-    team.run([&](int member) {
+    lockstep.run(kMembers, code % 2 == 0, [&](int member) {
       const Probe probe{code % 5 != member, member, static_cast<Digest>(code + member), 0};
-      const LaneMask mask = TileGroup<kMembers, HostLane>{{&meeting, member}}.match_each(digests, probe);
+      const LaneMask mask = LockstepTile<kMembers>{{&lockstep, member}}.match_each(digests, probe);
       const LaneMask expected = SerialGroup::match_each(digests, probe);
       same[member] = mask.words[0] == expected.words[0] && mask.words[1] == expected.words[1];
     });
@@ -145,7 +142,7 @@ template <int kSize>
 void tile_copies(Checks& checks) {
   constexpr int kRows = 40;
   constexpr int64_t kMost = 300;
-  Team team(kSize);
+  Lockstep lockstep;
   Random random(kSeed + kSize);
   for (const int64_t bytes : {0, 1, 2, 4, 10, 16, 20, 32, 48, 128, 272}) {
     for (const int64_t shift : {0, 1, 2, 4, 8}) {
@@ -160,10 +157,9 @@ void tile_copies(Checks& checks) {
         targets[member] = random.chance(0.8) ? static_cast<Slot>((member * 7) % kRows) : kNoSlot;
         SerialGroup::copy_each(expected, targets[member], from + shift, sources[member], bytes);
       }
-      Meeting meeting(kSize);
-      team.run([&](int member) {
-        TileGroup<kSize, HostLane>{{&meeting, member}}.copy_each(to, targets[member], from + shift,
-                                                                 sources[member], bytes);
+      lockstep.run(kSize, shift % 2 == 0, [&](int member) {
+        LockstepTile<kSize>{{&lockstep, member}}.copy_each(to, targets[member], from + shift, sources[member],
+                                                           bytes);
       });
       checks.expect(memcmp(to, expected, sizeof(to)) == 0, "copies by a tile of " + std::to_string(kSize));
     }
