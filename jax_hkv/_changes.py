@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -173,7 +174,8 @@ def import_changes(
       placement: of the table, or None for a table of one device.
       table: with what was there at the time that the changes begin at, without entries if there
         is none; it is used up. A server that answers meanwhile gives a copy of its own. Its time is
-        that of the followed table: reads leave it alone, but for `touch=True`.
+        that of the followed table: reads leave it alone, but for `touch=True`, and its own writes
+        do not.
       changes: of :func:`export_changes`, in order; every process gives all of them, those of
         several exporting processes one after the other.
       replicas: whether every device holds the whole table.
@@ -183,8 +185,9 @@ def import_changes(
 
     Raises:
       TypeError: naming the argument.
-      ValueError: if the table's time is not one between the changes' beginning and their end, if it
-        has entries where there should be none, or as :func:`import_entries`; before anything is
+      ValueError: if the table's time is neither the changes' beginning nor their end (that of the
+        same ones, or of another process's part, before), if it has entries before changes from the
+        beginning, as far as its time tells, or as :func:`import_entries`; before anything is
         changed.
       RuntimeError: if the table was used up before.
 
@@ -206,29 +209,38 @@ def import_changes(
     for part in parts:
         _entries.check_fits(part, entries, call, "changes.entries")
     now = max(map(_entries.clock_of, parts))
-    if not (changes.since or 0) <= now <= entries.clock:
+    begins = changes.since is None
+    size = sum(int(whole_table.size(part)) for part in parts) if begins else 0
+    if begins and not size:
+        parts = [_at_time_zero(part) for part in parts]
+    elif begins and now < entries.clock:
         raise ValueError(
-            f"{call}: changes must be those behind the table's last ones, at its time {now}, "
-            f"got changes from {changes.since} to {entries.clock}: import all of them in "
-            "order, or begin anew with a fresh table and export_changes(table, None)"
+            f"{call}: table must have no entries before changes from the beginning (since "
+            f"None), got one with {size}, which these would not remove: give a fresh one, "
+            "or clear it"
         )
     # Behind the changes of another process the table has their time.
-    if changes.since is None and now < entries.clock:
-        size = sum(int(whole_table.size(part)) for part in parts)
-        if size:
-            raise ValueError(
-                f"{call}: table must have no entries before changes from the beginning (since "
-                f"None), got one with {size}, which these would not remove: give a fresh one, "
-                "or clear it"
-            )
-    latest = _entries.latest_time(entries, call, "changes.entries")
+    elif now not in (changes.since, entries.clock):
+        raise ValueError(
+            f"{call}: changes must be those behind the table's last ones, at its time {now}, "
+            f"got changes from {changes.since} to {entries.clock}: import all of them in order, "
+            "each since the one before, or begin anew with a fresh table and "
+            "export_changes(table, None); own writes and touching reads move a table's time"
+        )
+    _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
     for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):
         part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
-        part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest)
+        part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest=0)
         after.append(part)
         total, erased = _entries.plus(total, counts), erased + gone
     return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
+
+
+def _at_time_zero(part: Table) -> Table:
+    """A table without entries, whose time will be that of what it follows."""
+    index = dataclasses.replace(part.index, clock=jnp.zeros_like(part.index.clock))
+    return dataclasses.replace(part, index=index)
 
 
 def _check(call: str, changes: Any, remedy: str) -> None:

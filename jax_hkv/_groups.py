@@ -211,9 +211,11 @@ class Group:
                 f"{keys_are(namespace_of(exported))}: give the group whose table was exported"
             )
         if of.bits != self.bits:
+            apart = "fuse=False, or with the other's optimizers, by which tables are put together"
+            remedy = f"table_bits={of.bits}" if of.bits else apart
             raise ValueError(
                 f"{call}: of must be a group whose keys have {self.bits} bits for the number of "
-                f"their table, got one of {of.bits}: make this collection with table_bits={of.bits}"
+                f"their table, got one of {of.bits}: make this collection with {remedy}"
             )
         kept, keys = self._taken(exported.keys, of)
         is_same = [config.name for config in of.tables] == [config.name for config in self.tables]

@@ -51,7 +51,8 @@ class PrefetchCounts(NamedTuple):
     """What became of the distinct keys of a batch; ``int32`` scalars.
 
     Attributes:
-      unique: distinct keys, the sum of the next four.
+      unique: distinct keys, the sum of the next four; with `insert=False` without those that
+        neither had.
       hits: of them, those that the cache had.
       restored: those that the store had, as far as they found room in the cache.
       inserted: those that neither had; they have their first rows.

@@ -546,12 +546,12 @@ def train_step(
       max_norm: the bound of the norm of all gradients together, dense ones and rows.
       micro_batches: parts of the batch, one after the other, so that activations take the memory of
         one part. Every array among the arguments is cut along its first axis, which all of them
-        share; a ``jax.random.key`` is split; a :class:`jax_hkv.Jagged` is one of each part, put
-        together by :func:`jax_hkv.sharding.concatenate` (over devices those of one device after
-        those of the other). Parameters, tables and optimizers make one step, by the mean of the
-        parts' losses: a loss over valid examples divides by a number that is the same for all
-        parts, not by a part's own. `aux` has a leading axis for the parts (over devices behind
-        theirs).
+        share (single numbers are for all parts); a ``jax.random.key`` is split; a
+        :class:`jax_hkv.Jagged` is one of each part, put together by
+        :func:`jax_hkv.sharding.concatenate` (over devices those of one device after those of the
+        other). Parameters, tables and optimizers make one step, by the mean of the parts' losses: a
+        loss over valid examples divides by a number that is the same for all parts, not by a part's
+        own. `aux` has a leading axis for the parts (over devices behind theirs).
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and

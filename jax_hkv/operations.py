@@ -492,7 +492,9 @@ def import_batch(
 
     Keys, scores, rows and optimizer rows become the given ones, of keys that are present too. A
     full bucket gives up its entry of lowest score, or refuses one of a lower score than that, under
-    every policy; the clock ticks, and nothing else of the table changes.
+    every policy; the clock ticks, and nothing else of the table changes. Under LRU scores of an
+    older table are later than that clock, and those of its entries that are looked up would get
+    earlier ones than those that are not: :func:`jax_hkv.sharding.import_entries` brings the clock.
 
     Args:
       table: to change.

@@ -147,8 +147,9 @@ class Table:
 class Counts(NamedTuple):
     """What became of the distinct keys of a batch; ``int32`` scalars.
 
-    size_after + evicted = size_before + inserted. Of those without a row, `refused` ones found no
-    room, and `not_admitted` ones were turned away by the rule of the table's admission.
+    Of all but removals, size_after + evicted = size_before + inserted. Of those without a row,
+    `refused` ones found no room, and `not_admitted` ones were turned away by the rule of the
+    table's admission.
     """
 
     unique: Int32[Array, ""]
@@ -304,7 +305,8 @@ def create(
       dtype: of the rows: float32, bfloat16 or float16, or its name.
       policy: how entries are scored, hence which is evicted from a full bucket.
       choices: candidate buckets of a key. Two fill a table to 98 % before anything is evicted
-        (one: 60 to 80 %, the more the smaller it is) and keep better entries, for a second probe;
+        (one: 70 to 80 % of 16,000 to a million slots, more of fewer) and keep better entries, for a
+        second probe;
         in batches of up to a quarter of the slots (as many keys as slots at once: 89 %).
       init: first values of rows, by default ``variance_scaling(1.0, "normal")`` as ``nn.Embed``.
       seed: of the first values, 0 to 2**64 - 1. A row's first value is a function of (seed, key)

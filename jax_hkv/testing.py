@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -32,7 +33,10 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
 
     Returns:
       The lines of the optimised HLO that copy an array of a table leaf's type and size; of a table
-      over devices, of one device's part.
+      over devices, of one device's part. See :func:`copies_in`.
+
+    Raises:
+      ValueError: if no argument holds a table.
     """
 
     def is_one(leaf: Any) -> bool:
@@ -70,12 +74,28 @@ def _part_of(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
+def _is_of_slots(leaf: Any, table: Any) -> bool:
+    if leaf.ndim > 1 and leaf.shape[0] > 1:
+        return True
+    return isinstance(table, Table) and math.prod(leaf.shape) >= math.prod(table.values.shape[:-1])
+
+
 def copies_in(hlo: str, tables: Any) -> list[str]:
-    """The lines of an optimised HLO text that copy an array of a table leaf's type and size."""
+    """The lines of an optimised HLO text that copy an array of a table leaf's type and size.
+
+    Args:
+      hlo: of a compiled program, ``compiled.as_text()``.
+      tables: a pytree of tables, or of their shapes, as one device has them.
+
+    Returns:
+      The lines. Not looked for are the entries of each bucket (`occupancy`), as many as there may
+      well be keys in a batch, and what a table has once.
+    """
     sizes = {
-        (_HLO_TYPES[np.dtype(leaf.dtype).name], int(np.prod(leaf.shape)))
-        for leaf in jax.tree.leaves(tables)
-        if np.dtype(leaf.dtype).name in _HLO_TYPES and leaf.ndim > 1 and leaf.shape[0] > 1
+        (_HLO_TYPES[np.dtype(leaf.dtype).name], math.prod(leaf.shape))
+        for table in jax.tree.leaves(tables, is_leaf=lambda one: isinstance(one, Table))
+        for leaf in jax.tree.leaves(table)
+        if np.dtype(leaf.dtype).name in _HLO_TYPES and _is_of_slots(leaf, table)
     }
     copy = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=]*? (?:copy|copy-start)\(")
     found = []
@@ -98,6 +118,7 @@ def assert_no_table_copies(fn: Callable[..., Any], *args: Any) -> None:
 
     Raises:
       AssertionError: naming the copies.
+      ValueError: if no argument holds a table.
 
     Example:
       >>> import numpy as np

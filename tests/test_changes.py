@@ -152,6 +152,47 @@ def test_changes_that_do_not_follow_are_refused_before_anything_is_changed():
     assert sorted(entries_of(serving).keys) == [0, 1, 2]
 
 
+def test_changes_since_an_older_time_than_the_table_has_are_refused():
+    """What came and went in between would stay."""
+    first, second, third = (np.array([key], np.int32) for key in (1, 2, 3))
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM), first)
+    whole = sharding.export_changes(table, None)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), whole)
+    table, _ = hkv.find_or_insert(table, second)
+    then = sharding.export_changes(table, whole)
+    serving, _ = sharding.import_changes(None, serving, then)
+    table, _ = hkv.find_or_insert(hkv.erase(table, second)[0], third)
+    with pytest.raises(ValueError, match=r"at its time 2, got changes from 1 to 4: .*each since"):
+        sharding.import_changes(None, serving, sharding.export_changes(table, whole))
+    serving, _ = sharding.import_changes(None, serving, sharding.export_changes(table, then))
+    assert sorted(entries_of(serving).keys) == [1, 3]
+
+
+def test_a_table_is_followed_whose_scores_are_later_than_its_time():
+    entries = of_ids(3)
+    for _ in range(20):
+        entries, _ = hkv.find_or_insert(entries, np.arange(3, dtype=np.int32))
+    _, old = hkv.export_keys(entries, np.arange(3, dtype=np.int32))
+    table, _ = hkv.import_batch(hkv.create(128, DIM), old)
+    assert int(entries_of(table).scores.max()) > int(table.clock[0])
+    serving, known = hkv.create(1024, DIM), None
+    for position in range(3):
+        table, _ = hkv.find_or_insert(table, np.array([0, 7 + position], np.int32))
+        known = sharding.export_changes(table, known)
+        serving, _ = sharding.import_changes(None, serving, known)
+        assert_same_bits(entries_of(serving)[:3], entries_of(table)[:3])
+        assert serving.clock.tolist() == table.clock.tolist()
+
+
+def test_a_table_that_was_cleared_follows_from_the_beginning():
+    table = of_ids(3)
+    changes = sharding.export_changes(table, None)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), changes)
+    serving, _ = sharding.import_changes(None, hkv.clear(serving), changes)
+    assert_same_bits(entries_of(serving)[:3], entries_of(table)[:3])
+    assert serving.clock.tolist() == table.clock.tolist()
+
+
 def used_up():
     table = hkv.create(128, DIM)
     jax.jit(lambda table: hkv.clear(table), donate_argnums=0)(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import warnings
 from decimal import Decimal
@@ -447,6 +448,26 @@ def test_copies_are_looked_for_where_numbers_are_debugged():
     """JAX donates nothing then, so that every table would be copied."""
     with jax.debug_nans(True):
         hkv.testing.assert_no_table_copies(hkv.find_or_insert, hkv.create(1024, 8), IDS)
+
+
+@pytest.mark.parametrize(
+    "optimizer, leaf",
+    [
+        (hkv.optim.rowwise_adagrad(0.1), "sum_of_mean_squares"),
+        (hkv.optim.adam(0.1, count_per_row=True), "count"),
+    ],
+)
+def test_copies_of_one_number_a_row_are_seen(optimizer, leaf):
+    def step(table, old):
+        before = table.optimizer.rows[leaf]
+        table, result = hkv.find_or_insert(table, IDS)
+        return optimizer.update(table, result, result.values), before if old else 0
+
+    table = optimizer.init(hkv.create(1024, DIM))
+    assert table.optimizer.rows[leaf].shape == (table.capacity,)
+    hkv.testing.assert_no_table_copies(functools.partial(step, old=False), table)
+    with pytest.raises(AssertionError, match=r"\[1024\]"):
+        hkv.testing.assert_no_table_copies(functools.partial(step, old=True), table)
 
 
 def test_a_touching_read_can_give_absent_keys_their_first_rows():

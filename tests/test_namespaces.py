@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -220,6 +222,56 @@ def test_what_a_group_cannot_take_is_named():
     wrong = exported._replace(namespace=np.zeros(3, np.uint8))
     with pytest.raises(TypeError, match=r"exported\.namespace must be as it was exported, or the"):
         sharding.import_entries(None, source.create(), wrong)
+
+
+def apart_by_optimizer(**options):
+    """Tables that would be put together, had they none."""
+    optimizers = {"users": ADAGRAD, "items": hkv.optim.adam(0.1), "words": ADAGRAD}
+    configs = [hkv.TableConfig(name, 512, DIM, optimizer=tx) for name, tx in optimizers.items()]
+    features = [hkv.Feature(f"f_{name}", name, None) for name in NAMES]
+    return hkv.Collection(configs, features, **options)
+
+
+def test_a_collection_is_served_without_its_optimizers_rows(tmp_path):
+    """As the tutorial says."""
+
+    def is_table(leaf):
+        return isinstance(leaf, hkv.Table)
+
+    def bare(leaf):
+        return dataclasses.replace(leaf, optimizer=None) if is_table(leaf) else leaf
+
+    state = linen_state(apart_by_optimizer())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    serving, inputs = Linen(apart_by_optimizer()), inputs_of(NAMES)
+    target = jax.eval_shape(lambda: serving.init(jax.random.key(0), inputs))
+    target = jax.tree.map(bare, target, is_leaf=is_table)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = ocp.args.PyTreeRestore(
+            target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        variables = checkpointer.restore(tmp_path / "state", args=arguments)
+    assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variables))
+    assert float(serving.apply(variables, inputs)) == float(state.apply(inputs)) != 0
+
+
+def test_a_collection_that_puts_other_tables_together_says_how_to_take_changes():
+    trained = apart_by_optimizer()
+    table, _ = hkv.find_or_insert(trained.create()["items"], hkv.Keys.from_numpy(HASHES))
+    changes = sharding.export_changes(table, None)
+    configs = [dataclasses.replace(config, optimizer=None) for config in trained.tables]
+    (fused,) = hkv.Collection(configs, trained.features).groups
+    with pytest.raises(ValueError, match=r"got one of 0: make this collection with fuse=False, or"):
+        fused.take(changes, of=trained.group_of("items"))
+    for collection in (hkv.Collection(configs, trained.features, fuse=False), trained):
+        group = collection.group_of("items")
+        serving = dataclasses.replace(group.create(), optimizer=None)
+        taken = group.take(changes, of=trained.group_of("items"))
+        _, counts = sharding.import_changes(None, serving, taken)
+        assert int(counts.entries.inserted) == len(HASHES)
 
 
 def test_an_export_made_by_hand_may_have_what_a_group_says(tmp_path):

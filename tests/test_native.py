@@ -72,7 +72,9 @@ def assert_program_passes(name, tmp_path, *flags):
     assert_all_passed(run([program]))
 
 
-@pytest.mark.parametrize("name", ["test_groups", "test_lockstep", "test_numbers", "test_operations"])
+@pytest.mark.parametrize(
+    "name", ["test_groups", "test_lockstep", "test_numbers", "test_operations"]
+)
 def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
     vectors = ["-O3", "-fno-math-errno", "-fno-trapping-math"] if name == "test_numbers" else []
     # The checks of addresses take GCC longer to optimize than the program runs.
