@@ -2,11 +2,12 @@
 
     python benchmarks/count_traffic.py [--buckets 16384] [--out FILE] [--program FILE]
 
-Batches of as many keys as the table has buckets; nvcc's instructions (PTX) for compute capability
-9.0, carried out one by one by tests/cpp/ptx_machine.cc. Of each key: instructions of a warp; bytes
-that warps' instructions ask for, in different sectors of 32; bytes of the different sectors that
-a launch reads or writes, which memory moves if caches keep them for a launch and no longer. Needs
-nvcc and c++filt. What a memset writes is moved, but asked for by no instruction.
+Batches of as many keys as the table has buckets, for sums and updates a third of them, three times
+each; nvcc's instructions (PTX) for compute capability 9.0, carried out one by one by
+tests/cpp/ptx_machine.cc. Of each key: instructions of a warp; bytes that warps' instructions ask
+for, in different sectors of 32; bytes of the different sectors that a launch reads or writes, which
+memory moves if caches keep them for a launch and no longer. Needs nvcc and c++filt. What a memset
+writes is moved, but asked for by no instruction.
 """
 
 from __future__ import annotations

@@ -135,6 +135,10 @@ class CpuExecutor {
     workers_.run(
         chunks, [&](int64_t chunk) { run_steps(step, chunk * grain, std::min(count, (chunk + 1) * grain)); });
   }
+  template <class Step>
+  void each(const CountOnDevice& count, const Step& step) const {
+    each(count.value(), step);
+  }
   // One after the other: rows would drive the index out of the caches (docs/performance.md).
   template <class First, class Second>
   void each(int64_t count, const First& first, const Second& second) const {

@@ -123,6 +123,7 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
     check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream_), "cudaMemsetAsync");
   }
 
+  using ManyWorkers::each;
   template <class Step>
   void each(int64_t count, const Step& step) {
     launch(count, step);
@@ -136,6 +137,19 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
   // To XLA of jaxlib 0.10.0 and 0.10.1 a custom call that adds nothing to a command buffer is an error.
   void finish() {
     if (!has_launched_) launch(1, Nothing{});
+  }
+
+  // As many as fill the device several times over: if they filled it once, and something else held a part of
+  // it, a few blocks would come last, by themselves.
+  template <class Step>
+  int64_t groups_in_turns() {
+    constexpr int64_t kTurns = 4;
+    int device = 0;
+    int multiprocessors = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute");
+    return kTurns * multiprocessors * blocks_of<Step>() * (kBlockThreads / Step::kGroup);
   }
 
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }

@@ -198,11 +198,34 @@ void run(Executor& executor, int64_t n, const Occurrences& batch, char* memory) 
 
 }  // namespace occurrences
 
+// Of the indices below a count each of `stride` groups takes the one of its number, and from there every
+// `stride`-th.
+template <class Step>
+struct Strided : Step {
+  static_assert(!kHasOwnIndex<Step>);
+  CountOnDevice count;
+  int64_t stride;
+
+  template <Group G>
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t first) const {
+    const int64_t end = count.value();
+    HKV_ROLLED for (int64_t i = first; i < end; i += stride) Step::operator()(group, i);
+  }
+};
+
 // What executors of tiles have in common, whose workers are many.
 template <class Executor>
 class ManyWorkers {
  public:
   static constexpr bool kHasTiles = true;
+
+  // No more groups than keep the device busy: those that the count leaves without an index have to start,
+  // too.
+  template <class Step>
+  void each(const CountOnDevice& count, const Step& step) {
+    const int64_t groups = std::min(count.most, self().template groups_in_turns<Step>());
+    self().each(groups, Strided<Step>{step, count, groups});
+  }
 
   static int64_t unique_bytes(int64_t n) {
     return bytes_taken([n](Arena& arena) { distinct::Scratch::take<Executor>(arena, n); });

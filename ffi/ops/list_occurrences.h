@@ -13,10 +13,7 @@ struct Occurrences {
   int32_t* order;
   int32_t* offsets;
 
-  HKV_HOST_DEVICE int64_t keys(int64_t n) const {
-    const int64_t most = *count < n ? *count : n;
-    return most < 0 ? 0 : most;
-  }
+  HKV_HOST_DEVICE int64_t keys(int64_t n) const { return CountOnDevice{count, n}.value(); }
   HKV_HOST_DEVICE int64_t number(int64_t i, int64_t keys) const {
     return inverse[i] >= 0 && inverse[i] < keys ? inverse[i] : -1;
   }

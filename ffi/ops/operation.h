@@ -9,7 +9,8 @@
 //   run(executor)         its steps.
 // A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every
 // index with a group of kGroup workers. Of a step with kOwnIndex every member gets an index of its own, and
-// the last group's may go beyond the last: the step looks, and takes part without one. Steps may offer
+// the last group's may go beyond the last: the step looks, and takes part without one. How many indices there
+// are is a number, or a CountOnDevice. Steps may offer
 // prefetch_far(index), which the CPU executor calls some indices ahead, and for several of them at once where
 // steps are long: those say by lines_ahead() how many cache lines one call asks for. And look_ahead(index),
 // which it calls less far ahead and whose result it hands to step(group, index, result): what it reads must
@@ -77,6 +78,18 @@ struct Chain {
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
     second(group, i, first(group, i));
+  }
+};
+
+// A number of indices that is known where steps run, not where they are asked for: callers give it, so it may
+// be any.
+struct CountOnDevice {
+  const int32_t* count;
+  int64_t most;
+
+  HKV_HOST_DEVICE int64_t value() const {
+    const int64_t bounded = *count < most ? *count : most;
+    return bounded < 0 ? 0 : bounded;
   }
 };
 

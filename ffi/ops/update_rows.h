@@ -236,7 +236,6 @@ struct UpdateRows {
     uint32_t* steps;
     const Slot* slots;
     const Words* keys;
-    const int32_t* count;
     const float* rate;
     const StepScales* scales;
     SumTerms terms;
@@ -247,7 +246,6 @@ struct UpdateRows {
       return lines;
     }
     HKV_HOST_DEVICE void prefetch_far(int64_t key) const {
-      if (key >= *count) return;
       prefetch_row(values, slots[key]);
       for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], slots[key]);
     }
@@ -255,10 +253,9 @@ struct UpdateRows {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
       // Before the first branch, so that all are on their way together.
-      const bool exists = key < *count;
       const Slot slot = slots[key];
       const TermSpan span = terms.last_terms(key);
-      if (!exists || slot < 0 || slot >= values.count) return;
+      if (slot < 0 || slot >= values.count) return;
       if (span.length == 0) return;  // no position says that it is to be updated
       const uint32_t before = counts_rows ? steps[slot] : 0;
       const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;
@@ -413,21 +410,14 @@ struct UpdateRows {
       if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
     }
     gradients.run(executor);
-    Step step{rule,
-              stochastic != 0,
-              counts_rows,
-              static_cast<uint64_t>(seed),
-              values,
-              {},
-              steps.data,
-              slots.data,
-              keys.data,
-              gradients.count.data,
-              rate.data,
-              scales,
-              gradients.terms()};
+    Step step{rule,        stochastic != 0,
+              counts_rows, static_cast<uint64_t>(seed),
+              values,      {},
+              steps.data,  slots.data,
+              keys.data,   rate.data,
+              scales,      gradients.terms()};
     for (int i = 0; i < Rule::kStates; ++i) step.states[i] = states[i];
-    executor.each(slots.rows, step);
+    executor.each(CountOnDevice{gradients.count.data, slots.rows}, step);
   }
 };
 

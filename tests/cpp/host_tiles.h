@@ -66,6 +66,12 @@ class OrdersOnHost : public ManyWorkers<Executor> {
     std::fill_n(static_cast<char*>(data), static_cast<size_t>(bytes), char{0});
   }
 
+  // So few that they have several indices each.
+  template <class Step>
+  static int64_t groups_in_turns() {
+    return 5;
+  }
+
   static int64_t scan_bytes(int64_t) { return 0; }
   template <class Terms>
   void scan(int64_t n, const Terms& terms, int32_t* sums, char*) const {
@@ -94,6 +100,7 @@ class HostTileExecutor : public OrdersOnHost<HostTileExecutor> {
  public:
   explicit HostTileExecutor(Team& team) : team_(team) {}
 
+  using OrdersOnHost<HostTileExecutor>::each;
   template <class Step>
   void each(int64_t count, const Step& step) const {
     constexpr int kSize = Step::kGroup;

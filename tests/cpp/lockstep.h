@@ -17,6 +17,7 @@ class LockstepExecutor : public OrdersOnHost<LockstepExecutor> {
     if (bytes > 0) memset(data, kGarbage, static_cast<size_t>(bytes));
   }
 
+  using OrdersOnHost<LockstepExecutor>::each;
   template <class Step>
   void each(int64_t count, const Step& step) const {
     if (count <= 0) return;

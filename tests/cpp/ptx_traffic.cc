@@ -4,6 +4,7 @@
 
 #include "ptx_device.h"
 #include "random.h"
+#include "runtime.h"
 #include "traffic.h"
 
 namespace hkv::testing {
@@ -44,6 +45,23 @@ class Counted {
     set_batch(batch);
   }
 
+  // As many positions, but a third of the keys.
+  void set_repeated_batch() {
+    constexpr int64_t kTimes = 3;
+    std::vector<Words> batch;
+    for (int64_t i = 0; i < buckets_; ++i) {
+      batch.push_back(Words::of(static_cast<uint64_t>(i % ((buckets_ + kTimes - 1) / kTimes))));
+    }
+    set_batch(batch);
+    call<Unique>(host_, {{"keys", "batch"}});
+    call<ListOccurrences>(host_, {{"order", "all_order"}, {"offsets", "all_offsets"}});
+    std::vector<Slot> slots;
+    for (int64_t i = 0; i < buckets_; ++i) slots.push_back(static_cast<Slot>(buckets_ - 1 - i));
+    store_["updated_slots"] = Buffer::of(slots);
+    store_["steps"] = Buffer::of(std::vector<uint32_t>{1});
+    store_["rate"] = Buffer::of(std::vector<float>{0.125f});
+  }
+
   // With rows of several widths.
   template <class Operation>
   void count_rows(const Names& names) {
@@ -78,7 +96,9 @@ class Counted {
   void set_width(int64_t width) {
     width_ = width;
     store_["values"] = Buffer::of_rows(slots_, RowType::kFloat32, width);
-    store_["rows"] = Buffer::of_rows(buckets_, RowType::kFloat32, width);
+    for (const char* name : {"rows", "updated", "first_state", "second_state"}) {
+      store_[name] = Buffer::of_rows(buckets_, RowType::kFloat32, width);
+    }
   }
   void set_batch(const std::vector<Words>& batch) {
     store_["batch"] = Buffer::of(batch);
@@ -117,6 +137,7 @@ class Counted {
 }  // namespace
 
 void count_traffic(const Machine& host, const Machine& device, int64_t buckets) {
+  device_form.multiprocessors = 132;  // an H200's
   for (const int64_t choices : {1, 2}) {
     for (const double load : {0.5, 0.75, 1.0}) {
       for (const double hits : {1.0, 0.6, 0.0}) {
@@ -131,6 +152,16 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
       }
     }
   }
+  // For 16,384 positions 2 multiprocessors are what 132 are for a million: few.
+  device_form.multiprocessors = 2;
+  Counted counted(host, device, buckets, 0.0, 1);
+  counted.set_repeated_batch();
+  const Names terms = {{"order", "all_order"},     {"offsets", "all_offsets"}, {"sources", "absent"},
+                       {"weights", "absent"},      {"gradients", "rows"},      {"values", "updated"},
+                       {"slots", "updated_slots"}, {"keys", "unique_keys"}};
+  counted.count_rows<CombineRows>(terms);
+  counted.count_rows<UpdateRows<SgdRule>>(terms);
+  counted.count_rows<UpdateRows<AdamRule>>(terms);
 }
 
 }  // namespace hkv::testing
