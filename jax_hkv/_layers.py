@@ -18,12 +18,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
-from jax_hkv._checks import FROM_TABLE_TO_TABLE, as_bool, check_function
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import would_cut
 from jax_hkv._layer_arguments import Unseen, check_dtype
+from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
@@ -519,21 +520,10 @@ def updated(
 
 def changed(fn: Callable[[Table], Any], tables: list[Table]) -> list[Table]:
     """The tables of a state after a function; raises unless those are tables again."""
-    check_function("TrainState.map_tables", "fn", fn, *FROM_TABLE_TO_TABLE)
-    innermost = fn
-    while isinstance(innermost, functools.partial):
-        innermost = innermost.func
-    if hasattr(innermost, "eval_shape"):  # jitted: it may use tables up, and is asked about all
-        for table in tables:
-            _check_changed(jax.eval_shape(fn, table))
-    after = []
-    for table in tables:
-        after.append(fn(table))
-        _check_changed(after[-1])
-    return after
+    return mapped("TrainState.map_tables", fn, tables, _check_changed)
 
 
-def _check_changed(table: Any) -> None:
+def _check_changed(_: int, table: Any) -> None:
     if not isinstance(table, Table):
         raise TypeError(
             f"TrainState.map_tables: fn must return a Table, got {type(table).__name__}: of what "

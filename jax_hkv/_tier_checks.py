@@ -175,9 +175,13 @@ def pair_of(call: str, returned: Any, tables: str) -> tuple[Any, Any]:
     return returned
 
 
+def check_alive(call: str, argument: str, table: Any) -> None:
+    check_not_used_up(call, jax.tree.leaves(table), argument, LOST)
+
+
 def check_table(call: str, argument: str, table: Any) -> None:
     check_is_table(call, table, argument)
-    check_not_used_up(call, jax.tree.leaves(table), argument, LOST)
+    check_alive(call, argument, table)
     if table.clock.shape != (2,):
         raise TypeError(
             f"{call}: {argument} must be a table of one device where no placement is given, got "
@@ -185,8 +189,9 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"tables): {_PLACED}"
         )
     check_one_device(call, table)
-    devices = () if is_traced(table.values) else getattr(table.values, "devices", tuple)()
-    if not is_traced(table.values) and len(devices) != 1:
+    is_here = not (is_traced(table.values) or isinstance(table.values, jax.ShapeDtypeStruct))
+    devices = getattr(table.values, "devices", tuple)() if is_here else ()
+    if is_here and len(devices) != 1:
         raise ValueError(
             f"{call}: {argument} must lie on one device, got one that {len(devices)} hold: put it "
             "on one by jax.device_put(table, device)"

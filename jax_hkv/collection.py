@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _collection_tiers, _sharded, _tier_parts, _tiers, pooled, whole_table
+from jax_hkv import (
+    _collection_checks,
+    _collection_tiers,
+    _sharded,
+    _tier_parts,
+    _tiers,
+    pooled,
+    whole_table,
+)
 from jax_hkv._checks import as_bool, as_integer, as_mask, check_function
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of
@@ -85,7 +93,7 @@ class Collection:
             given = getattr(self, name)
             is_list = isinstance(given, Iterable)
             object.__setattr__(self, name, tuple(given) if is_list else (given,))
-        _check(self.tables, self.features)
+        _collection_checks.check_declared(self.tables, self.features)
         if self.table_bits is not None:
             as_integer("Collection", "table_bits", self.table_bits, 0, _MOST_BITS)
             if not self.fuse:
@@ -223,10 +231,14 @@ class Collection:
         by_table = {"ids": ids, **{f"arguments[{n}]": each for n, each in enumerate(arguments)}}
         by_table |= {name: each for name, each in options.items() if isinstance(each, Mapping)}
         for argument, given in by_table.items():
-            self._check_by_table(call, argument, given, ids)
+            _collection_checks.check_by_table(
+                call, argument, given, ids, self.tables, self.features
+            )
         tables, results = dict(tables), {}
         names = [config.name for config in self.tables if config.name in ids]
         keys = self._keys_of_tables(call, tables, ids, options.get("valid"))
+        used = {group.name: tables[group.name] for group in map(self.group_of, names)}
+        _collection_checks.check_of_one_kind(call, used, options.get("placement"))
         for name in names:
             group = self.group_of(name)
             own = [each[name] for each in arguments]
@@ -239,7 +251,7 @@ class Collection:
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")
                 raise
-            tables[group.name], results[name] = _checked_pair(call, pair)
+            tables[group.name], results[name] = _collection_checks.checked_pair(call, pair)
         return tables, results
 
     def _keys_of_tables(
@@ -256,8 +268,8 @@ class Collection:
                 )
             try:
                 keys[name] = group.keys(name, ids[name])
-                if isinstance(valid, Mapping):
-                    as_mask(call, "valid", valid[name], keys[name].shape)
+                mask = valid[name] if isinstance(valid, Mapping) else valid
+                as_mask(call, "valid", mask, keys[name].shape)
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")
                 raise
@@ -542,27 +554,6 @@ class Collection:
         if not is_some or not tables:
             self.check_tables(call, tables)
 
-    def _check_by_table(self, call: str, argument: str, given: Any, ids: Mapping[str, Any]) -> None:
-        """Raises unless an argument is a dict of tables, the same as ids are given of."""
-        known = [config.name for config in self.tables]
-        if not isinstance(given, Mapping):
-            raise TypeError(
-                f"{call}: {argument} must be a dict by names of the tables {known}, got "
-                f"{type(given).__name__}"
-            )
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            of_features = {f.name: f.table for f in self.features if f.name in unknown}
-            hint = f": the tables of the features are {of_features}" if of_features else ""
-            raise ValueError(
-                f"{call}: {argument} must be by names of the tables {known}, got {unknown}{hint}"
-            )
-        if set(given) != set(ids):
-            raise ValueError(
-                f"{call}: {argument} must be of the tables that ids are of, {sorted(ids)}, got "
-                f"{sorted(given)}"
-            )
-
     def check_inputs(
         self, call: str, inputs: Mapping[str, Any], partial: bool, argument: str = "inputs"
     ) -> None:
@@ -603,55 +594,6 @@ class CollectionRows:
     parts: tuple[tuple[Part, ...], ...] = dataclasses.field(metadata={"static": True})
     batches: dict[str, Bagged]
     slots: dict[str, Int32[Array, " n"]]
-
-
-def _check(tables: Sequence[TableConfig], features: Sequence[Feature]) -> None:
-    call = "Collection"
-    for name, kind, given in (("tables", TableConfig, tables), ("features", Feature, features)):
-        for each in given:
-            if not isinstance(each, kind):
-                raise TypeError(
-                    f"{call}: {name} must be a list of {kind.__name__}, got one of "
-                    f"{type(each).__name__} {each!r}"
-                )
-    by_name: dict[str, TableConfig] = {}
-    for config in tables:
-        other = by_name.get(config.name)
-        by_name[config.name] = config
-        if other is not None:
-            fields = [field.name for field in dataclasses.fields(config)]
-            differing = [f for f in fields if getattr(config, f) != getattr(other, f)]
-            raise ValueError(
-                f"{call}: the table {config.name!r} is declared twice, disagreeing in "
-                f"{differing or 'nothing'}: declare it once, features may share it"
-            )
-    names = [feature.name for feature in features]
-    for feature in features:
-        if names.count(feature.name) > 1:
-            raise ValueError(f"{call}: the feature {feature.name!r} is declared twice")
-        if feature.table not in by_name:
-            raise ValueError(
-                f"{call}: the feature {feature.name!r} names the table {feature.table!r}, but "
-                f"tables are {list(by_name)}"
-            )
-        if feature.combiner is not None and feature.combiner not in pooled.COMBINERS:
-            raise ValueError(
-                f"{call}: the combiner of {feature.name!r} must be one of {pooled.COMBINERS} or "
-                f"None, got {feature.combiner!r}"
-            )
-    idle = sorted(by_name.keys() - {feature.table for feature in features})
-    if idle:
-        raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
-
-
-def _checked_pair(call: str, pair: Any) -> tuple[Any, Any]:
-    """A table, or tiers, and a result, as an operation has to return them."""
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (Table, Tiers))):
-        raise TypeError(
-            f"{call}: operation must return a table and a result, as jax_hkv.find and "
-            f"jax_hkv.erase do, got {type(pair).__name__}"
-        )
-    return pair[0], pair[1]
 
 
 def _name_of(names: list[str]) -> str:

@@ -508,12 +508,13 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
             f"nnx.update_tables: row_gradients must be of the model's tables {sorted(places)}, got "
             f"{sorted(row_gradients)}"
         )
+    tables = {}
     for where, (results, gradients, _) in row_gradients.items():
-        variable, owner = places[where]
-        table = _layers.updated(
-            where, variable.get_value(), owner.optimizer, results, gradients, extra
-        )
-        variable.set_value(table)
+        variable, by = places[where]
+        own = variable.get_value()
+        tables[where] = _layers.updated(where, own, by.optimizer, results, gradients, extra)
+    for where, table in tables.items():  # behind all errors: the model has all steps, or none
+        places[where][0].set_value(table)
 
 
 def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:

@@ -29,6 +29,7 @@ from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operat
 from jax_hkv import index as _index
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
+from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
 from jax_hkv.index import LANES, MAX_SLOTS
@@ -556,7 +557,8 @@ def map_tables(
       placement: of a cache over devices, whose parts it is given one by one.
 
     Raises:
-      TypeError: if `fn` returns no table, or another argument is wrong.
+      TypeError: if `fn` returns no table, or another argument is wrong. A jitted `fn` is asked
+        about all tables before it uses one up.
       RuntimeError: if tables were used up before.
 
     Example:
@@ -567,14 +569,15 @@ def map_tables(
       (1, 1)
     """
     call = "tiered.map_tables"
-    before, parts = _tier_parts.between_steps(call, tiers, placement), []
-    _checks.check_function(call, "fn", fn, *_checks.FROM_TABLE_TO_TABLE)
-    for part in before:
-        after = Tiers(*(fn(table) for table in part))
-        for name, table in after._asdict().items():
-            _tier_checks.check_table(call, f"fn(tiers.{name})", table)
-        parts.append(after)
-    return _joined(parts, placement)
+    tables = [table for part in _tier_parts.between_steps(call, tiers, placement) for table in part]
+    names = [f"fn(tiers.{name})" for name in Tiers._fields]
+
+    def check(number: int, table: Any) -> None:
+        _tier_checks.check_table(call, names[number % len(names)], table)
+
+    after = mapped(call, fn, tables, check)
+    pairs = zip(after[::2], after[1::2], strict=True)
+    return _joined([Tiers(*pair) for pair in pairs], placement)
 
 
 @of_one_device

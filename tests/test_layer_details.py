@@ -267,6 +267,24 @@ def test_a_table_of_two_nnx_layers_is_changed_once():
     assert int(state.model.two.table.get_value().epoch[0]) == 1
 
 
+def test_an_update_that_fails_for_one_table_changes_no_other_one():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.a = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+            self.b = hkv.nnx.Embed(256, DIM)
+
+        def __call__(self, ids):
+            return self.a(ids, train=True) + self.b(ids, train=True)
+
+    model = Pair()
+    _, _, rows = hkv.nnx.value_and_grad(lambda model, ids: model(ids).sum())(model, IDS)
+    assert list(rows) == ["a/table", "b/table"]
+    before = model.a.table.get_value()
+    with pytest.raises(ValueError, match="update_tables: b/table .* has no optimizer"):
+        hkv.nnx.update_tables(model, rows)
+    np.testing.assert_array_equal(model.a.table.get_value().values, before.values)
+
+
 @pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 @pytest.mark.parametrize("bag", ["Embed", "EmbedBag"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])

@@ -167,8 +167,31 @@ def test_whole_tables_are_changed_part_by_part(placement):
         assert tiered.size(tiers, placement=placement) == left
     tiers, counts = tiered.prefetch(tiers, ids, placement=placement)
     assert int(counts.inserted) == 64
-    with pytest.raises(TypeError, match=r"fn\(tiers\.cache\) must be a jax_hkv Table, got tuple"):
-        tiered.map_tables(tiers, lambda table: (table, 0), placement=placement)
+    donating = jax.jit(lambda table: (table, 0), donate_argnums=0)
+    for wrong in (lambda table: (table, 0), donating):
+        with pytest.raises(TypeError, match=r"fn\(tiers\.cache\) must be a jax_hkv Table, got tup"):
+            tiered.map_tables(tiers, wrong, placement=placement)
+    assert tiered.size(tiers, placement=placement) == 64  # of tables that nobody has used up
+
+
+def test_tiers_of_a_collection_over_devices_are_looked_at_before_one_is_used_up(placement):
+    declared = hkv.Collection(
+        [hkv.TableConfig(name, 512, dim) for name, dim in (("a", 2), ("b", 3))],
+        [hkv.Feature(name, name) for name in "ab"],
+    )
+    both = {}
+    for group in declared.groups:
+        cache = placement.create(lambda group=group: group.create("device"))
+        store = tiered.create_store(cache, 2048, placement=placement)
+        both[group.name] = tiered.Tiers(cache, store)
+    ids = {name: np.arange(5, dtype=np.int32) for name in "ab"}
+    after, _ = declared.on_tables(
+        tiered.erase, {"b": both["b"]}, {"b": ids["b"]}, placement=placement
+    )
+    with pytest.raises(RuntimeError, match=r"on_tables of 'b': .* used up by an earlier step"):
+        declared.on_tables(tiered.erase, both, ids, placement=placement)
+    _, counts = declared.on_tables(tiered.erase, {**both, **after}, ids, placement=placement)
+    assert int(counts["a"].counts.hits) == 0
 
 
 def test_parts_whose_step_raised_cannot_be_gone_on_with(placement):

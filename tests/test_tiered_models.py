@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -471,6 +473,62 @@ def test_ids_of_a_later_table_that_are_wrong_use_up_no_earlier_one():
     with pytest.raises(TypeError, match=r"on_tables: valid must be bool\[3\]"):
         collection.on_tables(tiered.erase, both, {"users": IDS, "words": IDS}, valid=masks)
     assert [tiered.size(own) for own in both.values()] == [0, 0]
+
+
+def test_tables_that_are_wrong_use_up_no_earlier_one():
+    collection, names = collection_of(128), ["users+items", "words"]
+    ids = {"users": IDS, "words": IDS}
+
+    def made_anew():
+        tables = collection.create()
+        return {n: tiered.Tiers(tables[n], tiered.create_store(tables[n], 1024)) for n in names}
+
+    def refused(kind, message, wrong, ids=ids, **options):
+        first = wrong["users+items"]
+        with pytest.raises(kind, match=message) as raised:
+            collection.on_tables(tiered.erase, wrong, ids, **options)
+        assert tiered.size(first) == 0  # it is there
+        return getattr(raised.value, "__notes__", [])
+
+    both = made_anew()
+    message = (
+        r"on_tables: tables must be Tiers, all .* Tiers of \['users\+items'\], but .*\['words'\]"
+    )
+    refused(TypeError, message, {**both, "words": both["words"].cache})
+    tiered.erase(both["words"], IDS)
+    refused(RuntimeError, r"on_tables of 'words': tiers\.cache was used up by an earlier", both)
+    both, longer = made_anew(), {**ids, "words": np.arange(4, dtype=np.int32)}
+    notes = refused(TypeError, r"valid must be bool\[4\]", both, longer, valid=np.ones(3, bool))
+    assert notes == ["Collection.on_tables: of the table 'words'"]
+    collection.on_tables(tiered.erase, both, ids, valid=np.ones(3, bool))  # of both
+
+
+def test_one_store_of_two_tables_is_not_used_up_twice():
+    tables = COLLECTION_OF_EQUALS.create()
+    store = tiered.create_store(tables["a"], 1024)
+    both = {name: tiered.Tiers(table, store) for name, table in tables.items()}
+    message = r"tables\['b'\]\.store must be another table than tables\['a'\]\.store"
+    with pytest.raises(ValueError, match=message):
+        COLLECTION_OF_EQUALS.on_tables(tiered.erase, both, {"a": IDS, "b": IDS})
+    assert tiered.size(both["a"]) == 0
+
+
+def test_a_jitted_function_of_tables_is_asked_about_both_before_it_uses_one_up():
+    tiers = tiers_of(128, 1024, policy=hkv.Policy.EPOCH_LRU)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def unpacked_nowhere(table):
+        return hkv.expire(table, 30)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def refuses_the_store(table):
+        return hkv.insert_or_assign(table, IDS, np.ones((3, DIM + (table.capacity > 128))))[0]
+
+    with pytest.raises(TypeError, match=r"fn\(tiers\.cache\) must be a jax_hkv Table, got tuple"):
+        tiered.map_tables(tiers, unpacked_nowhere)
+    with pytest.raises(ValueError, match="insert_or_assign: values must have shape"):
+        tiered.map_tables(tiers, functools.partial(refuses_the_store))
+    assert tiered.size(tiers) == 0
 
 
 @pytest.mark.parametrize(
