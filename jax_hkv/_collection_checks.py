@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_hkv import _tier_checks, _tier_parts, pooled
-from jax_hkv._groups import Feature, TableConfig
+from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._tiers import Tiers
 from jax_hkv.table import Table
 
@@ -50,6 +50,33 @@ def check_declared(tables: Sequence[TableConfig], features: Sequence[Feature]) -
     idle = sorted(by_name.keys() - {feature.table for feature in features})
     if idle:
         raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
+
+
+def check_names(call: str, groups: Sequence[Group], tables: Any, some: bool = False) -> None:
+    """Raises unless they are named as the physical tables of the groups; `some`: of some groups."""
+    names = [group.name for group in groups]
+    if not isinstance(tables, Mapping):
+        raise TypeError(
+            f"{call}: tables must be the dict of those of create(), {names}, got "
+            f"{type(tables).__name__}"
+        )
+    if not (set(tables) == set(names) or (some and tables and set(tables) <= set(names))):
+        raise ValueError(
+            f"{call}: tables must be those of create(), {names}, got "
+            f"{list(tables)}: were they made by a collection with other tables?"
+        )
+
+
+def check_contents(
+    call: str, groups: Sequence[Group], tables: Mapping[str, Any], tiers: bool = False
+) -> None:
+    """Raises unless each is a table, or `tiers`, that can be its group's."""
+    for group in groups:
+        if group.name in tables:
+            own, argument = tables[group.name], f"tables[{group.name!r}]"
+            is_cache = tiers and isinstance(own, Tiers)
+            pair = (own.cache, f"{argument}.cache") if is_cache else (own, argument)
+            group.check(call, *pair)
 
 
 def check_by_table(

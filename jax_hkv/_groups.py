@@ -12,14 +12,22 @@ from jaxtyping import Array, Bool, Int32
 from jax_hkv import initializers
 from jax_hkv._changes import Changes
 from jax_hkv._checks import as_integer
-from jax_hkv._entries import Exported, check_exported, is_of, keys_are, namespace_of
+from jax_hkv._entries import Exported, check_exported, is_of, namespace_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
-from jax_hkv._namespaces import Namespace, NumberOf, as_array, in_namespace, outside_namespace
+from jax_hkv._namespaces import (
+    Namespace,
+    NumberOf,
+    as_array,
+    in_namespace,
+    keys_are,
+    outside_namespace,
+    takes,
+)
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
-from jax_hkv.table import Counts, InsertResult, Settings, Table, create
+from jax_hkv.table import Counts, InsertResult, Settings, Table, check_dim, create
 
 _Entries = TypeVar("_Entries", Exported, Changes)
 
@@ -117,6 +125,25 @@ class Group:
         """Of the keys; None: they are the ids of its only table."""
         names = tuple(config.name for config in self.tables)
         return Namespace(names, self.bits) if self.bits else None
+
+    def check(self, call: str, table: Any, argument: str) -> None:
+        """Raises unless a table, of whatever capacity and devices, holds what the group's holds."""
+        config, remedy = self.tables[0], "put one there that came of the collection's create()"
+        check_dim(call, table, argument, config.dim)
+        for what, wanted, got in (
+            ("rows of", np.dtype(config.dtype).name, table.dtype.name),
+            ("the policy", config.policy.name, table.policy.name),
+        ):
+            if wanted != got:
+                raise ValueError(
+                    f"{call}: {argument} must have {what} {wanted}, got {got}: {remedy}"
+                )
+        if not takes(self.namespace, table.index.namespace):
+            raise ValueError(
+                f"{call}: {argument} must have {keys_are(self.namespace)}, got "
+                f"{keys_are(table.index.namespace)}: {remedy}, with entries of another by "
+                "import_entries(..., group.take(exported, of=its group))"
+            )
 
     def number(self, table: str) -> int:
         """Of one of the tables."""

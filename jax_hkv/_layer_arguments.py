@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -44,6 +45,25 @@ def check_collection(call: str, collection: Any) -> None:
             f"{call}: collection must be a jax_hkv.Collection, got {type(collection).__name__}: "
             "make one of tables and of the features that are looked up in them, "
             "jax_hkv.Collection(tables, features)"
+        )
+
+
+def check_updated(updated: Any, tables: str) -> None:
+    """Raises unless they are collections of linen, with that of tables."""
+    if not isinstance(updated, Mapping) or tables not in updated:
+        got = list(updated) if isinstance(updated, Mapping) else type(updated).__name__
+        raise TypeError(
+            f"linen.update_tables: updated must have the collection {tables!r}, got {got}: give "
+            "what apply(..., mutable=linen.MUTABLE) returned beside the outputs"
+        )
+
+
+def check_row_gradients(given: Any) -> None:
+    """Raises unless they are by tables, as those of nnx."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"nnx.update_tables: row_gradients must be a dict by tables, got "
+            f"{type(given).__name__}: give the last result of nnx.value_and_grad(loss_fn)(...)"
         )
 
 

@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
-from jax_hkv._checks import as_bool
+from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
-from jax_hkv._keys import would_cut
+from jax_hkv._keys import check_keys, would_cut
 from jax_hkv._layer_arguments import Unseen, check_dtype
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement, check_not_used_up
@@ -30,7 +30,7 @@ from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
-from jax_hkv.table import Counts, Entries, Table
+from jax_hkv.table import Counts, Entries, Table, check_dim
 
 Output = TypeVar("Output", covariant=True)
 
@@ -196,7 +196,8 @@ class Found(NamedTuple):
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
     """Ids and their mask; of bags those of all positions, one after the other."""
     if not is_jagged(ids):
-        return ids, valid
+        given = check_keys(call, "ids", ids)
+        return given, as_mask(call, "valid", valid, given.shape)
     if ids.weights is not None:
         raise ValueError(
             f"{call}: ids must be a Jagged without weights where every id has its row, got "
@@ -594,16 +595,8 @@ def checked_table(layer: Any, attribute: str, dim: int) -> Table:
             f"{call}: {attribute} must be an nnx Variable, got a Table: change a layer's table by "
             f"layer.{attribute}.set_value(table), and read it by layer.{attribute}.get_value()"
         )
-    return of_dim(call, attribute, variable.get_value(), dim)
-
-
-def of_dim(call: str, name: str, table: Table, dim: int) -> Table:
-    """A layer's table, which its user may have put there, if its rows have so many elements."""
-    if table.dim != dim:
-        raise ValueError(
-            f"{call}: {name} must have rows of {dim} elements, got dim {table.dim}: put one there "
-            f"that was made with dim={dim}"
-        )
+    table = variable.get_value()
+    check_dim(call, table, attribute, dim)
     return table
 
 

@@ -36,6 +36,20 @@ class Namespace:
         return self.bits == other.bits and self.tables[: len(other.tables)] == other.tables
 
 
+def takes(own: Namespace | None, given: Namespace | None) -> bool:
+    """Whether keys of a namespace mean the same in a table of the first one; None: they are ids."""
+    if own is None or given is None:
+        return own is given
+    return own.begins_with(given)
+
+
+def keys_are(namespace: Namespace | None) -> str:
+    """What keys are, for errors."""
+    if namespace is None:
+        return "keys that are ids"
+    return f"keys of {list(namespace.tables)} told apart by {namespace}"
+
+
 def as_array(namespace: Namespace | None) -> np.ndarray | None:
     """As checkpoints hold it: text in ``uint8``."""
     if namespace is None:

@@ -37,7 +37,7 @@ from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
 from jax_hkv.features import Bagged
-from jax_hkv.table import InsertResult, Table, check_table
+from jax_hkv.table import InsertResult, Table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 
@@ -164,7 +164,8 @@ class Collection:
             use between steps, of which entries that stand in both tables count once.
           placement: of tiers over devices, whose parts in this process are counted.
         """
-        self._check_some("Collection.sizes", tables)
+        _collection_checks.check_names("Collection.sizes", self.groups, tables, some=True)
+        _collection_checks.check_contents("Collection.sizes", self.groups, tables, tiers=True)
         found = {}
         for group in self.groups:
             if group.name in tables:
@@ -179,7 +180,6 @@ class Collection:
         if isinstance(table, Tiers):
             parts = _tier_parts.between_steps("Collection.sizes", table, placement)
             return jnp.asarray(sum(_tiers.sizes_by(part, number_of, kinds) for part in parts))
-        check_table("Collection.sizes", table)
         is_one = table.clock.shape == (2,)
         count = whole_table.sizes_by if is_one else whole_table.sizes_over_devices
         return count(table, number_of, kinds)
@@ -227,7 +227,7 @@ class Collection:
         call = "Collection.on_tables"
         expected = "of (table, keys, ...) to a table and a result", "give jax_hkv.find, say"
         check_function(call, "operation", operation, *expected)
-        self._check_some(call, tables)
+        _collection_checks.check_names(call, self.groups, tables, some=True)
         by_table = {"ids": ids, **{f"arguments[{n}]": each for n, each in enumerate(arguments)}}
         by_table |= {name: each for name, each in options.items() if isinstance(each, Mapping)}
         for argument, given in by_table.items():
@@ -237,6 +237,7 @@ class Collection:
         tables, results = dict(tables), {}
         names = [config.name for config in self.tables if config.name in ids]
         keys = self._keys_of_tables(call, tables, ids, options.get("valid"))
+        _collection_checks.check_contents(call, self.groups, tables, tiers=True)
         used = {group.name: tables[group.name] for group in map(self.group_of, names)}
         _collection_checks.check_of_one_kind(call, used, options.get("placement"))
         for name in names:
@@ -535,24 +536,9 @@ class Collection:
         return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
     def check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
-        """Raises unless they are named as those of :meth:`create`."""
-        names = [group.name for group in self.groups]
-        if not isinstance(tables, Mapping):
-            raise TypeError(
-                f"{call}: tables must be the dict of those of create(), {names}, got "
-                f"{type(tables).__name__}"
-            )
-        if set(tables) != set(names):
-            raise ValueError(
-                f"{call}: tables must be those of create(), {names}, got "
-                f"{list(tables)}: were they made by a collection with other tables?"
-            )
-
-    def _check_some(self, call: str, tables: Mapping[str, Any]) -> None:
-        """Raises unless they are named as some of those of :meth:`create`."""
-        is_some = isinstance(tables, Mapping) and {*tables} <= {g.name for g in self.groups}
-        if not is_some or not tables:
-            self.check_tables(call, tables)
+        """Raises unless they are as those of :meth:`create`, of whatever capacity and devices."""
+        _collection_checks.check_names(call, self.groups, tables)
+        _collection_checks.check_contents(call, self.groups, tables)
 
     def check_inputs(
         self, call: str, inputs: Mapping[str, Any], partial: bool, argument: str = "inputs"

@@ -44,6 +44,7 @@ from jax_hkv._layer_arguments import (
     check_state,
     check_step,
     check_unseen,
+    check_updated,
     new_table,
 )
 from jax_hkv._layers import StepInfo
@@ -53,7 +54,7 @@ from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Index, Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Counts, OptimizerRows, Settings, Table
+from jax_hkv.table import Counts, OptimizerRows, Settings, Table, check_dim
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -97,7 +98,7 @@ class _Layer(nn.Module):
 
     def _table(self, name: str, dim: int, *create: Any) -> Any:
         variable = self.variable(TABLES, name, *create)
-        _layers.of_dim(type(self).__name__, name, variable.value, dim)
+        check_dim(type(self).__name__, variable.value, name, dim)
         return variable
 
     def _store(self, variable: Any, table: Table) -> None:
@@ -404,8 +405,10 @@ def update_tables(updated: Mapping[str, Any], row_gradients: Any, **extra: Any) 
       **extra: for the optimizers (`apply`, `learning_rate`, ...).
 
     Raises:
+      TypeError: if `updated` has no tables.
       ValueError: if a layer that was trained has no optimizer.
     """
+    check_updated(updated, TABLES)
     lookups = _lookups(updated)
     gradients = _gradients(lookups, row_gradients)
     return unflatten_dict(_updated_tables(updated, lookups, gradients, extra))

@@ -503,6 +503,7 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
       ValueError: if the model has no such table, or if a layer that was trained has no optimizer.
     """
     places = _places(model)
+    _arguments.check_row_gradients(row_gradients)
     if not places.keys() >= row_gradients.keys():
         raise ValueError(
             f"nnx.update_tables: row_gradients must be of the model's tables {sorted(places)}, got "

@@ -354,7 +354,9 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
     if isinstance(table, Table):
         return
     remedy = ""
-    if isinstance(table, tuple):
+    if hasattr(table, "cache") and hasattr(table, "store"):
+        remedy = ": tiers are for jax_hkv.tiered, a step takes tiers.cache"
+    elif isinstance(table, tuple):
         remedy = ": operations return (table, result), unpack them"
     elif hasattr(table, "get_value"):
         remedy = ": take the variable's .get_value()"
@@ -362,6 +364,16 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
         remedy = ": restore a checkpoint into a target, jax.eval_shape(make_table)"
     kind = type(table).__name__
     raise TypeError(f"{call}: {argument} must be a jax_hkv Table, got {kind}{remedy}")
+
+
+def check_dim(call: str, table: Any, argument: str, dim: int) -> None:
+    """Raises unless `table`, which a caller has put there, is a Table of rows of that length."""
+    check_table(call, table, argument)
+    if table.dim != dim:
+        raise ValueError(
+            f"{call}: {argument} must have rows of {dim} elements, got dim {table.dim}: put one "
+            f"there that was made with dim={dim}"
+        )
 
 
 _STACKED = (

@@ -348,3 +348,99 @@ def test_tables_that_training_only_reads_are_named(of_second):
     is_told = pytest.warns(UserWarning, match=r"lookup: .*\['b'\] are only read.* no optimizer")
     with contextlib.nullcontext() if of_second else is_told:
         assert int(looked_up("a", "b")["b"]) == (2 if of_second else 0)
+
+
+def other_than(**changes):
+    """A table as the collection's "words", but for this."""
+    config = dataclasses.replace(TABLES[1], **changes)
+    return hkv.Collection([config], [hkv.Feature("title", "words")]).create()["words"]
+
+
+REFUSED = {
+    "rows of another table": (
+        {"words": other_than(dim=DIM)},
+        "tables['words'] must have rows of 8 elements, got dim 4: put one there that was made with "
+        "dim=8",
+    ),
+    "rows of another type": (
+        {"words": other_than(dtype="bfloat16", optimizer=None)},
+        "tables['words'] must have rows of float32, got bfloat16: put one there that came of",
+    ),
+    "another policy": (
+        {"words": other_than(policy=hkv.Policy.LFU)},
+        "tables['words'] must have the policy LRU, got LFU: put one there that came of",
+    ),
+    "keys that are ids": (
+        {"users+items": ADAM.init(hkv.create(256, DIM))},
+        "tables['users+items'] must have keys of ['users', 'items'] told apart by 1 bit, got keys "
+        "that are ids: put one there",
+    ),
+    "tables in another order": (
+        {"users+items": hkv.Collection(TABLES[::-1], FEATURES).create()["items+users"]},
+        "must have keys of ['users', 'items'] told apart by 1 bit, got keys of ['items', 'users'] "
+        "told apart by 1 bit",
+    ),
+    "more bits": (
+        {"users+items": hkv.Collection(TABLES, FEATURES, table_bits=8).create()["users+items"]},
+        "told apart by 8 bits",
+    ),
+    "a result": (
+        {"words": hkv.find(other_than(), IDS["users"])},
+        "tables['words'] must be a jax_hkv Table, got tuple: operations return (table, result), "
+        "unpack them",
+    ),
+    "nothing": ({"words": None}, "tables['words'] must be a jax_hkv Table, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tables_that_are_not_those_of_their_groups_are_refused(name):
+    """Rows of another length would go to the features, and ids to other tables' entries."""
+    wrong, message = REFUSED[name]
+    collection = hkv.Collection(TABLES, FEATURES)
+    tables = collection.create()
+    layer = hkv.nnx.EmbedCollection(collection)
+    given = {**tables, **wrong}
+    calls = {
+        "Collection.lookup": lambda: collection.lookup(given, INPUTS),
+        "Collection.sizes": lambda: collection.sizes(wrong),
+        "Collection.on_tables": lambda: collection.on_tables(hkv.erase, given, IDS),
+        "Collection.prefetch": lambda: collection.prefetch(given, {}, INPUTS),
+        "EmbedCollection.set_tables": lambda: layer.set_tables(given),
+    }
+    before = layer.tables
+    for call, refused in calls.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(f"{call}: tables[")) as raised:
+            refused()
+        assert message in str(raised.value)
+    for mine, own in zip(before.values(), layer.tables.values(), strict=True):
+        assert mine.values is own.values
+
+
+def test_tiers_are_refused_where_tables_are_looked_up():
+    collection = hkv.Collection(TABLES, FEATURES)
+    tables = collection.create()
+    store = hkv.tiered.create_store(tables["words"], 2048)
+    tables["words"] = hkv.tiered.Tiers(tables["words"], store)
+    with pytest.raises(TypeError, match=r"got Tiers: tiers are for .*takes tiers\.cache"):
+        collection.lookup(tables, INPUTS)
+    wrong = hkv.tiered.Tiers(other_than(dim=DIM), store)
+    with pytest.raises(ValueError, match=r"tables\['words'\]\.cache must have rows of 8"):
+        collection.on_tables(hkv.tiered.find, {"words": wrong}, {"words": IDS["users"]})
+
+
+def test_tables_may_differ_from_their_groups_in_size_and_in_tables_that_came_behind():
+    collection = hkv.Collection(TABLES[::2], FEATURES[::2], table_bits=4)
+    (name,) = tables = collection.create()
+    write = partial(collection.on_tables, hkv.find_or_insert)
+    wider, _ = hkv.resize(write(tables, IDS)[0][name], 4096)
+    config = dataclasses.replace(TABLES[0], name="later")
+    more = hkv.Collection(
+        [*TABLES[::2], config], [*FEATURES[::2], hkv.Feature("later", "later")], table_bits=4
+    )
+    inputs = {"user": IDS["users"], "item": IDS["items"]}
+    for own in (collection, more):
+        (group,) = own.groups
+        given = {group.name: dataclasses.replace(wider, optimizer=None)}  # as for serving
+        _, found = own.lookup(given, inputs, partial=True)
+        assert (np.asarray(found.slots[group.name]) >= 0).all()

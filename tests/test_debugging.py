@@ -17,6 +17,7 @@ import pytest
 
 import jax_hkv as hkv
 import jax_hkv.linen
+import jax_hkv.nnx
 from jax_hkv import metrics
 
 DIM = 2
@@ -484,3 +485,46 @@ def test_a_read_without_copies_is_checked_without_a_warning():
         warnings.simplefilter("error")
         hkv.testing.assert_no_table_copies(lambda table: hkv.find(table, IDS)[1].values, table)
         assert warnings.filters[0][0] == "error"
+
+
+def layer_of(api, layer, **options):
+    """A layer, one table's name in it, and inputs."""
+    kind = getattr(getattr(hkv, api), layer)
+    if layer == "EmbedCollection":
+        return kind(EMBEDDINGS, **options), "table_t" if api == "nnx" else "t", {"f": IDS}
+    return kind(128, DIM, **options), "table", IDS[:, None]
+
+
+@pytest.mark.parametrize("layer", ["Embed", "EmbedBag", "EmbedCollection"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_result_in_place_of_a_layers_table_is_named(api, layer):
+    model, name, inputs = layer_of(api, layer)
+    pair = hkv.find(hkv.create(128, DIM), IDS)
+    message = f"{layer}: {name} must be a jax_hkv Table, got tuple: operations return (table, resul"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        if api == "linen":
+            model.apply({"tables": {name: pair}}, inputs)
+        else:
+            getattr(model, name).set_value(pair)
+            model(inputs)
+
+
+def test_what_an_update_of_tables_is_given_is_named():
+    with pytest.raises(TypeError, match=r"linen\.update_tables: updated must .*'tables', got \[\]"):
+        hkv.linen.update_tables({}, {})
+    with pytest.raises(TypeError, match=r"linen\.update_tables: updated must .*got Array.*MUTAB"):
+        hkv.linen.update_tables(ONES, {})
+    with pytest.raises(TypeError, match=r"nnx\.update_tables: row_gradients must .*got NoneType"):
+        hkv.nnx.update_tables(hkv.nnx.Embed(128, DIM), None)
+
+
+@pytest.mark.parametrize("layer", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_wrong_ids_and_masks_are_named_as_the_layer_calls_them(api, layer):
+    model, _, ids = layer_of(api, layer)
+    call = model if api == "nnx" else functools.partial(model.init, jax.random.key(0))
+    for wrong in ([5, 6], [[5, 6]], np.ones((2, 2), np.float32)):
+        with pytest.raises(TypeError, match=f"^{layer}: ids must"):
+            call(wrong)
+    with pytest.raises(TypeError, match=rf"^{layer}: valid must be bool\[50, 1\] like"):
+        call(ids, valid=np.ones(50, bool))
