@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._placement import Placement, check_not_used_up
@@ -199,6 +200,7 @@ def import_changes(
       (2, 0)
     """
     call = "sharding.import_changes"
+    replicas = as_bool(call, "replicas", replicas)
     _entries.check_target(call, placement, table, "changes")
     check_not_used_up(call, jax.tree.leaves(table), "table")
     _check(call, changes, "an export of entries alone goes to import_entries")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv._compat import is_traced, replicated
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, keys_of, would_cut
+from jax_hkv._keys import as_bool as as_bool
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
 
@@ -55,15 +56,6 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     if not low <= number <= high:
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
     return number
-
-
-def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
-    """`value` as a bool; raises unless it is one: a text would be true whatever it says."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
-        )
-    return bool(value)
 
 
 def check_function(call: str, argument: str, fn: Any, expected: str, remedy: str) -> None:

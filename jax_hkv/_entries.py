@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_bool, as_integer
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
@@ -364,6 +364,7 @@ def import_entries(
       (2, 2)
     """
     call = "sharding.import_entries"
+    replicas = as_bool(call, "replicas", replicas)
     check_target(call, placement, table, "exported")
     check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"

@@ -130,6 +130,7 @@ class Keys:
 
     def to_numpy(self, *, signed: bool = False) -> np.ndarray:
         """On the host as ``uint64``, or as ``int64``, where negative ids are what they were."""
+        signed = as_bool("Keys.to_numpy", "signed", signed)
         words = np.asarray(self.words).astype(np.uint64)
         numbers = words[..., 0] | (words[..., 1] << np.uint64(_WORD_BITS))
         return numbers.astype(np.int64) if signed else numbers
@@ -248,6 +249,15 @@ def _integers(ids: Any) -> np.ndarray:
             "holds: give np.array(ids, np.uint64)"
         )
     raise TypeError(f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}: {remedy}")
+
+
+def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
+    """`value` as a bool; raises unless it is one: a text would be true whatever it says."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
+        )
+    return bool(value)
 
 
 def as_keys(call: str, argument: str, ids: Any) -> Keys:

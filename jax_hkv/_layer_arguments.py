@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
-from jax_hkv._checks import as_integer, check_function
+from jax_hkv._checks import as_bool, as_integer, check_function
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale
 from jax_hkv._placement import check_placement
@@ -18,8 +18,10 @@ from jax_hkv.table import Settings, Table, buckets_of, create
 Unseen = Literal["initial", "zeros", "learned"]
 
 
-def check_unseen(call: str, unseen: Unseen) -> None:
-    """Raises unless `unseen` says what ids without a row get."""
+def check_outputs(call: str, dtype: Any, unseen: Unseen, return_evicted: Any) -> None:
+    """Raises unless a layer's outputs can be these; `unseen`: what ids without a row get."""
+    check_dtype(call, dtype)
+    as_bool(call, "return_evicted", return_evicted)
     if unseen not in get_args(Unseen):
         raise ValueError(f"{call}: unseen must be one of {list(get_args(Unseen))}, got {unseen!r}")
 
@@ -92,15 +94,17 @@ def new_table(
     return table if optimizer is None else optimizer.init(table)
 
 
-def check_loss_fn(call: str, first: str, loss_fn: Any) -> None:
+def check_loss_fn(call: str, first: str, loss_fn: Any, has_aux: Any) -> None:
     """Raises unless it can be called; `first`: what it is given before the arguments."""
+    as_bool(call, "has_aux", has_aux)
     remedy = "the state or the model, and the batch, go to the function that this returns"
     check_function(call, "loss_fn", loss_fn, f"of ({first}, *args) to a loss", remedy)
 
 
-def check_step(first: str, loss_fn: Any, placement: Any) -> None:
+def check_step(first: str, loss_fn: Any, has_aux: Any, donate: Any, placement: Any) -> None:
     """Raises unless a training step can be made of these; see :func:`check_loss_fn`."""
-    check_loss_fn("train_step", first, loss_fn)
+    check_loss_fn("train_step", first, loss_fn, has_aux)
+    as_bool("train_step", "donate", donate)
     if placement is not None:
         check_placement("train_step", placement, ", or None for a state of one device")
 

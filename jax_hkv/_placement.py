@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._checks import check_function
+from jax_hkv._checks import as_bool, check_function
 from jax_hkv._compat import (
     check_elements,
     is_traced,
@@ -220,6 +220,7 @@ class Placement:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
             these devices, or if JAX would cut 64-bit integers of a batch.
         """
+        donate = as_bool("Placement.step", "donate", donate)
         fn = on_parts(with_pair(fn), self.devices)
         if self.mode == "pmap":
             pmapped = _Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)

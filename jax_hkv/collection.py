@@ -94,6 +94,7 @@ class Collection:
             is_list = isinstance(given, Iterable)
             object.__setattr__(self, name, tuple(given) if is_list else (given,))
         _collection_checks.check_declared(self.tables, self.features)
+        object.__setattr__(self, "fuse", as_bool("Collection", "fuse", self.fuse))
         if self.table_bits is not None:
             as_integer("Collection", "table_bits", self.table_bits, 0, _MOST_BITS)
             if not self.fuse:
@@ -449,8 +450,11 @@ class Collection:
           ValueError: if a feature is missing, or a name is none of a feature.
           TypeError: naming the feature, for inputs of another form.
         """
-        self.check_inputs("Collection.lookup", inputs, partial)
-        self.check_tables("Collection.lookup", tables)
+        call = "Collection.lookup"
+        train = as_bool(call, "train", train)
+        return_evicted = as_bool(call, "return_evicted", return_evicted)
+        self.check_inputs(call, inputs, partial)
+        self.check_tables(call, tables)
         if train:
             self._warn_of_frozen(inputs)
         tables = dict(tables)
@@ -467,7 +471,7 @@ class Collection:
             batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
             tables[group.name], found = _sharded.of_batch(
-                f"Collection.lookup of {group.name!r}",
+                f"{call} of {group.name!r}",
                 tables[group.name],
                 batch,
                 exchange=as_exchange(axis_name),
@@ -545,6 +549,7 @@ class Collection:
     ) -> None:
         """Raises unless they are named as the features, or with `partial` as some of them."""
         known = [feature.name for feature in self.features]
+        partial = as_bool(call, "partial", partial)
         if not isinstance(inputs, Mapping):
             raise TypeError(
                 f"{call}: {argument} must be a dict of the features {known}, got "

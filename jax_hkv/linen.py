@@ -35,15 +35,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
 from jax_hkv._layer_arguments import (
     Unseen,
     check_collection,
+    check_outputs,
     check_state,
     check_step,
-    check_unseen,
     check_updated,
     new_table,
 )
@@ -85,7 +86,7 @@ class _Layer(nn.Module):
 
     def _begin(self, train: bool) -> bool:
         """Whether this call trains; `init` and evaluation never insert."""
-        if not train or self.is_initializing():
+        if not as_bool(type(self).__name__, "train", train) or self.is_initializing():
             return False
         if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
             raise ValueError(
@@ -199,7 +200,7 @@ class Embed(_Layer):
 
     def _unseen_row(self) -> Any:
         """The row of ids without one: None for their own, a number, or a parameter."""
-        check_unseen(type(self).__name__, self.unseen)
+        check_outputs(type(self).__name__, self.dtype, self.unseen, self.return_evicted)
         if self.unseen == "learned":
             init = nn.initializers.zeros
             return self.param("unseen", init, (self.features,), self.param_dtype)
@@ -302,7 +303,7 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
         """
-        check_unseen(type(self).__name__, self.unseen)
+        check_outputs(type(self).__name__, self.dtype, self.unseen, self.return_evicted)
         check_collection(type(self).__name__, self.collection)
         groups = self.collection.groups
         variables = {
@@ -573,7 +574,7 @@ def train_step(
         silences it.
       ExchangeOverflow: see `check_overflow`; :class:`jax_hkv.sharding.ExchangeOverflow`.
     """
-    check_step("apply", loss_fn, placement)
+    check_step("apply", loss_fn, has_aux, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
 from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
@@ -172,8 +173,7 @@ class Embed(_Layer):
     ):
         super().__init__()
         call = type(self).__name__
-        _arguments.check_unseen(call, unseen)
-        _arguments.check_dtype(call, dtype)
+        _arguments.check_outputs(call, dtype, unseen, return_evicted)
         settings = Settings(features, param_dtype, policy, choices, embedding_init, seed, admission)
         self.features = features
         self.dtype = dtype
@@ -199,6 +199,7 @@ class Embed(_Layer):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
         """
+        train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         table, found = _layers.look_up(
             self._own(),
@@ -260,6 +261,7 @@ class EmbedBag(Embed):
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
         """
+        train = as_bool(type(self).__name__, "train", train)
         batch, layout = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
@@ -303,8 +305,7 @@ class EmbedCollection(_Layer):
         super().__init__()
         call = type(self).__name__
         _arguments.check_collection(call, collection)
-        _arguments.check_dtype(call, dtype)
-        _arguments.check_unseen(call, unseen)
+        _arguments.check_outputs(call, dtype, unseen, return_evicted)
         self.collection = collection
         self.return_evicted = return_evicted
         self.dtype = dtype
@@ -326,6 +327,7 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
         """
+        train = as_bool(type(self).__name__, "train", train)
         tables, looked_up = self.collection.lookup(
             self.tables,
             inputs,
@@ -419,7 +421,7 @@ def value_and_grad(
       the gradients of `wrt` as ``nnx.grad`` gives them, and those of the rows by the path of their
       table, for :func:`update_tables`. The model's tables have the new ids.
     """
-    _arguments.check_loss_fn("nnx.value_and_grad", "model", loss_fn)
+    _arguments.check_loss_fn("nnx.value_and_grad", "model", loss_fn, has_aux)
     state = nnx.DiffState(0, nnx.Any(wrt, RowPerturbation))
     differentiate = nnx.value_and_grad(loss_fn, argnums=state, has_aux=has_aux, **GRAPH_MODE)
 
@@ -626,7 +628,7 @@ def train_step(
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
         silences it.
     """
-    _arguments.check_step("model", loss_fn, placement)
+    _arguments.check_step("model", loss_fn, has_aux, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

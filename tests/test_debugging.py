@@ -528,3 +528,67 @@ def test_wrong_ids_and_masks_are_named_as_the_layer_calls_them(api, layer):
             call(wrong)
     with pytest.raises(TypeError, match=rf"^{layer}: valid must be bool\[50, 1\] like"):
         call(ids, valid=np.ones(50, bool))
+
+
+def called(api, layer, **flag):
+    """Calls a layer, or makes one, with a flag."""
+    of_call = {} if "return_evicted" in flag else flag
+    model, _, inputs = layer_of(api, layer, **({} if of_call else flag))
+    if api == "nnx":
+        return model(inputs, **of_call)
+    variables = model.init(jax.random.key(0), inputs)
+    return model.apply(variables, inputs, mutable=hkv.linen.MUTABLE, **of_call)
+
+
+def looked_up(**flag):
+    return EMBEDDINGS.lookup(EMBEDDINGS.create(), {"f": IDS}, **flag)
+
+
+def imported(**flag):
+    empty = hkv.create(256, DIM)
+    return hkv.sharding.import_entries(None, empty, hkv.sharding.export_entries(empty), **flag)
+
+
+def followed(**flag):
+    empty = hkv.create(256, DIM)
+    return hkv.sharding.import_changes(
+        None, empty, hkv.sharding.export_changes(empty, None), **flag
+    )
+
+
+def collection_with(**flag):
+    return hkv.Collection(EMBEDDINGS.tables, EMBEDDINGS.features, **flag)
+
+
+FLAGS = {
+    ("Collection", "fuse"): [collection_with],
+    ("Collection.lookup", "train"): [looked_up],
+    ("Collection.lookup", "partial"): [looked_up],
+    ("Collection.lookup", "return_evicted"): [looked_up],
+    ("Collection.keys", "partial"): [functools.partial(EMBEDDINGS.keys, {"f": IDS})],
+    ("Keys.to_numpy", "signed"): [hkv.Keys.from_numpy([5]).to_numpy],
+    ("Placement.step", "donate"): [functools.partial(PLACEMENT.step, lambda table: (table, 0))],
+    ("sharding.import_entries", "replicas"): [imported],
+    ("sharding.import_changes", "replicas"): [followed],
+    ("nnx.value_and_grad", "has_aux"): [functools.partial(hkv.nnx.value_and_grad, len)],
+}
+for _name in ("donate", "has_aux", "check_overflow"):
+    FLAGS["train_step", _name] = [
+        functools.partial(flax.train_step, len) for flax in (hkv.linen, hkv.nnx)
+    ]
+for _layer in ("Embed", "EmbedBag", "EmbedCollection"):
+    for _name in ("train", "return_evicted"):
+        FLAGS[_layer, _name] = [functools.partial(called, api, _layer) for api in ("linen", "nnx")]
+
+
+@pytest.mark.filterwarnings("ignore:.*(are only read|nothing trains their rows)")
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+def test_what_is_no_bool_is_not_taken_for_true(name, flag):
+    """A text would be, whatever it says."""
+    for call in FLAGS[name, flag]:
+        for given in ("False", "no", 1, None, jnp.array(True)):
+            message = f"{name}: {flag} must be True or False, got {type(given).__name__} "
+            with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+                call(**{flag: given})
+        for given in (True, False, np.True_, np.False_):
+            call(**{flag: given})
