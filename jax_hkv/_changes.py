@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -268,7 +267,8 @@ def save_changes(path: Any, changes: Changes) -> None:
       changes: of :func:`export_changes`.
 
     Raises:
-      TypeError: if they are none.
+      TypeError: if they are none, or if it is no path.
+      OSError: if the path is a directory's, or the file cannot be written.
 
     Example:
       >>> import tempfile, jax_hkv as hkv
@@ -277,24 +277,25 @@ def save_changes(path: Any, changes: Changes) -> None:
       >>> load_changes(path).entries.values.shape
       (0, 2)
     """
-    _check("sharding.save_changes", changes, "an export of entries alone goes to save_entries")
+    call = "sharding.save_changes"
+    _check(call, changes, "an export of entries alone goes to save_entries")
     since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
     arrays = {"removed": changes.removed, "since": since}
-    _entry_files.write_arrays(path, _entry_files.arrays_of(changes.entries) | arrays)
+    _entry_files.write_arrays(call, path, _entry_files.arrays_of(changes.entries) | arrays)
 
 
 def load_changes(path: Any) -> Changes:
     """What :func:`save_changes` wrote.
 
     Raises:
-      ValueError: if the file is one of :func:`save_entries`.
+      TypeError: if it is no path.
+      ValueError: if the file is one of :func:`save_entries`, another one, or not a whole one.
+      OSError: if there is none.
     """
-    with np.load(path) as saved:
-        if "removed" not in saved:
-            raise ValueError(
-                "sharding.load_changes: path must be a file of save_changes, got one without "
-                f"removed keys, {os.fspath(path)!r}: one of save_entries goes to load_entries"
-            )
+
+    def read(saved: Any) -> Changes:
         since = saved["since"].tolist()
         entries = _entry_files.entries_of_arrays(saved)
         return Changes(entries, saved["removed"], *(since or [None]), keys=None)
+
+    return _entry_files.load_arrays("changes", path, read)

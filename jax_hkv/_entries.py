@@ -434,13 +434,19 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
         *states,
     ):
         dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
-        is_form = dtype == np.uint64 and len(shape) == 1 if is_number else dtype is not None
+        is_form = dtype == np.uint64 and len(shape) == 1 if is_number else _is_of_numbers(leaf)
         if not is_form or not shape or shape[:1] != entries:
             raise TypeError(
                 f"{call}: {argument} must have arrays of the same entries, {name} as "
-                f"{'uint64[n]' if is_number else 'an array [n, ...]'} with n = {list(entries)} as "
+                f"{'uint64[n]' if is_number else 'numbers [n, ...]'} with n = {list(entries)} as "
                 f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: whoever leaves "
                 "entries out takes the same ones of keys, scores, values and every optimizer array"
+            )
+    for name, leaf in exported.shared.items():
+        if not _is_of_numbers(leaf):
+            raise TypeError(
+                f"{call}: {argument}.shared[{name!r}] must be an array of numbers, got "
+                f"{getattr(leaf, 'dtype', type(leaf).__name__)}: leave it as it was exported"
             )
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
@@ -461,6 +467,12 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
             f"{getattr(counters, 'dtype', type(counters).__name__)}: leave them as they were "
             "exported"
         )
+
+
+def _is_of_numbers(leaf: Any) -> bool:
+    """Whether it is an array that files hold: objects would be pickled, which nobody can load."""
+    dtype = getattr(leaf, "dtype", np.dtype(object))
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
 def check_fits(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import zipfile
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax_hkv._entries import Exported
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
+_Saved = TypeVar("_Saved")
 
 
 def save_entries(path: Any, exported: Exported) -> None:
@@ -26,7 +29,8 @@ def save_entries(path: Any, exported: Exported) -> None:
         the optimizer's arrays, by their places among those texts.
 
     Raises:
-      TypeError: if it is no export.
+      TypeError: if it is no export, or no path.
+      OSError: if the path is a directory's, or the file cannot be written.
 
     Example:
       >>> import tempfile, jax_hkv as hkv
@@ -35,10 +39,9 @@ def save_entries(path: Any, exported: Exported) -> None:
       >>> load_entries(path).values.shape
       (0, 2)
     """
-    _entries.check_exported(
-        "sharding.save_entries", "exported", exported, "make one by export_entries"
-    )
-    write_arrays(path, arrays_of(exported))
+    call = "sharding.save_entries"
+    _entries.check_exported(call, "exported", exported, "make one by export_entries")
+    write_arrays(call, path, arrays_of(exported))
 
 
 def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
@@ -66,9 +69,24 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     return arrays
 
 
-def write_arrays(path: Any, arrays: dict[str, Any]) -> None:
+def _name_of(call: str, path: Any) -> str:
+    """A path as text, the bytes of one too."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(
+            f"{call}: path must be a path or the name of a file, got {type(path).__name__}"
+        ) from None
+
+
+def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
     """Writes all of a file, or none."""
-    unfinished = f"{os.fspath(path)}.writing"
+    path = _name_of(call, path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(
+            f"{call}: path must be that of a file, got the directory {path!r}: name a file in it"
+        )
+    unfinished = f"{path}.writing"
     with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
         np.savez(file, **arrays)
     os.replace(unfinished, path)
@@ -83,15 +101,41 @@ def load_entries(path: Any) -> Exported:
     """What :func:`save_entries` wrote, in every bit.
 
     Raises:
-      ValueError: if the file is one of :func:`save_changes`.
+      TypeError: if it is no path.
+      ValueError: if the file is one of :func:`save_changes`, another one, or not a whole one.
+      OSError: if there is none.
     """
-    with np.load(path) as saved:
-        if "removed" in saved:
-            raise ValueError(
-                "sharding.load_entries: path must be a file of save_entries, got one of changes, "
-                f"{os.fspath(path)!r}: it goes to load_changes"
-            )
-        return entries_of_arrays(saved)
+    return load_arrays("entries", path, entries_of_arrays)
+
+
+def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
+    """What `read` makes of a file's arrays; `kind`, "entries" or "changes", is what was saved."""
+    call, path = f"sharding.load_{kind}", _name_of(f"sharding.load_{kind}", path)
+    expected = f"{call}: path must be a file of save_{kind}"
+    try:
+        with np.load(path) as saved:
+            is_kind = ("removed" in saved) == (kind == "changes")
+            if is_kind:
+                return read(saved)
+    # What NumPy and `read` raise for files of other formats, with other arrays, and cut ones.
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ValueError(
+            f"{expected}, got {path!r}, which is another one or not whole "
+            f"({type(error).__name__}: {error}): save it again, or copy all of it"
+        ) from error
+    raise ValueError(
+        f"{expected}, got one without removed keys, {path!r}: one of save_entries goes to "
+        "load_entries"
+        if kind == "changes"
+        else f"{expected}, got one of changes, {path!r}: it goes to load_changes"
+    )
 
 
 def entries_of_arrays(saved: Any) -> Exported:

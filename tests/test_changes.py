@@ -335,6 +335,57 @@ def test_a_file_of_entries_is_none_of_changes(tmp_path):
         sharding.load_entries(tmp_path / "changes")
 
 
+@pytest.mark.parametrize("kind", ["entries", "changes"])
+def test_what_nobody_could_load_replaces_no_file(kind, tmp_path):
+    """NumPy pickles objects, and loads none."""
+    save, load = getattr(sharding, f"save_{kind}"), getattr(sharding, f"load_{kind}")
+    given = CHANGES if kind == "changes" else CHANGES.entries
+    path = tmp_path / kind
+    save(path, given)
+    before = path.read_bytes()
+    for own, message in (
+        ({"values": CHANGES.entries.values.astype(object)}, "values as numbers .* got object"),
+        ({"values": CHANGES.entries.values.astype("U8")}, "values as numbers .* got <U8"),
+        ({"shared": {"a": 1}}, r"shared\['a'\] must be an array of numbers, got int"),
+    ):
+        wrong = CHANGES.entries._replace(**own)
+        wrong = CHANGES._replace(entries=wrong) if kind == "changes" else wrong
+        with pytest.raises(TypeError, match=f"sharding.save_{kind}: .*{message}"):
+            save(path, wrong)
+    with pytest.raises(IsADirectoryError, match=f"save_{kind}: path must be .* the directory '.*'"):
+        save(tmp_path, given)
+    for call in (lambda: save(3, given), lambda: load(3)):
+        with pytest.raises(TypeError, match=f"sharding.*_{kind}: path must be a path .* got int"):
+            call()
+    assert not list(tmp_path.parent.glob("*.writing"))
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == before
+    save(bytes(path), given)
+    assert len(load(bytes(path))) and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("kind", ["entries", "changes"])
+def test_a_file_that_is_another_one_or_not_whole_is_named(kind, tmp_path):
+    save, load = getattr(sharding, f"save_{kind}"), getattr(sharding, f"load_{kind}")
+    save(tmp_path / "whole", CHANGES if kind == "changes" else CHANGES.entries)
+    whole = (tmp_path / "whole").read_bytes()
+    files = {"half": whole[: len(whole) // 2], "empty": b"", "text": b"no arrays"}
+    files["broken"] = whole.replace(b"keys.npy", b"keyx.npy")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    np.save(tmp_path / "one.npy", np.ones(3))
+    removed = {"removed": np.zeros(0, np.uint64)} if kind == "changes" else {}
+    np.savez(tmp_path / "other.npz", **removed, types=np.array([1]), since=np.zeros(0))
+    for name in (*files, "one.npy", "other.npz"):
+        with pytest.raises(
+            ValueError,
+            match=rf"(?s)load_{kind}: path must be a file of save_{kind}, got '.*/{name}', which "
+            ".*not whole",
+        ):
+            load(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize("is_tiers", [False, True])
 def test_new_entries_with_old_scores_are_told(is_tiers, rng):
     """Those of an import, which were looked up in another table, long ago."""
