@@ -73,7 +73,11 @@ def clip_by_global_norm(
             f"for {len(results)} results"
         )
     gradients = jax.tree.map(jnp.asarray, gradients)
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients)]
+    parts = [
+        (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+        for leaf in jax.tree.leaves(gradients)
+    ]
+    squares = [jnp.sum(jnp.square(part.astype(jnp.float32))) for part in sum(parts, ())]
     squares += [_square_norm(*pair) for pair in zip(results, row_gradients, strict=True)]
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
     # Where it is not a number, the bound says nothing of the gradients: none of them is one then.

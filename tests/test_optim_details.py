@@ -143,6 +143,17 @@ def test_a_norm_is_seen_whatever_its_bound(bound):
         hkv.optim.sparse(clipping).init(hkv.create(128, DIM))
 
 
+def test_the_norm_of_complex_parameters_is_that_of_optax():
+    """Of both parts; gradients of which one was left out came through unclipped."""
+    gradients = {"w": jnp.array([3 + 2j, -4j, 1]), "b": jnp.array([2.0, 0.5])}
+    dense, _, norm = hkv.optim.clip_by_global_norm(1.0, gradients, [], [])
+    expected, _ = optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())
+    np.testing.assert_allclose(norm, np.sqrt(9 + 4 + 16 + 1 + 4 + 0.25), rtol=1e-6)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), dense, expected
+    )
+
+
 def test_rows_that_are_mixed_by_what_is_remembered_are_seen():
     def init(params):
         return jnp.zeros((), jnp.float32)
