@@ -110,6 +110,7 @@ class Keys:
           [-1, 1099511627776]
         """
         call = "Keys.where"
+        check_unmasked(f"{call}: condition", condition)
         if getattr(condition, "dtype", None) != np.bool_:
             raise TypeError(
                 f"{call}: condition must be an array of bool, got {type(condition).__name__} "

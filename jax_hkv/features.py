@@ -244,7 +244,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
             "cast its ids to int64 or uint64 first"
         )
-    if isinstance(ids, str) or not isinstance(ids, Collection):
+    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
             "bag of one id is [id]"
@@ -252,6 +252,8 @@ def _words(what: str, ids: Any) -> np.ndarray:
     words = np.zeros(len(ids), np.uint64)
     for position, given in enumerate(ids):
         try:
+            if isinstance(given, bool):
+                raise TypeError
             word = operator.index(given)
         except TypeError:
             raise TypeError(
@@ -268,6 +270,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
 
 def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
     try:
+        weights = list(weights)  # an iterator has them once
         given = [len(bag) for bag in weights]
     except TypeError:
         raise TypeError(

@@ -45,6 +45,29 @@ def test_jagged_from_lengths_of_nothing_has_empty_bags():
     assert not hkv.find_pooled(hkv.create(128, DIM), bags)[1].values.any()
 
 
+def test_lists_of_weights_may_come_one_after_the_other():
+    """An iterator has them once: they were read for their lengths, and lost."""
+    lists, weights = [[5, 6], [], [7]], [[1.0, 2.0], [], [3.0]]
+    expected = hkv.Jagged.from_lists(lists, capacity=4, weights=weights)
+    got = hkv.Jagged.from_lists(iter(lists), capacity=4, weights=iter(weights))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize(
+    ("bag", "message"),
+    [
+        ("user", "bag 0 must be a list .* got str 'user'"),
+        (b"user", "bag 0 must be a list .* got bytes b'user'"),
+        (bytearray(b"u"), "bag 0 must be a list .* got bytearray"),
+        ([True, False], "bag 0 must hold integers, got bool True: hash or cast"),
+        ([np.True_], "bag 0 must hold integers, got bool.* .*True"),
+    ],
+)
+def test_what_python_takes_for_integers_makes_no_bag(bag, message):
+    with pytest.raises(TypeError, match=f"Jagged.from_lists: {message}"):
+        hkv.Jagged.from_lists([bag])
+
+
 @pytest.mark.parametrize("form", ["Keys", "int32", "jax"])
 @pytest.mark.parametrize("batch", [None, 12, 15])
 def test_jagged_is_dealt_out_to_parts_in_order(form, batch, rng):

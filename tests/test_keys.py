@@ -115,6 +115,9 @@ def test_keys_are_chosen_as_numbers_are(rng, where):
         TypeError, match=r"Keys\.where: condition must be an array of bool, got .*int.*compare"
     ):
         hkv.Keys.where(np.array([1, 0]), keys, keys)
+    masked = np.ma.masked_array(mask, ~mask)
+    with pytest.raises(TypeError, match=r"Keys\.where: condition must not be a masked array"):
+        hkv.Keys.where(masked, keys, keys)
     with pytest.raises(TypeError, match=r"Keys\.where: others must be .*got list"):
         hkv.Keys.where(mask, keys, [1])
     with pytest.raises(ValueError, match=r"Keys\.where: .* fit each other, got \[2\], \[3\], \[\]"):
