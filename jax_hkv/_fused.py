@@ -36,7 +36,7 @@ _ONE_ALPHA = (
     "number, or take an optimizer with a schedule, optim.adagrad, say"
 )
 
-_REAL = (jnp.floating, jnp.integer, jnp.bool_)
+_REAL = (jnp.floating, jnp.integer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,8 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
 
     Raises:
       TypeError: if it is not one number.
-      ValueError: if the table holds no learning rate, or several.
+      ValueError: if the table holds no learning rate, or several, or if a number of Python or NumPy
+        is not finite in float32.
     """
     call = "optim.set_learning_rate"
     check_table(call, table)
@@ -278,7 +279,17 @@ def _one_number(call: str, argument: str, given: Any) -> Float32[Array, " 1"]:
             f"{call}: {argument} must be one number, got {rate.dtype}{list(rate.shape)}: give "
             "a float or an array of one; rates of several tables or groups go to an update each"
         )
+    if not isinstance(rate, jax.Array):  # of one on a device the host would wait for the value
+        _check_finite(call, argument, rate.item())
     return jnp.asarray(rate, jnp.float32).reshape(1)
+
+
+def _check_finite(call: str, argument: str, rate: Any) -> None:
+    if not abs(rate) <= _LARGEST:
+        raise ValueError(
+            f"{call}: {argument} must be finite, got {rate}; updates are in float32, "
+            f"which holds {_LARGEST:.2g} at most"
+        )
 
 
 def _constant(call: str, argument: str, value: Any) -> float:
@@ -312,11 +323,8 @@ def _optimizer(
             f"{call}: learning_rate must be a number or a function of the step count, got "
             f"{type(learning_rate).__name__}: rates that are arrays go to update(learning_rate=...)"
         )
-    if isinstance(learning_rate, float) and not abs(learning_rate) <= _LARGEST:
-        raise ValueError(
-            f"{call}: learning_rate must be finite, got {learning_rate}; updates are in float32, "
-            f"which holds {_LARGEST:.2g} at most"
-        )
+    if isinstance(learning_rate, float):
+        _check_finite(call, "learning_rate", learning_rate)
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
     if not options.keys() <= known:
         own = [name for name in inspect.signature(make).parameters if name != "options"]

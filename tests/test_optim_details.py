@@ -393,6 +393,32 @@ def test_a_rate_that_cannot_be_set_is_named():
 
 
 @pytest.mark.parametrize(
+    ("rate", "error", "message"),
+    [
+        (float("nan"), ValueError, "must be finite, got nan"),
+        (-np.inf, ValueError, "must be finite, got -inf"),
+        (1e39, ValueError, r"must be finite, got 1e\+39; updates are in float32"),
+        (np.float64(1e39), ValueError, "must be finite"),
+        (True, TypeError, r"must be one number, got bool\[\]"),
+        (jnp.bool_(True), TypeError, r"must be one number, got bool\[\]"),
+        ("0.1", TypeError, "must be one number, got <U3"),
+    ],
+)
+def test_a_rate_that_no_optimizer_is_made_with_is_none_later(rate, error, message):
+    """One step with it would make NaN of the rows."""
+    opt = hkv.optim.inject_learning_rate(hkv.optim.adam(0.1))
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
+    with pytest.raises(error, match=f"optim.set_learning_rate: learning_rate {message}"):
+        hkv.optim.set_learning_rate(table, rate)
+    with pytest.raises(error, match=f"optim.update: learning_rate {message}"):
+        opt.update(table, result, jnp.ones_like(result.values), learning_rate=rate)
+    scheduled = hkv.optim.adam(lambda count: rate)
+    with pytest.raises(error, match=f"what the schedule learning_rate returns {message}"):
+        table, result = hkv.find_or_insert(scheduled.init(hkv.create(128, DIM)), IDS)
+        scheduled.update(table, result, jnp.ones_like(result.values))
+
+
+@pytest.mark.parametrize(
     ("make", "before", "after"),
     [
         (hkv.optim.adam, {"b1": 0.9}, {"b1": 0.5, "eps": 1e-4}),
