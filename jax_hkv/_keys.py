@@ -82,8 +82,10 @@ class Keys:
                 f"{call}: parts must have equally many axes, one at least, got the shapes "
                 f"{shapes}: reshape them"
             )
-        if not isinstance(axis, int) or not -ndim <= axis < ndim:
-            raise ValueError(f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis}")
+        if not _is_integer(axis) or not -ndim <= axis < ndim:
+            raise ValueError(
+                f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis!r}: give an integer"
+            )
         along = axis % ndim
         if len({(*shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
             raise ValueError(
@@ -118,13 +120,7 @@ class Keys:
             )
         words = [as_keys(call, "keys", keys).words, as_keys(call, "others", others).words]
         shapes = [np.shape(condition), *(part.shape[:-1] for part in words)]
-        try:
-            np.broadcast_shapes(*shapes)
-        except ValueError:
-            raise ValueError(
-                f"{call}: condition, keys and others must have shapes that fit each other, got "
-                f"{', '.join(str(list(shape)) for shape in shapes)}: reshape or broadcast them"
-            ) from None
+        _check_fit(call, "condition, keys and others", *shapes)
         on_host = not any(isinstance(part, jax.Array) for part in (condition, *words))
         choose = np.where if on_host else jnp.where
         return cls(_read_only(choose(condition[..., None], *words)))
@@ -299,7 +295,10 @@ def check_keys(call: str, argument: str, ids: Any) -> Any:
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
     if kind == "Jagged":
-        remedy = "Bags of ids are for find_pooled, find_or_insert_pooled and the layers EmbedBag."
+        remedy = (
+            "Bags of ids are for find_pooled, find_or_insert_pooled and the layers Embed, EmbedBag "
+            "and EmbedCollection."
+        )
     raise TypeError(
         f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {kind}. {remedy}"
     )
@@ -316,12 +315,35 @@ def would_cut(leaf: Any) -> bool:
     return bool(leaf.min() < bounds.min or leaf.max() > bounds.max)
 
 
+def form_of(value: Any) -> str:
+    """What came, for errors: an array's type and shape, the type of anything else."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    return type(value).__name__ if dtype is None or shape is None else f"{dtype}{list(shape)}"
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether it is one of Python's or NumPy's, and no flag."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _check_words(call: str, argument: str, words: Any) -> None:
-    if words.dtype != np.uint32 or words.ndim < 1 or words.shape[-1] != 2:
+    shape = getattr(words, "shape", ())
+    if getattr(words, "dtype", None) != np.uint32 or shape[-1:] != (2,):
         raise TypeError(
-            f"{call}: {argument}.words must be uint32[..., 2], got {words.dtype}"
-            f"{list(words.shape)}. Make keys with jax_hkv.Keys.from_numpy(ids)."
+            f"{call}: {argument}.words must be uint32[..., 2], got {form_of(words)}. Make keys "
+            "with jax_hkv.Keys.from_numpy(ids)."
         )
+
+
+def _check_fit(call: str, arguments: str, *shapes: tuple[int, ...]) -> None:
+    """Raises unless arrays of these shapes can be broadcast against each other."""
+    try:
+        jnp.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(
+            f"{call}: {arguments} must have shapes that fit each other, got "
+            f"{', '.join(str(list(shape)) for shape in shapes)}: reshape or broadcast them"
+        ) from None
 
 
 def _check_array(call: str, argument: str, ids: Any) -> Any:
@@ -335,9 +357,11 @@ def _check_array(call: str, argument: str, ids: Any) -> Any:
             )
         return Keys.from_numpy(ids)
     if ids.dtype not in _INTEGERS:
+        remedy = "hash anything else to 64 bits"
+        if ids.dtype.kind in "iu" and not ids.dtype.isnative:
+            remedy = "its bytes have another order than here: give jax_hkv.Keys.from_numpy(ids)"
         raise TypeError(
-            f"{call}: {argument} must hold integers of 8 to 64 bits, got {ids.dtype}: hash "
-            "anything else to 64 bits"
+            f"{call}: {argument} must hold integers of 8 to 64 bits, got {ids.dtype}: {remedy}"
         )
     return ids
 
@@ -358,7 +382,7 @@ def _words(ids: jax.Array) -> UInt32[Array, "*shape 2"]:
 
 
 def _words_of(call: str, argument: str, number: Any) -> Any:
-    if isinstance(number, (int, np.integer)) and not isinstance(number, bool):
+    if _is_integer(number):
         if not 0 <= number < 2**64:
             raise ValueError(
                 f"{call}: {argument} must be an unsigned 64-bit number, 0 to 2**64 - 1, "
@@ -366,6 +390,13 @@ def _words_of(call: str, argument: str, number: Any) -> Any:
             )
         return np.array([int(number) & _LOW_WORD, int(number) >> _WORD_BITS], np.uint32)
     return as_keys(call, argument, number).words
+
+
+def _pair_of(call: str, a: Any, b: Any) -> tuple[Any, Any]:
+    """The words of two numbers that are compared."""
+    words = _words_of(call, "a", a), _words_of(call, "b", b)
+    _check_fit(call, "a and b", *(each.shape[:-1] for each in words))
+    return words
 
 
 def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -383,7 +414,7 @@ def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> less(Keys.from_numpy(np.array([3, 2**40])), 2**33).tolist()
       [True, False]
     """
-    return _is_less(_words_of("less", "a", a), _words_of("less", "b", b))
+    return _is_less(*_pair_of("less", a, b))
 
 
 def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -393,7 +424,7 @@ def less_equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> less_equal(np.array([3, -1], np.int32), 3).tolist()  # keys are unsigned
       [True, False]
     """
-    return _is_less(_words_of("less_equal", "a", a), _words_of("less_equal", "b", b), or_equal=True)
+    return _is_less(*_pair_of("less_equal", a, b), or_equal=True)
 
 
 def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
@@ -403,7 +434,7 @@ def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> equal(np.array([3, -1], np.int32), 2**64 - 1).tolist()
       [False, True]
     """
-    return _is_equal(_words_of("equal", "a", a), _words_of("equal", "b", b))
+    return _is_equal(*_pair_of("equal", a, b))
 
 
 @functools.partial(jax.jit, inline=True)

@@ -287,12 +287,49 @@ def test_lists_of_unequal_lengths_are_refused_with_a_remedy():
         hkv.Keys.from_numpy([[1, 2], [3]])
 
 
+def test_words_that_are_none_are_named():
+    table = hkv.create(128, 4)
+    for words, got in (([5, 6], "list"), (None, "NoneType"), (np.arange(4), r"int64\[4\]")):
+        keys = hkv.Keys(words)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(
+            TypeError, match=rf"find: keys\.words must be uint32\[\.\.\., 2\], got {got}"
+        ):
+            hkv.find(table, keys)
+
+
+def test_ids_of_a_foreign_byte_order_are_made_keys_of_on_the_host():
+    ids = np.array([5, 6], ">i8")
+    with pytest.raises(TypeError, match=r"got >i8: its bytes .*Keys\.from_numpy\(ids\)"):
+        hkv.contains(hkv.create(128, 4), ids)
+    assert hkv.Keys.from_numpy(ids).to_numpy().tolist() == [5, 6]
+
+
+def test_bags_are_named_all_that_takes_them():
+    bags = hkv.Jagged.from_lists([[5]])
+    with pytest.raises(TypeError, match="got Jagged.* Embed, EmbedBag and EmbedCollection"):
+        hkv.find(hkv.create(128, 4), bags)
+
+
+@pytest.mark.parametrize("compare", [hkv.less, hkv.less_equal, hkv.equal])
+def test_numbers_whose_shapes_do_not_fit_are_not_compared(compare):
+    a, b = np.arange(2, dtype=np.int32), hkv.Keys.from_numpy(np.arange(3))
+    with pytest.raises(
+        ValueError, match=rf"{compare.__name__}: a and b must have shapes .* got \[2\], \[3\]"
+    ):
+        compare(a, b)
+    assert compare(a[:, None], b).shape == (2, 3)
+
+
 def test_parts_that_cannot_be_joined_are_named():
     flat, deep = hkv.Keys.from_numpy([1, 2]), hkv.Keys.from_numpy([[1, 2, 3]])
     with pytest.raises(ValueError, match=r"equally many axes.*\[\[2\], \[1, 3\]\]"):
         hkv.Keys.concatenate([flat, deep])
     with pytest.raises(ValueError, match=r"parts must agree in all axes but 0.*\[2, 2\]"):
         hkv.Keys.concatenate([deep, hkv.Keys.from_numpy([[1, 2], [3, 4]])])
+    assert hkv.Keys.concatenate([deep, deep], np.int64(1)).shape == (1, 6)
+    for axis in (True, 1.0, None):
+        with pytest.raises(ValueError, match=f"axis must be from -2 to 1, got {axis}: give an int"):
+            hkv.Keys.concatenate([deep, deep], axis)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="parts must be a list of Keys, got Keys"):
         hkv.Keys.concatenate(flat)  # pyright: ignore[reportArgumentType]
     assert not hkv.Keys.concatenate([flat, flat]).words.flags.writeable
