@@ -29,10 +29,15 @@ def is_number(value: Any) -> bool:
 
 
 def as_number(call: str, argument: str, value: Any, expected: str = "a number") -> float:
-    """A number as a float, infinity where none is as large; one that is traced is none."""
+    """A number as a float, infinity where none is as large; one that is traced is none.
+
+    One of NumPy or JAX is an array without axes.
+    """
     is_flag = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_
+    is_array = getattr(value, "shape", ()) != ()
     try:
-        if is_flag or type(value) in (str, bytes, bytearray):  # float() takes these
+        # float() takes these
+        if is_flag or is_array or type(value) in (str, bytes, bytearray):
             raise TypeError
         return float(value)
     except OverflowError:
@@ -56,6 +61,16 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     if not low <= number <= high:
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")
     return number
+
+
+def as_list(call: str, argument: str, value: Any, of: str) -> list[Any]:
+    """What a caller gave as a sequence; `of`: of what, and the remedy."""
+    try:
+        return list(value)
+    except TypeError:
+        raise TypeError(
+            f"{call}: {argument} must be a list of {of}, got {type(value).__name__}"
+        ) from None
 
 
 def check_function(call: str, argument: str, fn: Any, expected: str, remedy: str) -> None:
@@ -94,7 +109,8 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
     return found
 
 
-def _as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
+def as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
+    """What JAX makes an array of."""
     try:
         return replicated(jnp.asarray(value))
     except (TypeError, ValueError) as error:
@@ -109,7 +125,7 @@ def as_mask(
     """A mask of the given shape, or None."""
     if mask is None:
         return None
-    array = _as_array(call, argument, mask, f"bool{list(shape)} like the keys")
+    array = as_array(call, argument, mask, f"bool{list(shape)} like the keys")
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
@@ -130,6 +146,17 @@ def as_flags(call: str, argument: str, flags: Any, shape: tuple[int, ...]) -> Bo
     return array
 
 
+def as_counts(call: str, argument: str, counts: Any) -> Any:
+    """Counts as an array, traced if need be."""
+    array = counts if hasattr(counts, "dtype") else np.asarray(counts)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{call}: {argument} must be a count, as results have it, got "
+            f"{type(counts).__name__} {array.dtype}{list(array.shape)}"
+        )
+    return array
+
+
 def flat_batch(given: Any, mask: jax.Array | None) -> tuple[Keys, Bool[Array, " n"] | None]:
     """Keys as :func:`jax_hkv._keys.check_keys` let them pass, and their mask, both flat."""
     return keys_of(given).reshape(-1), None if mask is None else mask.reshape(-1)
@@ -147,8 +174,11 @@ def as_flat_mask(call: str, argument: str, mask: Any, shape: tuple[int, ...]) ->
 
 def as_flag(call: str, argument: str, flag: Any) -> Bool[Array, ""] | None:
     """One bool, traced if need be; None stays None."""
-    if flag is None:
-        return None
+    return None if flag is None else as_one_flag(call, argument, flag)
+
+
+def as_one_flag(call: str, argument: str, flag: Any) -> Bool[Array, ""]:
+    """One bool that must be given."""
     array = flag if hasattr(flag, "dtype") else np.asarray(flag)
     if array.dtype != np.bool_ or array.shape != ():
         raise TypeError(
@@ -162,7 +192,7 @@ def as_rows(
     call: str, argument: str, rows: Any, shape: tuple[int, ...], dtype: Any
 ) -> Float[Array, "*batch dim"]:
     """Rows of the given shape and type."""
-    array = _as_array(call, argument, rows, f"an array of {np.dtype(dtype).name}")
+    array = as_array(call, argument, rows, f"an array of {np.dtype(dtype).name}")
     if array.shape != shape:
         raise ValueError(
             f"{call}: {argument} must have shape {list(shape)} (the keys' shape, then dim), got "

@@ -315,7 +315,7 @@ def _optimizer(
 ) -> FusedOptimizer:
     """An optimizer; `make` is the function that errors name, `name` the native operation's."""
     call = f"optim.{make.__name__}"
-    is_one = isinstance(learning_rate, jax.Array) and learning_rate.shape == ()
+    is_one = isinstance(learning_rate, (jax.Array, np.ndarray)) and learning_rate.shape == ()
     if isinstance(learning_rate, numbers.Real) or (is_one and not is_traced(learning_rate)):
         learning_rate = as_number(call, "learning_rate", learning_rate)
     if not callable(learning_rate) and not isinstance(learning_rate, float):

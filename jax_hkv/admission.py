@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jax_hkv import _trees
-from jax_hkv._checks import as_integer, is_number
+from jax_hkv._checks import as_integer, as_number
 from jax_hkv._keys import Keys
 
 # The 32-bit finaliser of MurmurHash3 (Appleby: SMHasher, 2011), a bijection of the 32-bit words.
@@ -193,14 +193,13 @@ def probability(p: float) -> Probability:
       >>> probability(0.25).threshold == 2**30
       True
     """
-    if not is_number(p):
-        raise TypeError(f"admission.probability: p must be a number, got {type(p).__name__} {p!r}")
+    p = as_number("admission.probability", "p", p)
     if not 2.0**-32 <= p <= 1.0:
         raise ValueError(
             f"admission.probability: p must be from 2**-32 to 1, got {p}; to insert nothing, look "
             "keys up with jax_hkv.find"
         )
-    return Probability(round(float(p) * 2**32))
+    return Probability(round(p * 2**32))
 
 
 def check_rule(call: str, rule: Any) -> None:

@@ -152,7 +152,7 @@ def variance_scaling(
       0.13
     """
     kinds = {"truncated_normal": _TRUNCATED_NORMAL, "normal": _NORMAL, "uniform": _UNIFORM}
-    if distribution not in kinds:
+    if not isinstance(distribution, str) or distribution not in kinds:
         raise ValueError(
             f"variance_scaling: distribution must be one of {sorted(kinds)}, got {distribution!r}"
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -268,21 +270,29 @@ class Settings(NamedTuple):
           call: for errors.
           **names: of fields that the call has other names for.
         """
-        if self.policy not in list(Policy):
-            raise ValueError(
-                f"{call}: policy must be one of {', '.join(map(str, Policy.__members__))} of "
-                f"jax_hkv.Policy, got {self.policy!r}"
-            )
         check_rule(call, self.admission)
         return Settings(
             dim=as_integer(call, names.get("dim", "dim"), self.dim, 1, MAX_SLOTS),
             dtype=as_float_dtype(call, names.get("dtype", "dtype"), self.dtype),
-            policy=Policy(self.policy),
+            policy=_as_policy(call, self.policy),
             choices=as_integer(call, "choices", self.choices, 1, 2),
             init=as_initializer(call, names.get("init", "init"), self.init),
             seed=as_integer(call, "seed", self.seed, 0, 2**64 - 1),
             admission=self.admission,
         )
+
+
+def _as_policy(call: str, policy: Any) -> Policy:
+    """A policy, or the integer of one; members of other enumerations are integers too."""
+    is_other = isinstance(policy, (bool, enum.Enum)) and not isinstance(policy, Policy)
+    number: Any = "" if is_other else policy
+    try:
+        return Policy(operator.index(number))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{call}: policy must be one of {', '.join(map(str, Policy.__members__))} of "
+            f"jax_hkv.Policy, got {policy!r}"
+        ) from None
 
 
 def create(

@@ -297,6 +297,7 @@ ERRORS = {
     "admission.frequency: width must be from 1": lambda: hkv.admission.frequency(2, width=2**30),
     "admission.frequency: depth must be from 1 to 16": lambda: hkv.admission.frequency(2, depth=0),
     "admission.probability: p must be a number": lambda: hkv.admission.probability("0.5"),  # pyright: ignore
+    "admission.probability: p must be a number, got bool": lambda: hkv.admission.probability(True),
     r"admission.probability: p must be from .* jax_hkv.find": lambda: hkv.admission.probability(0),
     "p must be from .*, got nan": lambda: hkv.admission.probability(float("nan")),
     "create: admission must be None or come from": lambda: hkv.create(1, 1, admission=3),  # pyright: ignore
@@ -308,6 +309,17 @@ ERRORS = {
 def test_bad_arguments_are_named(message):
     with pytest.raises((TypeError, ValueError), match=message):
         ERRORS[message]()
+
+
+def test_a_number_may_be_one_of_numpy_or_jax():
+    """An array without axes, as everywhere."""
+    for half in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
+        assert hkv.admission.probability(half) == hkv.admission.probability(0.5)  # pyright: ignore
+        assert hkv.optim.adam(half, b1=half) == hkv.optim.adam(0.5, b1=0.5)  # pyright: ignore
+    with pytest.raises(TypeError, match="admission.probability: p must be a number, got ndarray"):
+        hkv.admission.probability(np.array([0.5]))  # pyright: ignore
+    with pytest.raises(TypeError, match="optim.adam: b1 must be a number from 0 on, got ndarray"):
+        hkv.optim.adam(0.5, b1=np.array([0.5]))  # pyright: ignore
 
 
 def test_the_oracle_needs_no_admission_to_be_the_plain_one(rng):

@@ -397,3 +397,24 @@ def test_variance_scaling_has_the_variance_that_it_names(scale, distribution, tw
     rows = both.find(np.arange(8192, dtype=np.uint64), fill="initial").values
     assert abs(rows.mean()) < 5 * (scale / 16 / rows.size) ** 0.5
     assert rows.var() == pytest.approx(scale / 16, rel=0.02)
+
+
+@pytest.mark.parametrize("distribution", ["cauchy", ["normal"], None])
+def test_a_distribution_that_is_none_is_named(distribution):
+    with pytest.raises(ValueError, match="variance_scaling: distribution must be one of .* got"):
+        hkv.initializers.variance_scaling(1.0, distribution)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "policy", [True, 1.0, hkv.Status.FOUND, np.array([1]), np.ones(2), "LFU", 9]
+)
+def test_what_is_no_policy_is_named(policy):
+    """Members of other enumerations, and flags, are equal to some integer too."""
+    with pytest.raises(ValueError, match="create: policy must be one of LRU, LFU.* got"):
+        hkv.create(128, 2, policy=policy)
+
+
+@pytest.mark.parametrize("policy", hkv.Policy)
+def test_a_policy_may_be_its_integer(policy):
+    for number in (policy, int(policy), np.uint8(policy)):
+        assert hkv.create(128, 2, policy=number).policy is policy  # pyright: ignore
