@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, _updates
-from jax_hkv._checks import as_integer, as_number
+from jax_hkv._checks import as_integer, as_number, as_one_flag
 from jax_hkv._compat import is_traced
 from jax_hkv.table import is_one_result
 
@@ -78,7 +78,7 @@ def clip_by_global_norm(
         for leaf in jax.tree.leaves(gradients)
     ]
     squares = [jnp.sum(jnp.square(part.astype(jnp.float32))) for part in sum(parts, ())]
-    squares += [_square_norm(*pair) for pair in zip(results, row_gradients, strict=True)]
+    squares += [_square_norm(call, *pair) for pair in zip(results, row_gradients, strict=True)]
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
     # Where it is not a number, the bound says nothing of the gradients: none of them is one then.
     factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
@@ -92,10 +92,10 @@ def _scaled(factor: jax.Array, leaf: jax.Array) -> jax.Array:
     return (leaf.astype(kind) * factor.astype(kind)).astype(leaf.dtype)
 
 
-def _square_norm(result: Any, row_gradients: Any) -> Float[Array, ""]:
+def _square_norm(call: str, result: Any, row_gradients: Any) -> Float[Array, ""]:
     if _sharded.is_sharded(result):
-        return _sharded_updates.square_norm(result, row_gradients)
-    pairs = _updates.listed(result, row_gradients, call="optim.clip_by_global_norm")
+        return _sharded_updates.square_norm(call, result, row_gradients)
+    pairs = _updates.listed(result, row_gradients, call=call)
     return _updates.square_norm(*pairs)
 
 
@@ -157,7 +157,11 @@ class LossScale:
         """After a step: halved if its gradients were not finite, doubled after a good period.
 
         It is not halved below 1, nor doubled above 2**126.
+
+        Raises:
+          TypeError: if `finite` is not one bool.
         """
+        finite = as_one_flag("LossScale.adjust", "finite", finite)
         steps = self.good_steps + 1
         grown = jnp.where(steps >= self.period, 2 * self.scale, self.scale)
         grown = jnp.minimum(grown, _MOST_SCALE)

@@ -42,7 +42,16 @@ from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status, is_new
 from jax_hkv.operations import ROWS_NAME
-from jax_hkv.table import Bags, Counts, Entries, InsertResult, Table, gather_values, no_counts
+from jax_hkv.table import (
+    Bags,
+    Counts,
+    Entries,
+    InsertResult,
+    Table,
+    gather_values,
+    is_one_result,
+    no_counts,
+)
 
 State = TypeVar("State")
 
@@ -529,7 +538,7 @@ def slots_like(status: Int32[Array, "*batch"]) -> Int32[Array, "*batch"]:
 
 def is_sharded(result: Any) -> bool:
     """Whether a result, or every one of a sequence, is that of a lookup over several devices."""
-    if isinstance(result, (ShardedResult, InsertResult)):
+    if is_one_result(result):
         return isinstance(result, ShardedResult)
     results = list(result)
     return bool(results) and all(isinstance(each, ShardedResult) for each in results)

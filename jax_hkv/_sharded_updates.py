@@ -45,9 +45,9 @@ def update(
     return once_if(overflowed, second, table)
 
 
-def square_norm(result: Any, row_gradients: Any) -> Float32[Array, ""]:
+def square_norm(call: str, result: Any, row_gradients: Any) -> Float32[Array, ""]:
     """The squared norm of the summed gradients of all devices' distinct keys that have rows."""
-    pairs = _listed(result, row_gradients)
+    pairs = _listed(result, row_gradients, call)
     exchange = pairs[0][0].exchange
     overflowed = _overflowed(pairs)
     sent = [_sent(*pair) for pair in pairs]
@@ -73,13 +73,15 @@ def _masked(result: ShardedResult, mask: Bool[Array, ...]) -> ShardedResult:
     return result._replace(route=result.route._replace(start=start))
 
 
-def _listed(result: Any, row_gradients: Any) -> list[tuple[ShardedResult, Any]]:
+def _listed(
+    result: Any, row_gradients: Any, call: str = "sharding.update"
+) -> list[tuple[ShardedResult, Any]]:
     """Checked results with their gradients, as pairs."""
-    names = ("sharding.update", "sharding.find_or_insert")
+    names = (call, "sharding.find_or_insert")
     results, gradients = _updates.listed(result, row_gradients, ShardedResult, *names)
     if len({each.exchange.strict for each in results}) > 1:
         raise ValueError(
-            "sharding.update: the results of one update must come from exchanges that are all "
+            f"{call}: the results of one update must come from exchanges that are all "
             "strict, or all not; got both: update with each kind by itself"
         )
     pairs = zip(results, gradients, strict=True)

@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_rows
+from jax_hkv._checks import as_array, as_rows
 from jax_hkv._compat import is_traced
 from jax_hkv._ffi import FLOATS
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, form_of
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result
 
@@ -130,7 +130,7 @@ def square_norm(results: list[InsertResult], gradients: list[Any]) -> Float32[Ar
 
 def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:
     """The gradients of all results as terms of sums over their positions, in order."""
-    flat = [_flat(*pair) for pair in zip(results, gradients, strict=True)]
+    flat = [rows.reshape(-1, rows.shape[-1]) for rows in gradients]
     kind = jnp.result_type(*flat)
     rows = jnp.concatenate([rows.astype(kind) for rows in flat]) if len(flat) > 1 else flat[0]
     if all(result.bags is None for result in results):
@@ -182,12 +182,14 @@ def listed(
     """
     is_one = is_one_result(result)
     results = [result] if is_one else list(result)
-    if not is_one and hasattr(row_gradients, "shape") and len(row_gradients) != len(results):
-        raise TypeError(
-            f"{call}: row_gradients must be a list, one for each result, where result is a "
-            f"sequence, got {row_gradients.dtype}{list(row_gradients.shape)} for {len(results)} "
-            "results: write [row_gradients], or give one result and its gradients"
-        )
+    if not is_one and hasattr(row_gradients, "shape"):
+        shapes = [(len(results), *np.shape(getattr(each, "values", ()))) for each in results]
+        if not shapes or any(row_gradients.shape != shape for shape in shapes):
+            raise TypeError(
+                f"{call}: row_gradients must be a list, one for each result, where result is a "
+                f"sequence, got {form_of(row_gradients)} for {len(results)} results: write "
+                "[row_gradients], or give one result and its gradients"
+            )
     leaves = jax.tree.leaves(row_gradients, is_leaf=lambda leaf: leaf is None)
     if any(leaf is None for leaf in leaves):
         raise TypeError(
@@ -208,7 +210,7 @@ def listed(
             f"{call}: row_gradients must be one for each result, got {len(gradients)} for "
             f"{len(results)} results"
         )
-    return results, gradients
+    return results, [_as_rows(call, *pair) for pair in zip(results, gradients, strict=True)]
 
 
 def in_one_stack(result: Any, gradients: Any) -> tuple[Any, Any]:
@@ -220,22 +222,17 @@ def in_one_stack(result: Any, gradients: Any) -> tuple[Any, Any]:
     def one(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(math.prod(stacks), *leaf.shape[len(stacks) :])
 
-    return jax.tree.map(one, (result, _as_rows(result, gradients)))
+    return jax.tree.map(one, (result, gradients))
 
 
-def _flat(result: InsertResult, gradients: Any) -> jax.Array:
-    rows = _as_rows(result, gradients)
-    return rows.reshape(-1, rows.shape[-1])
-
-
-def _as_rows(result: InsertResult, gradients: Any) -> jax.Array:
-    array = jnp.asarray(gradients)
+def _as_rows(call: str, result: Any, gradients: Any) -> jax.Array:
+    array = as_array(call, "row_gradients", gradients, "an array like result.values")
     if array.dtype not in FLOATS:
         raise TypeError(
-            f"optim.update: row_gradients must be float32, bfloat16 or float16, got {array.dtype}: "
+            f"{call}: row_gradients must be float32, bfloat16 or float16, got {array.dtype}: "
             "cast with .astype(jnp.float32)"
         )
-    return as_rows("optim.update", "row_gradients", array, np.shape(result.values), array.dtype)
+    return as_rows(call, "row_gradients", array, np.shape(result.values), array.dtype)
 
 
 def _verified(

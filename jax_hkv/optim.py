@@ -263,10 +263,14 @@ class SparseOptimizer:
 
     def _structure(self, table: Table) -> _Structure:
         """Which leaves of the state follow the number of rows, seen at two different numbers."""
-        two, three = (
-            jax.eval_shape(self._init, jax.ShapeDtypeStruct((count, table.dim), self.dtype))
-            for count in (2, 3)
-        )
+        rows = [jax.ShapeDtypeStruct((count, table.dim), self.dtype) for count in (2, 3)]
+        try:
+            two, three = (jax.eval_shape(self._init, each) for each in rows)
+        except Exception as error:
+            raise ValueError(
+                "optim.sparse: the transformation's init of rows [n, dim] fails "
+                f"({type(error).__name__}: {error}): use one that takes any array of parameters"
+            ) from error
         leaves = jax.tree.leaves_with_path(two)
         kinds = [
             (name, _kind(path, leaf, other))
@@ -296,6 +300,9 @@ def sparse(
         unless memory is scarcer than exactness. In bfloat16 an accumulator stands still once it is
         256 times what a step adds; in float16 an eps of 1e-8 is 0, and a gradient of 0 makes Adam's
         row NaN.
+
+    Raises:
+      TypeError: naming the argument. What mixes rows, or takes none, `init` refuses.
 
     Example:
       >>> import optax

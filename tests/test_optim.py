@@ -289,8 +289,12 @@ def test_a_transformation_that_mixes_rows_sees_each_alone_as_the_error_says(make
     [
         (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), "mixes rows"),
         (optax.lookahead(optax.sgd(0.1), 5, 0.5), "update of rows .* fails .*AttributeError"),
+        (
+            optax.multi_transform({"a": optax.sgd(0.1)}, {"a": "a"}),
+            r"init of rows \[n, dim\] fails (?s:.*)takes any array of parameters",
+        ),
     ],
-    ids=["noise", "lookahead"],
+    ids=["noise", "lookahead", "multi_transform"],
 )
 def test_a_transformation_that_takes_no_rows_is_refused_at_once(tx, reason, count_per_row):
     with pytest.raises(ValueError, match=f"optim.sparse: .*{reason}"):

@@ -154,6 +154,42 @@ def test_the_norm_of_complex_parameters_is_that_of_optax():
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            lambda result, rows: ([None], [rows]),
+            "result must be what find_or_insert .* got NoneType",
+        ),
+        (
+            lambda result, rows: ([result], [rows.astype(jnp.int32)]),
+            "row_gradients must be float32, bfloat16 or float16, got int32",
+        ),
+        (lambda result, rows: ([result], [rows[:2]]), r"row_gradients must have shape \[3, 4\]"),
+        (
+            lambda result, rows: ([[result] * 3], [rows]),
+            r"row_gradients must be a list, one .* got float32\[3, 4\] for 3 results",
+        ),
+    ],
+    ids=["no result", "integers", "fewer", "an array for several"],
+)
+def test_what_cannot_be_clipped_is_named_by_its_call(arguments, message):
+    """Also by an update, which the clipping spoke of."""
+    opt = hkv.optim.adam(0.1)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
+    results, rows = arguments(result, jnp.ones_like(result.values))
+    with pytest.raises((TypeError, ValueError), match=f"optim.clip_by_global_norm: {message}"):
+        hkv.optim.clip_by_global_norm(1.0, {}, results, rows)
+    with pytest.raises((TypeError, ValueError), match=f"optim.update: {message}"):
+        opt.update(table, results[0], rows[0])
+
+
+@pytest.mark.parametrize("finite", [None, np.array([True]), 1.0])
+def test_a_loss_scale_is_adjusted_by_one_flag(finite):
+    with pytest.raises(TypeError, match=r"LossScale\.adjust: finite must be one bool.* got"):
+        hkv.optim.LossScale.create().adjust(finite)
+
+
 def test_rows_that_are_mixed_by_what_is_remembered_are_seen():
     def init(params):
         return jnp.zeros((), jnp.float32)
