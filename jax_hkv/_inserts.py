@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_mask
-from jax_hkv._keys import Keys, check_fixed
+from jax_hkv._checks import as_array, as_mask
+from jax_hkv._keys import Keys, check_fixed, form_of
 from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status, is_new
 from jax_hkv.table import (
     Bags,
@@ -150,15 +149,19 @@ def meant_entries(
                 f"{call}: entries.{name} must be jax_hkv.Keys, got {type(numbers).__name__}: make "
                 "them on the host with jax_hkv.Keys.from_numpy"
             )
-    axes = entries.keys.ndim - 1
-    if axes and np.shape(entries.count) == entries.keys.shape[:-1]:
-        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes + 1 :]), entries)
-    if not isinstance(entries.optimizer, Mapping) or not hasattr(entries.values, "dtype"):
-        kinds = [type(leaf).__name__ for leaf in (entries.values, entries.optimizer)]
+    is_dict = isinstance(entries.optimizer, Mapping)
+    leaves = [entries.values, *(entries.optimizer.values() if is_dict else ())]
+    if not is_dict or not all(hasattr(leaf, "dtype") for leaf in leaves):
+        kinds = [form_of(leaf) for leaf in (leaves if is_dict else (*leaves, entries.optimizer))]
         raise TypeError(
             f"{call}: entries must have rows as an array and optimizer rows as a dict of arrays, "
             f"{{}} for none, got {' and '.join(kinds)}"
         )
+    count = as_array(call, "entries.count", entries.count, "one integer, or one for each part")
+    axes = entries.keys.ndim - 1
+    if axes and count.shape == entries.keys.shape[:-1]:
+        entries = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes + 1 :]), entries)
+        count = count.reshape(-1)
     rows = table.optimizer.rows if table.optimizer else {}
     wanted, given = forms_of(table.values, rows), forms_of(entries.values, entries.optimizer)
     if wanted != given:
@@ -177,7 +180,6 @@ def meant_entries(
             f"{sorted(sizes)}: cut or stack all of them alike, flatten keys and scores, and give "
             "the entries of one device"
         )
-    count = jnp.asarray(entries.count)
     is_number = count.ndim < 2 and jnp.issubdtype(count.dtype, jnp.integer)
     if not is_number or not count.size or shape[0] % count.size:
         raise TypeError(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
-from jax_hkv._keys import Keys, check_fixed, check_keys, check_unmasked, keys_of
+from jax_hkv._keys import Keys, check_fixed, check_keys, check_unmasked, form_of, keys_of
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags, jitted
 
@@ -424,11 +424,12 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
     """Weights of the given shape, flat."""
     if weights is None:
         return None
-    array = replicated(jnp.asarray(weights))
+    expected = f"float32{list(shape)}, one for each id"
+    array = _checks.as_array(call, "weights", weights, expected)
     if array.dtype != jnp.float32 or array.shape != shape:
         raise TypeError(
-            f"{call}: weights must be float32{list(shape)}, one for each id, got {array.dtype}"
-            f"{list(array.shape)}: cast with .astype(jnp.float32), or reshape"
+            f"{call}: weights must be {expected}, got {form_of(array)}: cast "
+            "with .astype(jnp.float32), or reshape"
         )
     return array.reshape(-1)
 
@@ -462,10 +463,9 @@ def _known_splits(call: str, argument: str, splits: Any, count: int) -> np.ndarr
 def _check_form_of_splits(call: str, argument: str, splits: Any) -> Any:
     dtype, shape = getattr(splits, "dtype", None), getattr(splits, "shape", ())
     if dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or len(shape) != 1 or shape[0] < 1:
-        got = type(splits).__name__ if dtype is None else f"{dtype}{list(shape)}"
         raise TypeError(
-            f"{call}: {argument} must be int32 or int64 [batch + 1], got {got}: make it with "
-            "np.concatenate([[0], np.cumsum(lengths)]), or use Jagged.from_lists"
+            f"{call}: {argument} must be int32 or int64 [batch + 1], got {form_of(splits)}: make "
+            "it with np.concatenate([[0], np.cumsum(lengths)]), or use Jagged.from_lists"
         )
     return dtype
 
@@ -527,7 +527,6 @@ class Unique(NamedTuple):
         Raises:
           TypeError: if there is not a row for each key.
         """
-        array = replicated(jnp.asarray(rows))
         size = self.keys.shape[0]
         if array.dtype not in _ffi.FLOATS or not array.ndim or array.shape[0] != size:
             raise TypeError(
@@ -559,6 +558,7 @@ def _expanded_backward(saved: Any, of_positions: jax.Array) -> Any:
     groups = _index.Groups(rows, inverse, inverse, inverse, count[None])
     sums = _index.combine(groups, _index.Terms(of_positions))[:size]
     missing = max(size - positions, 0)
+        array = _checks.as_array("Unique.expand", "rows", rows, f"an array [{size}, ...]")
     return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype), None, None
 
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import match_varying, replicated
+from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
-from jax_hkv._keys import Keys, check_fixed
+from jax_hkv._keys import Keys, check_fixed, form_of
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
@@ -299,12 +299,13 @@ def pool(
       [[2.0]]
     """
     check_combiner("pool", combiner)
-    array = replicated(jnp.asarray(rows))
+    array = _checks.as_array("pool", "rows", rows, "an array [batch, hotness, dim]")
     rank = 2 if row_splits is not None else 3
-    if array.dtype not in _ffi.FLOATS or array.ndim < 2 or (rank == 2 and array.ndim != 2):
+    is_form = array.ndim >= 2 and array.shape[-1] and (rank == 3 or array.ndim == 2)
+    if array.dtype not in _ffi.FLOATS or not is_form:
         raise TypeError(
-            "pool: rows must be float32, bfloat16 or float16 of shape [batch, hotness, dim], or "
-            f"[n, dim] with row_splits, got {array.dtype}{list(array.shape)}: cast or reshape them"
+            "pool: rows must be float32, bfloat16 or float16 of shape [batch, hotness, dim], dim "
+            f"from 1 on, or [n, dim] with row_splits, got {form_of(array)}: cast or reshape them"
         )
     shape = array.shape[:-1]
     mask = _checks.as_mask("pool", "valid", valid, shape)

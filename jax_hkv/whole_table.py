@@ -15,7 +15,7 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._inserts import import_rows, most_at_once
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, form_of
 from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT, Policy
 from jax_hkv.table import (
     Counts,
@@ -596,11 +596,11 @@ def _matching(
     _, values = match_varying((keys.words, zeros))
     if _looks_at_rows(predicate, keys, scores, values):
         table, values = gather_values(table, slots)
-    matches = jnp.asarray(predicate(keys, scores, values))
-    if matches.shape != (count,) or matches.dtype != jnp.bool_:
+    matches: Any = predicate(keys, scores, values)
+    if getattr(matches, "dtype", None) != jnp.bool_ or matches.shape != (count,):
         raise TypeError(
             f"predicate must return bool[{count}], one for each key of the chunk, got "
-            f"{matches.dtype}{list(matches.shape)}"
+            f"{form_of(matches)}"
         )
     return table, jnp.where(matches, slots, NO_SLOT)
 

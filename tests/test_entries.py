@@ -192,6 +192,16 @@ WRONG = {
         TypeError,
         r"optimizer rows as a dict of arrays, \{\} for none, got .* and NoneType",
     ),
+    "an optimizer row that is none": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(optimizer={"mu": 1})),
+        TypeError,
+        r"optimizer rows as a dict of arrays, \{\} for none, got .*\[16, 4\] and int",
+    ),
+    "no count": (
+        lambda: hkv.import_batch(TABLE, ENTRIES._replace(count=None)),
+        TypeError,
+        r"import_batch: entries\.count must be one integer, or one for each part, got NoneType",
+    ),
     "part of an entry": (
         lambda: hkv.import_batch(TABLE, ENTRIES._replace(count=2.5)),
         TypeError,

@@ -122,6 +122,14 @@ def test_epochs_that_are_no_count_are_named():
         jax.jit(hkv.expire)(table, 1.5)
 
 
+@pytest.mark.parametrize("got", [None, True])
+def test_a_predicate_that_returns_no_array_is_named(got):
+    """One that prints, say, returns None."""
+    table = hkv.create(128, 2)
+    with pytest.raises(TypeError, match=r"predicate must return bool\[128\], .* got (None|bool)"):
+        hkv.erase_if(table, lambda keys, scores, rows: got)
+
+
 def test_a_predicate_takes_a_number_that_changes_and_is_compiled_once():
     """As the docstring of erase_if says: the number is an argument of a jitted function."""
     traced = []

@@ -558,6 +558,22 @@ BAD_CALLS = {
         TypeError,
         r"pool: rows.*\[n, dim\] with row_splits, got float32\[1, 4, 5\]",
     ),
+    "rows without elements": (
+        lambda t: hkv.pool(ONES[None, :, :0]),
+        TypeError,
+        r"pool: rows.*dim from 1 on.*got float32\[1, 4, 0\]",
+    ),
+    "no rows": (lambda t: hkv.pool(None), TypeError, "pool: rows must be .* got NoneType"),
+    "weights that are none": (
+        lambda t: hkv.pool(ONES[None], weights="a"),
+        TypeError,
+        r"pool: weights must be float32\[1, 4\], one for each id, got str",
+    ),
+    "masked weights": (
+        lambda t: hkv.pool(ONES[None], weights=np.ma.ones((1, 4), np.float32)),
+        TypeError,
+        r"pool: weights must be float32\[1, 4\].* got MaskedArray",
+    ),
     "no table": (lambda t: hkv.find_pooled(None, IDS), TypeError, "find_pooled: table"),
     "a float in a list": (
         lambda t: hkv.Jagged.from_lists([[1], [2, 3.5]]),

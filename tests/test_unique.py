@@ -78,7 +78,7 @@ def test_training_on_distinct_keys_is_training_on_the_batch(rng):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("rows", [np.ones((3, 2), np.float32), np.ones((4, 2), np.int32)])
+@pytest.mark.parametrize("rows", [np.ones((3, 2), np.float32), np.ones((4, 2), np.int32), None])
 def test_rows_that_are_not_of_the_keys_are_refused(rows):
     found = hkv.unique(np.array([5, 6, 5, 7], np.int32))
     with pytest.raises(TypeError, match=r"Unique.expand: rows must be .*\[4, ...\].*got"):
