@@ -17,12 +17,20 @@ def digest(tree: Any) -> UInt32[Array, 2]:
     Args:
       tree: a table, or any pytree of arrays.
 
+    Raises:
+      TypeError: if a leaf is no array.
+
     Example:
       >>> digest({"a": jnp.arange(3)}).shape
       (2,)
     """
     total = jnp.zeros((2,), jnp.uint32)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"sharding.digest: tree must have arrays as leaves, got {type(leaf).__name__} "
+                f"{leaf!r}: leave it out, or give it as an array"
+            )
         words = _words(leaf)
         place = jnp.arange(words.shape[0], dtype=jnp.uint32) + jnp.uint32(
             number * 0x9E3779B9 % 2**32

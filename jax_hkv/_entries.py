@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_bool, as_integer
+from jax_hkv._checks import as_bool, as_integer, as_list
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
@@ -109,23 +109,21 @@ def export_entries(
       >>> sorted(export_entries(table, changed_since=earlier).keys.tolist())
       [6, 7]
     """
+    call = "sharding.export_entries"
     if min_score is not None:
-        min_score = as_integer("sharding.export_entries", "min_score", min_score, 0, 2**64 - 1)
-    parts: list[Any]
-    try:
-        parts = [tables] if isinstance(tables, Table) else list(tables)
-    except TypeError:
-        parts = [tables]
+        min_score = as_integer(call, "min_score", min_score, 0, 2**64 - 1)
+    is_one = isinstance(tables, Table) or not isinstance(tables, Iterable)
+    parts: Any = [tables] if is_one else tables
+    parts = list(parts)
     for part in parts:
-        check_one_device("sharding.export_entries", part)
+        check_table(call, part, "tables")
+        check_one_device(call, part)
     if not parts:
-        raise ValueError(
-            "sharding.export_entries: tables must be a table or parts of one, got none"
-        )
+        raise ValueError(f"{call}: tables must be a table or parts of one, got none")
     if changed_since is not None:
         if min_score is not None:
             raise ValueError(
-                f"sharding.export_entries: changed_since makes a min_score, got one of {min_score} "
+                f"{call}: changed_since makes a min_score, got one of {min_score} "
                 "too: give one of them"
             )
         min_score = first_change(parts, changed_since)
@@ -175,11 +173,10 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       >>> join_entries([export_entries(table) for table in tables]).keys.tolist()
       [5, 6]
     """
-    parts = list(parts)
+    call = "sharding.join_entries"
+    parts = as_list(call, "parts", parts, "exports: each process saves its own")
     for number, part in enumerate(parts):
-        check_exported(
-            "sharding.join_entries", f"parts[{number}]", part, "parts are a list of exports"
-        )
+        check_exported(call, f"parts[{number}]", part, "parts are a list of exports")
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
     if len(parts) == 1:

@@ -154,13 +154,20 @@ def owners(keys: Any, devices: int) -> Int32[Array, "*batch"]:
       ``int32`` of the keys' shape, 0 to ``devices - 1``: positions along the mesh axis (along
       several axes: with the last one fastest).
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> owners(jnp.array([1, 2, 3, 4]), 2).shape
       (4,)
     """
-    given = as_keys("sharding.owners", "keys", keys)
-    check_fixed("sharding.owners", "keys", given.shape)
-    devices = _checks.as_integer("sharding.owners", "devices", devices, 1, 2**20)
+    return _owners("sharding.owners", keys, devices)
+
+
+def _owners(call: str, keys: Any, devices: int) -> Int32[Array, "*batch"]:
+    given = as_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
+    devices = _checks.as_integer(call, "devices", devices, 1, 2**20)
     flat = given.reshape(-1)
     count = max(1, flat.shape[0])
     valid = jnp.ones(flat.shape, jnp.bool_)
@@ -183,6 +190,9 @@ def distinct_in(keys: Any, valid: Any = None) -> float:
       keys: of one device's batch, of any shape, with known values.
       valid: ``bool`` of their shape, False for padding; None: all are valid.
 
+    Raises:
+      TypeError: naming the argument.
+
     Example:
       >>> distinct_in(np.array([7, 7, 7, 8], np.int32))
       0.5
@@ -204,12 +214,16 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
       devices: that the table is spread over.
       valid: ``bool`` of their shape, False for padding; None: all are valid.
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> skew_in(np.array([7, 7, 7, 7], np.int32), 4)
       4.0
     """
-    owner = np.asarray(owners(keys, devices)).reshape(-1)
-    mask = np.asarray(_checks.as_flat_mask("sharding.skew_in", "valid", valid, keys.shape))
+    call = "sharding.skew_in"
+    owner = np.asarray(_owners(call, keys, devices)).reshape(-1)
+    mask = np.asarray(_checks.as_flat_mask(call, "valid", valid, keys.shape))
     counts = np.bincount(owner[mask], minlength=devices)
     return float(max(1, counts.max()) / max(1.0, counts.mean()))
 

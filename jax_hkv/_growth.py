@@ -125,7 +125,7 @@ def _parts(table: Table, placement: Placement | None) -> tuple[int, int]:
 
 def _entries(table: Table, placement: Placement | None, here: int) -> int:
     """Of the fullest part; on the host, of those that its leaves hold."""
-    check_not_used_up("grow", jax.tree.leaves(table))
+    check_not_used_up("grow", jax.tree.leaves(table), "table")
     occupancy = table.index.occupancy
     if placement is None:
         return int(size(table))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._checks import as_bool, check_function
+from jax_hkv._checks import as_bool, as_list, check_function
 from jax_hkv._compat import (
     check_elements,
     is_traced,
@@ -33,7 +33,7 @@ from jax_hkv._reports import (
 )
 from jax_hkv._warnings import on_parts
 from jax_hkv.features import Jagged, is_jagged
-from jax_hkv.table import Entries, Table
+from jax_hkv.table import Entries, Table, check_table
 
 Mode = Literal["shard_map", "pmap"]
 
@@ -84,6 +84,8 @@ class Placement:
                 f"sharding.Placement: axis_name must name axes of the mesh, "
                 f"{self.mesh.axis_names}, got {self.axis_name!r}"
             )
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"sharding.Placement: axis_name names an axis twice: {axes}")
         if self.mode not in get_args(Mode):
             raise ValueError(
                 f"sharding.Placement: mode must be one of {get_args(Mode)}, got {self.mode!r}"
@@ -401,11 +403,25 @@ class Placement:
             return [jax.tree.map(functools.partial(of, device), tree) for device in first]
 
     def join(self, shards: Sequence[Table]) -> Table:
-        """A table of the parts that this process's devices hold: the inverse of :meth:`shards`."""
+        """A table of the parts that this process's devices hold: the inverse of :meth:`shards`.
+
+        Raises:
+          TypeError, ValueError: if they are no tables, of different forms, or too many or few.
+        """
+        call = "Placement.join"
+        shards = as_list(call, "shards", shards, "tables, as shards returned them")
         if len(shards) != len(self.local_parts):
             raise ValueError(
-                f"Placement.join: shards must be one for each of this process's "
+                f"{call}: shards must be one for each of this process's "
                 f"{len(self.local_parts)} parts, got {len(shards)}"
+            )
+        for number, shard in enumerate(shards):
+            check_table(call, shard, f"shards[{number}]")
+        forms = [[(*leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)] for own in shards]
+        if any(form != forms[0] for form in forms):
+            raise ValueError(
+                f"{call}: shards must be tables of one form, with leaves of equal shapes and "
+                f"types, got {', '.join(map(repr, shards))}: give the parts of one table"
             )
         is_stacked = self.mode == "pmap"  # each process has arrays of its own devices
         mesh = Mesh(np.array(self.local_devices), self.axes) if is_stacked else self.mesh
@@ -592,36 +608,6 @@ class _Pmapped:
                 donate_argnums=(0,) if self._donate else (),
             )
         return self._compiled[tree, axes]
-
-
-def concatenate(batches: Sequence[Any]) -> Any:
-    """The batches of this process's devices as one, for :meth:`Placement.put`.
-
-    Args:
-      batches: one for each device, pytrees of arrays of equal shapes.
-
-    Raises:
-      ValueError: if their shapes differ, or if there is none.
-
-    Example:
-      >>> bags = [[[5, 6], []], [[7], [8]]]
-      >>> concatenate([Jagged.from_lists(own, capacity=4) for own in bags]).row_splits.tolist()
-      [0, 2, 2, 0, 1, 2]
-    """
-    batches = list(batches)
-    if not batches:
-        raise ValueError(
-            "sharding.concatenate: batches must be those of this process's devices, got none"
-        )
-    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
-    for number, own in enumerate(shapes):
-        if own != shapes[0]:
-            raise ValueError(
-                "sharding.concatenate: batches must have arrays of equal shapes, got "
-                f"{shapes[0]} for device 0 and {own} for device {number}: make all Jagged with the "
-                "same capacity= and number of bags, and pad other arrays"
-            )
-    return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
 
 
 def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str = "") -> None:

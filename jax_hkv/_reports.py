@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_hkv._checks import check_function
+from jax_hkv._checks import as_counts, check_function
 from jax_hkv.table import Entries
 
 _LATER = "state and batch go to what this returns"
@@ -93,3 +94,42 @@ def with_one_report(outputs: tuple[Any, Any]) -> tuple[Any, Any]:
 def first(leaf: jax.Array) -> jax.Array:
     """Of what pmap stacked that of one device."""
     return leaf.addressable_shards[0].data[0]  # other devices have the same: none is asked
+
+
+class ExchangeOverflow(OverflowError):
+    """Keys of a strict exchange found no room.
+
+    Attributes:
+      outputs: what the step returned. In its state the table is as before, but for its clock; other
+        lookups of the step have inserted their keys, but no table, parameter or optimizer was
+        updated.
+    """
+
+    outputs: Any = None
+
+
+def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None) -> None:
+    """Raises if keys of a strict exchange found no room; outside ``jit``.
+
+    Args:
+      overflow: of the result of an operation of this module: how many keys did.
+      where: the table, for the error.
+      outputs: of the step, for the error: the state that was given may have been used up.
+
+    Raises:
+      ExchangeOverflow: naming the table, the number of keys and the remedy. The table is as before
+        the lookup, but for its clock.
+      TypeError: if it is no count.
+
+    Example:
+      >>> check_overflow(0)
+    """
+    count = int(np.sum(np.asarray(as_counts("sharding.check_overflow", "overflow", overflow))))
+    if count:
+        error = ExchangeOverflow(
+            f"sharding: {count} keys of a batch for {where} found no room in its strict exchange, "
+            "so that nothing was looked up, written or erased: raise distinct= or slack= of its "
+            "jax_hkv.sharding.Exchange, or leave strict out, for a second round with room for all"
+        )
+        error.outputs = outputs
+        raise error

@@ -212,6 +212,36 @@ class Jagged:
         return Jagged(Keys(dealt(ids)) if is_keys else dealt(ids), splits, weights)
 
 
+def concatenate(batches: Sequence[Any]) -> Any:
+    """The batches of this process's devices as one, for :meth:`jax_hkv.sharding.Placement.put`.
+
+    Args:
+      batches: one for each device, pytrees of arrays of equal shapes.
+
+    Raises:
+      TypeError: if they are no list.
+      ValueError: if their shapes differ, or if there is none.
+
+    Example:
+      >>> bags = [[[5, 6], []], [[7], [8]]]
+      >>> concatenate([Jagged.from_lists(own, capacity=4) for own in bags]).row_splits.tolist()
+      [0, 2, 2, 0, 1, 2]
+    """
+    call = "sharding.concatenate"
+    batches = _checks.as_list(call, "batches", batches, "batches, one for each device")
+    if not batches:
+        raise ValueError(f"{call}: batches must be those of this process's devices, got none")
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(batch)] for batch in batches]
+    for number, own in enumerate(shapes):
+        if own != shapes[0]:
+            raise ValueError(
+                f"{call}: batches must have arrays of equal shapes, got "
+                f"{shapes[0]} for device 0 and {own} for device {number}: make all Jagged with the "
+                "same capacity= and number of bags, and pad other arrays"
+            )
+    return jax.tree.map(lambda *leaves: np.concatenate([*map(np.asarray, leaves)]), *batches)
+
+
 def is_jagged(node: Any) -> bool:
     """Whether a node of a pytree is a :class:`Jagged`."""
     return isinstance(node, Jagged)
@@ -528,6 +558,7 @@ class Unique(NamedTuple):
           TypeError: if there is not a row for each key.
         """
         size = self.keys.shape[0]
+        array = _checks.as_array("Unique.expand", "rows", rows, f"an array [{size}, ...]")
         if array.dtype not in _ffi.FLOATS or not array.ndim or array.shape[0] != size:
             raise TypeError(
                 f"Unique.expand: rows must be float32, bfloat16 or float16 of shape [{size}, ...], "
@@ -558,7 +589,6 @@ def _expanded_backward(saved: Any, of_positions: jax.Array) -> Any:
     groups = _index.Groups(rows, inverse, inverse, inverse, count[None])
     sums = _index.combine(groups, _index.Terms(of_positions))[:size]
     missing = max(size - positions, 0)
-        array = _checks.as_array("Unique.expand", "rows", rows, f"an array [{size}, ...]")
     return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype), None, None
 
 

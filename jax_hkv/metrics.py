@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
+from jax_hkv._checks import as_counts
 from jax_hkv._compat import agreed, is_inside
 from jax_hkv.index import LANES, total_of
 from jax_hkv.table import (
@@ -66,7 +67,7 @@ def of(
       overflow: keys that were left out for want of room, a scalar; None: those of the results.
 
     Raises:
-      TypeError: if `result` holds no counts.
+      TypeError: if `result` holds no counts, or if `overflow` is none.
 
     Example:
       >>> import jax_hkv as hkv
@@ -103,7 +104,7 @@ def of(
             skipped = (agreed if is_copied else jax.lax.psum)(skipped, axes)
     return Metrics(
         **totals._asdict(),
-        overflow=jnp.asarray(overflow, jnp.int32),
+        overflow=jnp.asarray(as_counts("metrics.of", "overflow", overflow), jnp.int32),
         load_factor=full,
         skipped=skipped,
     )

@@ -29,7 +29,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import (
@@ -59,13 +58,14 @@ from jax_hkv._entries import (
 from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, as_exchange, distinct_in, owners, skew_in
 from jax_hkv._keys import Keys, as_keys, check_fixed
-from jax_hkv._placement import Mode, Placement, concatenate
+from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
+from jax_hkv._reports import ExchangeOverflow, check_overflow
 from jax_hkv._resharding import reshard
 from jax_hkv._sharded import ShardedFound, ShardedResult, ShardedRows
 from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
-from jax_hkv.features import Bagged
+from jax_hkv.features import Bagged, concatenate
 from jax_hkv.index import Status
 from jax_hkv.operations import as_number, fill_of
 from jax_hkv.table import Entries, Table, WriteResult, check_one_device, no_counts
@@ -133,6 +133,10 @@ def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> I
     Returns:
       The entries of all devices that a lookup of their own key does not find, the same on each
       device; of replicas, those of the worst one.
+
+    Raises:
+      TypeError: naming the argument.
+      NameError: if the axis is not bound.
     """
     exchange = _exchange("sharding.misplaced", table, axis_name)
     if exchange.replicas:
@@ -140,44 +144,6 @@ def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> I
     own = jax.lax.axis_index(exchange.axes).astype(jnp.int32)
     count = whole_table.count_misplaced(table, lambda keys: owners(keys, exchange.devices) != own)
     return jax.lax.psum(count, exchange.axes)
-
-
-class ExchangeOverflow(OverflowError):
-    """Keys of a strict exchange found no room.
-
-    Attributes:
-      outputs: what the step returned. In its state the table is as before, but for its clock; other
-        lookups of the step have inserted their keys, but no table, parameter or optimizer was
-        updated.
-    """
-
-    outputs: Any = None
-
-
-def check_overflow(overflow: Any, where: str = "the table", outputs: Any = None) -> None:
-    """Raises if keys of a strict exchange found no room; outside ``jit``.
-
-    Args:
-      overflow: of the result of an operation of this module: how many keys did.
-      where: the table, for the error.
-      outputs: of the step, for the error: the state that was given may have been used up.
-
-    Raises:
-      ExchangeOverflow: naming the table, the number of keys and the remedy. The table is as before
-        the lookup, but for its clock.
-
-    Example:
-      >>> check_overflow(0)
-    """
-    count = int(np.sum(np.asarray(overflow)))
-    if count:
-        error = ExchangeOverflow(
-            f"sharding: {count} keys of a batch for {where} found no room in its strict exchange, "
-            "so that nothing was looked up, written or erased: raise distinct= or slack= of its "
-            "jax_hkv.sharding.Exchange, or leave strict out, for a second round with room for all"
-        )
-        error.outputs = outputs
-        raise error
 
 
 def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
@@ -606,6 +572,14 @@ def find_pooled(
       valid: ``bool`` of the shape of `ids`.
       fill: what absent ids add: "initial" or 0. The default is "initial" here, and 0.0 in
         :func:`find`.
+
+    Returns:
+      The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids and
+      `overflow`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.find_pooled"
     exchange = _exchange(call, table, axis_name)
@@ -645,6 +619,14 @@ def find_or_insert_pooled(
       valid: ``bool`` of the shape of `ids`.
       scores: of the shape of `ids`; see :func:`jax_hkv.find_or_insert`.
       return_evicted: see :func:`find_or_insert`.
+
+    Returns:
+      The table, and a :class:`ShardedResult` whose values are float32 ``[*batch, dim]``; their
+      gradients go to :func:`update`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.find_or_insert_pooled"
     exchange = _exchange(call, table, axis_name)

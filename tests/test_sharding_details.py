@@ -341,8 +341,49 @@ def test_counts_that_are_given_for_equal_keys_are_summed(policy):
 
 
 def test_there_is_an_owner_among_one_device_at_least():
-    with pytest.raises(ValueError, match="owners: devices must be from 1"):
-        sharding.owners(np.arange(3, dtype=np.int32), 0)
+    for call in (sharding.owners, sharding.skew_in):
+        with pytest.raises(ValueError, match=f"sharding.{call.__name__}: devices must be from 1"):
+            call(np.arange(3, dtype=np.int32), 0)
+
+
+WRONG = {
+    "tables must be a jax_hkv Table, got None": lambda: sharding.export_entries(None),
+    "export_entries: tables must be .* got int": lambda: sharding.export_entries([3]),
+    "join_entries: parts must be a list of exports.* got NoneType": lambda: sharding.join_entries(
+        None
+    ),
+    "concatenate: batches must be a list of .* got NoneType": lambda: sharding.concatenate(None),
+    "digest: tree must have arrays as leaves, got str 'a'": lambda: sharding.digest({"b": "a"}),
+    "check_overflow: overflow must be a count.* got NoneType": lambda: sharding.check_overflow(
+        None
+    ),
+    "check_overflow: overflow must be a count.* got float": lambda: sharding.check_overflow(0.5),
+    r"Placement: axis_name names an axis twice: \('d', 'd'\)": lambda: Placement(
+        jax.make_mesh((1,), ("d",)), ("d", "d")
+    ),
+    "join: shards must be a list of tables.* got int": lambda: over_one().join(3),
+    r"join: shards\[0\] must be a jax_hkv Table, got None": lambda: over_one().join([None]),
+}
+
+
+def over_one():
+    return Placement(jax.make_mesh((1,), ("d",)))
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_no_table_list_or_count_is_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()
+
+
+def test_parts_of_different_tables_are_not_joined():
+    """They were one table whose update failed, or no array at all."""
+    tables = [hkv.create(128, 4), hkv.create(256, 4)]
+    with pytest.raises(ValueError, match=r"Placement\.join: shards must be tables of one form"):
+        Placement(mesh_of(2)).join(tables)
+    tables = [ADAM.init(tables[0]), tables[0]]
+    with pytest.raises(ValueError, match=r"Placement\.join: shards must be tables of one form"):
+        Placement(mesh_of(2)).join(tables)
 
 
 def test_keys_that_find_no_room_on_the_first_of_two_hops_take_a_second_round():
