@@ -374,6 +374,9 @@ def sgd(
       momentum: decay of the trace, None for none.
       nesterov: whether the trace is looked ahead of.
       **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
     """
     is_ahead = as_bool("optim.sgd", "nesterov", nesterov)
     if momentum is None:
@@ -400,6 +403,9 @@ def adagrad(
       initial_accumulator_value: of new rows.
       eps: inside the root.
       **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
     """
     call = "optim.adagrad"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
@@ -423,6 +429,9 @@ def rowwise_adagrad(
       weight_decay: of a row, each time that it is updated, times the learning rate: decoupled from
         the gradients and their squares, as in :func:`adamw` (FBGEMM's mode DECOUPLE).
       **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
     """
     call = "optim.rowwise_adagrad"
     start = _constant(call, "initial_accumulator_value", initial_accumulator_value)
@@ -467,6 +476,9 @@ def adam(
         step and element alone.
         `seed`: of these, 0 to 2**64 - 1.
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> import jax_hkv as hkv
       >>> opt = hkv.optim.adam(1e-3)
@@ -499,6 +511,9 @@ def adamw(
       eps_root: inside the root.
       weight_decay: of a row, each time that it is updated, times the learning rate.
       **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
     """
     constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
     return _adam(adamw, learning_rate, constants, options)
@@ -539,6 +554,9 @@ def ftrl(
       beta: of the paper.
       initial_accumulator_value: of the squared gradients of new rows.
       **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
     """
     call = "optim.ftrl"
     if callable(learning_rate):

@@ -175,6 +175,9 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       keys: of any shape.
       valid: see :func:`find`.
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> import jax_hkv as hkv
       >>> table, _ = find_or_insert(hkv.create(128, 2), np.array([5], np.int32))
@@ -227,6 +230,9 @@ def _export_keys(table: Table, given: _Given, valid: jax.Array | None) -> Any:
 
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
     """The rows that keys start with, ``[*keys.shape, dim]``, whether they are present or not.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import jax_hkv as hkv
@@ -333,6 +339,9 @@ def insert_or_assign(
       scores: see :func:`find_or_insert`.
       valid: see :func:`find`.
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> import jax_hkv as hkv
       >>> ids, rows = np.array([5, 5], np.int32), np.array([[1.0], [2.0]], np.float32)
@@ -350,6 +359,9 @@ def insert_and_evict(
 
     ``result.evicted`` has room for as many entries as there are keys; ``evicted.count`` of them are
     evicted ones, in order of the keys that took their places.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import jax_hkv as hkv
@@ -410,6 +422,9 @@ def accum_or_assign(
       scores: see :func:`find_or_insert`.
       valid: see :func:`find`.
 
+    Raises:
+      TypeError, ValueError: naming the argument.
+
     Example:
       >>> import jax_hkv as hkv
       >>> ids, rows = np.array([5, 6], np.int32), np.ones((2, 1), np.float32)
@@ -452,6 +467,9 @@ def assign(
       values: rows, or None to leave them alone. Rows alone do not change scores.
       scores: scores (CUSTOM) or counts (LFU, EPOCH_LFU), or None to leave them alone.
       valid: see :func:`find`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import jax_hkv as hkv
@@ -542,6 +560,9 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
       table: to change.
       keys: of any shape.
       valid: see :func:`find`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import jax_hkv as hkv

@@ -57,6 +57,9 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
     Returns:
       The table, and how many entries were removed.
 
+    Raises:
+      TypeError: naming the argument, or if the predicate returns something else.
+
     Example:
       >>> import numpy as np
       >>> import jax_hkv as hkv
@@ -387,6 +390,9 @@ def _load_factor(table: Table) -> jax.Array:
 def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
     """How many entries a predicate holds for (see :func:`erase_if`, also on what is static).
 
+    Raises:
+      TypeError: naming the argument, or if the predicate returns something else.
+
     Example:
       >>> import numpy as np
       >>> import jax_hkv as hkv
@@ -472,6 +478,9 @@ def misplaced(table: Table) -> Int32[Array, ""]:
       Entries that stand in none of their key's candidate buckets or under another key's digest, or
       whose key stands in another slot too.
 
+    Raises:
+      TypeError: naming the argument.
+
     Example:
       >>> import dataclasses
       >>> import numpy as np
@@ -535,6 +544,9 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
 
 def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int) -> Entries:
     """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`).
+
+    Raises:
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import numpy as np
