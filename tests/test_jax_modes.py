@@ -109,7 +109,9 @@ COLLECTION = hkv.Collection(
 def of_collection(table, keys, rows, weights):
     features = {"x": keys, "y": hkv.Padded(keys, valid=keys > 3), "z": keys[:, 0]}
     (group,) = COLLECTION.groups
-    return COLLECTION.lookup({group.name: ADAM.init(table)}, features, train=True)[1].rows
+    index = dataclasses.replace(table.index, namespace=group.namespace)
+    table = ADAM.init(dataclasses.replace(table, index=index))
+    return COLLECTION.lookup({group.name: table}, features, train=True)[1].rows
 
 
 CALLS = {
