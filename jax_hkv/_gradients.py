@@ -38,9 +38,9 @@ def clip_by_global_norm(
 
     Returns:
       The dense and the row gradients, scaled, and the norm before that. It is the root of a sum of
-      squares in float32, as optax's: one above 1.8e19 is infinite, and all gradients become zero;
-      if it is NaN, since one of them is, all become NaN (``apply=all_finite(norm)`` skips such
-      steps).
+      squares in float32, as optax's: one above 1.8e19 is infinite, and finite gradients become
+      zero, infinite ones NaN; if it is NaN, since one of them is, all become NaN
+      (``apply=all_finite(norm)`` skips such steps).
 
     Raises:
       ValueError: if there is not one entry of `row_gradients` for each of `results`, or if the

@@ -129,7 +129,7 @@ class Embed(_Layer):
         as many entries as ids evicts some already: of 10,000 ids in 10,000 entries 3 %, with
         ``choices=2`` less than 0.1 % in small batches. Ask for half as many again, or for both.
       features: elements of an embedding.
-      dtype: of the output; None: that of the rows.
+      dtype: of the output; None: that of the rows, of an :class:`EmbedBag` float32.
       param_dtype: of the rows.
       policy: which entries a full table evicts.
       choices: candidate buckets of an id, 1 or 2.

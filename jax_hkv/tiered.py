@@ -59,6 +59,7 @@ __all__ = [
     "prefetch",
     "restore",
     "size",
+    "step_and_prefetch",
 ]
 
 

@@ -351,7 +351,7 @@ ERRORS = {
     "an export of a number": (
         lambda: hkv.sharding.export_entries(5),
         TypeError,
-        "export_entries: table must be a jax_hkv Table, got int",
+        "export_entries: tables must be a jax_hkv Table, got int",
     ),
     "a checkpoint without a target": (
         lambda: hkv.find({"index": {}}, IDS),

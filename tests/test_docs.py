@@ -145,3 +145,17 @@ def test_the_code_about_many_devices_runs(capsys, tmp_path):
     assert int(jax_hkv.size(after["one"])) == 512 - 32
     assert after["misplaced"].tolist() == [0] * 4
     assert "all-to-all" in capsys.readouterr().out
+
+
+def test_modules_export_what_documents_name():
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = set(re.findall(r"\bhkv\.(\w+)\.(\w+)", "".join(map(Path.read_text, documents))))
+    missing, seen = [], 0
+    for module, name in named:
+        if module not in MODULES:  # a method of a class
+            continue
+        exported = getattr(importlib.import_module(f"jax_hkv.{module}"), "__all__", None)
+        seen += exported is not None
+        if exported is not None and name not in exported:
+            missing.append(f"{module}.{name}")
+    assert seen > 20 and missing == []
