@@ -175,7 +175,7 @@ def import_changes(
       table: with what was there at the time that the changes begin at, without entries if there
         is none; it is used up. A server that answers meanwhile gives a copy of its own. Its time is
         that of the followed table: reads leave it alone, but for `touch=True`, and its own writes
-        do not.
+        do not. One that begins with :func:`import_entries` has that time unless scores are later.
       changes: of :func:`export_changes`, in order; every process gives all of them, those of
         several exporting processes one after the other.
       replicas: whether every device holds the whole table.
@@ -240,8 +240,9 @@ def import_changes(
 
 def _at_time_zero(part: Table) -> Table:
     """A table without entries, whose time will be that of what it follows."""
-    index = dataclasses.replace(part.index, clock=jnp.zeros_like(part.index.clock))
-    return dataclasses.replace(part, index=index)
+    own = part.index
+    time = {"clock": jnp.zeros_like(own.clock), "epoch": jnp.zeros_like(own.epoch)}
+    return dataclasses.replace(part, index=dataclasses.replace(own, **time))
 
 
 def _check(call: str, changes: Any, remedy: str) -> None:

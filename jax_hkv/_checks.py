@@ -28,16 +28,21 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def is_real(dtype: Any) -> bool:
+    """Whether it is a type of real numbers, and not of flags."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
 def as_number(call: str, argument: str, value: Any, expected: str = "a number") -> float:
     """A number as a float, infinity where none is as large; one that is traced is none.
 
     One of NumPy or JAX is an array without axes.
     """
-    is_flag = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_
+    is_other = issubclass(type(value), (bool, str, bytes, bytearray))
     is_array = getattr(value, "shape", ()) != ()
     try:
         # float() takes these
-        if is_flag or is_array or type(value) in (str, bytes, bytearray):
+        if is_other or is_array or not is_real(getattr(value, "dtype", np.float32)):
             raise TypeError
         return float(value)
     except OverflowError:

@@ -100,8 +100,11 @@ def _file_of(number: int, name: str) -> str:
 def load_entries(path: Any) -> Exported:
     """What :func:`save_entries` wrote, in every bit.
 
+    Args:
+      path: of the file, a path or its name; or the file, opened to read bytes.
+
     Raises:
-      TypeError: if it is no path.
+      TypeError: if it is none of these.
       ValueError: if the file is one of :func:`save_changes`, another one, or not a whole one.
       OSError: if there is none.
     """
@@ -110,7 +113,8 @@ def load_entries(path: Any) -> Exported:
 
 def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
     """What `read` makes of a file's arrays; `kind`, "entries" or "changes", is what was saved."""
-    call, path = f"sharding.load_{kind}", _name_of(f"sharding.load_{kind}", path)
+    call = f"sharding.load_{kind}"
+    path = path if hasattr(path, "read") else _name_of(call, path)  # NumPy reads open files too
     expected = f"{call}: path must be a file of save_{kind}"
     try:
         with np.load(path) as saved:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
-from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number
+from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number, is_real
 from jax_hkv._compat import is_traced
 from jax_hkv.table import InsertResult, Table, check_one_device, check_table, with_clock
 
@@ -35,8 +35,6 @@ _ONE_ALPHA = (
     "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
     "number, or take an optimizer with a schedule, optim.adagrad, say"
 )
-
-_REAL = (jnp.floating, jnp.integer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +272,7 @@ def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:
 
 def _one_number(call: str, argument: str, given: Any) -> Float32[Array, " 1"]:
     rate = given if hasattr(given, "dtype") else np.asarray(given)
-    if not any(jnp.issubdtype(rate.dtype, kind) for kind in _REAL) or rate.size != 1:
+    if not is_real(rate.dtype) or rate.size != 1:
         raise TypeError(
             f"{call}: {argument} must be one number, got {rate.dtype}{list(rate.shape)}: give "
             "a float or an array of one; rates of several tables or groups go to an update each"

@@ -22,7 +22,6 @@ from jax_hkv._namespaces import (
     in_namespace,
     keys_are,
     outside_namespace,
-    takes,
 )
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
@@ -138,11 +137,12 @@ class Group:
                 raise ValueError(
                     f"{call}: {argument} must have {what} {wanted}, got {got}: {remedy}"
                 )
-        if not takes(self.namespace, table.index.namespace):
+        # Not of fewer tables either: it would not tell later that it has keys of more.
+        if table.index.namespace != self.namespace:
             raise ValueError(
                 f"{call}: {argument} must have {keys_are(self.namespace)}, got "
-                f"{keys_are(table.index.namespace)}: {remedy}, with entries of another by "
-                "import_entries(..., group.take(exported, of=its group))"
+                f"{keys_are(table.index.namespace)}: {remedy}, and its entries by import_entries; "
+                "Group.take says what of another collection's table can come along"
             )
 
     def number(self, table: str) -> int:

@@ -28,7 +28,7 @@ def mapped(
     innermost = fn
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
-    if hasattr(innermost, "eval_shape"):  # others need not be traceable, and use nothing up
+    if hasattr(innermost, "eval_shape"):  # others need not be traceable
         for number, table in enumerate(tables):
             check(number, jax.eval_shape(fn, table))
     after = []

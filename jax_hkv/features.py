@@ -274,7 +274,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
             "cast its ids to int64 or uint64 first"
         )
-    if isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Collection):
+    if isinstance(ids, (str, bytes, bytearray, memoryview)) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
             "bag of one id is [id]"

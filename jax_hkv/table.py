@@ -316,8 +316,8 @@ def create(
       policy: how entries are scored, hence which is evicted from a full bucket.
       choices: candidate buckets of a key. Two fill a table to 98 % before anything is evicted
         (one: 70 to 80 % of 16,000 to a million slots, more of fewer) and keep better entries, for a
-        second probe;
-        in batches of up to a quarter of the slots (as many keys as slots at once: 89 %).
+        second probe; in batches of up to a quarter of the slots (as many keys as slots at once:
+        89 %).
       init: first values of rows, by default ``variance_scaling(1.0, "normal")`` as ``nn.Embed``.
       seed: of the first values, 0 to 2**64 - 1. A row's first value is a function of (seed, key)
         alone: tables of one seed begin with equal rows for equal keys. Where that matters, give

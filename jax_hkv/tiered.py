@@ -558,8 +558,8 @@ def map_tables(
       placement: of a cache over devices, whose parts it is given one by one.
 
     Raises:
-      TypeError: if `fn` returns no table, or another argument is wrong. A jitted `fn` is asked
-        about all tables before it uses one up.
+      TypeError: if `fn` returns no table, or another argument is wrong. A `fn` that is jitted
+        itself is asked about all tables before it uses one up.
       RuntimeError: if tables were used up before.
 
     Example:

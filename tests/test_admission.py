@@ -318,8 +318,12 @@ def test_a_number_may_be_one_of_numpy_or_jax():
         assert hkv.optim.adam(half, b1=half) == hkv.optim.adam(0.5, b1=0.5)  # pyright: ignore
     with pytest.raises(TypeError, match="admission.probability: p must be a number, got ndarray"):
         hkv.admission.probability(np.array([0.5]))  # pyright: ignore
-    with pytest.raises(TypeError, match="optim.adam: b1 must be a number from 0 on, got ndarray"):
-        hkv.optim.adam(0.5, b1=np.array([0.5]))  # pyright: ignore
+    for wrong in (np.array([0.5]), np.array("0.5"), np.array(True)):
+        with pytest.raises(TypeError, match="optim.adam: b1 must be a number from 0 on, got ndarr"):
+            hkv.optim.adam(0.5, b1=wrong)  # pyright: ignore
+    for wrong in (np.str_("0.5"), np.complex64(0.5)):
+        with pytest.raises(TypeError, match="probability: p must be a number, got (str_|comp)"):
+            hkv.admission.probability(wrong)  # pyright: ignore
 
 
 def test_the_oracle_needs_no_admission_to_be_the_plain_one(rng):

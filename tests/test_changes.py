@@ -184,13 +184,18 @@ def test_a_table_is_followed_whose_scores_are_later_than_its_time():
         assert serving.clock.tolist() == table.clock.tolist()
 
 
-def test_a_table_that_was_cleared_follows_from_the_beginning():
-    table = of_ids(3)
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU, Policy.EPOCH_LFU])
+def test_a_table_that_was_cleared_follows_from_the_beginning(policy):
+    """A later time and epoch than those of what it follows are its own no more."""
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM, policy=policy), np.arange(3, dtype=np.int32))
     changes = sharding.export_changes(table, None)
-    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), changes)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM, policy=policy), changes)
+    if policy != Policy.LRU:
+        serving = hkv.advance_epoch(serving)
     serving, _ = sharding.import_changes(None, hkv.clear(serving), changes)
     assert_same_bits(entries_of(serving)[:3], entries_of(table)[:3])
     assert serving.clock.tolist() == table.clock.tolist()
+    assert serving.epoch.tolist() == table.epoch.tolist()
 
 
 def used_up():

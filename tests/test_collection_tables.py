@@ -429,7 +429,8 @@ def test_tiers_are_refused_where_tables_are_looked_up():
         collection.on_tables(hkv.tiered.find, {"words": wrong}, {"words": IDS["users"]})
 
 
-def test_tables_may_differ_from_their_groups_in_size_and_in_tables_that_came_behind():
+def test_tables_may_differ_from_their_groups_in_size_and_not_in_tables_that_came_behind():
+    """With keys of those they would be taken for tables that have none."""
     collection = hkv.Collection(TABLES[::2], FEATURES[::2], table_bits=4)
     (name,) = tables = collection.create()
     write = partial(collection.on_tables, hkv.find_or_insert)
@@ -439,8 +440,15 @@ def test_tables_may_differ_from_their_groups_in_size_and_in_tables_that_came_beh
         [*TABLES[::2], config], [*FEATURES[::2], hkv.Feature("later", "later")], table_bits=4
     )
     inputs = {"user": IDS["users"], "item": IDS["items"]}
-    for own in (collection, more):
-        (group,) = own.groups
-        given = {group.name: dataclasses.replace(wider, optimizer=None)}  # as for serving
-        _, found = own.lookup(given, inputs, partial=True)
-        assert (np.asarray(found.slots[group.name]) >= 0).all()
+    bare = dataclasses.replace(wider, optimizer=None)  # as for serving
+    _, found = collection.lookup({name: bare}, inputs)
+    assert (np.asarray(found.slots[name]) >= 0).all()
+    (group,) = more.groups
+    with pytest.raises(ValueError, match=r"must have keys of .*'later'\] told .*by import_entries"):
+        more.lookup({group.name: wider}, inputs, partial=True)
+    moved, counts = hkv.sharding.import_entries(
+        None, group.create(), hkv.sharding.export_entries(wider)
+    )
+    _, found = more.lookup({group.name: moved}, inputs, partial=True)
+    assert int(counts.inserted) == hkv.size(wider)
+    assert (np.asarray(found.slots[group.name]) >= 0).all()

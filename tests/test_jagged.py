@@ -59,6 +59,7 @@ def test_lists_of_weights_may_come_one_after_the_other():
         ("user", "bag 0 must be a list .* got str 'user'"),
         (b"user", "bag 0 must be a list .* got bytes b'user'"),
         (bytearray(b"u"), "bag 0 must be a list .* got bytearray"),
+        (memoryview(b"u"), "bag 0 must be a list .* got memoryview"),
         ([True, False], "bag 0 must hold integers, got bool True: hash or cast"),
         ([np.True_], "bag 0 must hold integers, got bool.* .*True"),
     ],

@@ -280,7 +280,9 @@ def test_an_export_made_by_hand_may_have_what_a_group_says(tmp_path):
     exported = sharding.export_entries(trained(collection_of("users", "items"), NAMES[:2]))
     by_hand = exported._replace(namespace=group.namespace)
     sharding.save_entries(tmp_path / "entries", by_hand)
-    for given in (by_hand, sharding.load_entries(tmp_path / "entries")):
+    with open(tmp_path / "entries", "rb") as file:  # as one reads what is stored elsewhere
+        opened = sharding.load_entries(file)
+    for given in (by_hand, sharding.load_entries(tmp_path / "entries"), opened):
         _, counts = sharding.import_entries(None, group.create(), given)
         assert int(counts.inserted) == 2 * len(HASHES)
 
