@@ -16,7 +16,7 @@ from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
-from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are, takes
+from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
@@ -246,7 +246,10 @@ def latest_time(
 
 def is_of(exported: Exported, namespace: Namespace | None) -> bool:
     """Whether keys mean in an export what they mean in a table of some namespace."""
-    return takes(namespace, namespace_of(exported))
+    given = namespace_of(exported)
+    if namespace is None or given is None:
+        return namespace is given
+    return namespace.begins_with(given)
 
 
 def without_entries(part: Table) -> Exported:

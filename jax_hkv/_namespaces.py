@@ -36,13 +36,6 @@ class Namespace:
         return self.bits == other.bits and self.tables[: len(other.tables)] == other.tables
 
 
-def takes(own: Namespace | None, given: Namespace | None) -> bool:
-    """Whether keys of a namespace mean the same in a table of the first one; None: they are ids."""
-    if own is None or given is None:
-        return own is given
-    return own.begins_with(given)
-
-
 def keys_are(namespace: Namespace | None) -> str:
     """What keys are, for errors."""
     if namespace is None:

@@ -93,6 +93,24 @@ class OrdersOnHost : public ManyWorkers<Executor> {
     groups.targets.turn();
     groups.items.turn();
   }
+
+ protected:
+  // The tiles of a step for so many indices that are one thread's: `visit(tiles, run)` runs them in its
+  // order, the same for all members.
+  template <class Step, class Visit>
+  static void run_tiles(Lockstep& lockstep, bool upwards, int64_t count, const Step& step,
+                        const Visit& visit) {
+    constexpr int kSize = Step::kGroup;
+    constexpr int64_t kIndices = kHasOwnIndex<Step> ? kSize : 1;
+    const int64_t tiles = (count + kIndices - 1) / kIndices;
+    lockstep.run(kSize, upwards, [&](int member) {
+      visit(tiles, [&](int64_t tile) {
+        const int64_t i = kHasOwnIndex<Step> ? tile * kSize + member : tile;
+        step(LockstepTile<kSize>{{&lockstep, member}}, i);
+        lockstep.end(member);
+      });
+    });
+  }
 };
 
 // Runs operations as the CUDA executor does, with tiles on several threads.
@@ -103,21 +121,14 @@ class HostTileExecutor : public OrdersOnHost<HostTileExecutor> {
   using OrdersOnHost<HostTileExecutor>::each;
   template <class Step>
   void each(int64_t count, const Step& step) const {
-    constexpr int kSize = Step::kGroup;
-    constexpr int64_t kIndices = kHasOwnIndex<Step> ? kSize : 1;
-    const int64_t tiles = (count + kIndices - 1) / kIndices;
     team_.run([&](int thread) {
-      if constexpr (kSize == 1) {
-        for (int64_t i = thread; i < count; i += team_.size()) step(SerialGroup{}, i);
+      const auto visit = [&](int64_t end, const auto& run) {
+        for (int64_t i = thread; i < end; i += team_.size()) run(i);
+      };
+      if constexpr (Step::kGroup == 1) {
+        visit(count, [&](int64_t i) { step(SerialGroup{}, i); });
       } else {
-        Lockstep& lockstep = team_.tile(thread);
-        lockstep.run(kSize, thread % 2 == 0, [&](int member) {
-          for (int64_t tile = thread; tile < tiles; tile += team_.size()) {
-            const int64_t i = kHasOwnIndex<Step> ? tile * kSize + member : tile;
-            step(LockstepTile<kSize>{{&lockstep, member}}, i);
-            lockstep.end(member);
-          }
-        });
+        this->run_tiles(team_.tile(thread), thread % 2 == 0, count, step, visit);
       }
     });
   }

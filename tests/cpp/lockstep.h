@@ -22,9 +22,12 @@ class LockstepExecutor : public OrdersOnHost<LockstepExecutor> {
   void each(int64_t count, const Step& step) const {
     if (count <= 0) return;
     if constexpr (Step::kGroup == 1) {
-      in_any_order(count, [&](int64_t i) { step(SerialGroup{}, i); });
+      any_order().visit(count, [&](int64_t i) { step(SerialGroup{}, i); });
     } else {
-      run_tiles(count, step);
+      static thread_local Lockstep lockstep;
+      const Order order = any_order();
+      this->run_tiles(lockstep, chance()() % 2 == 0, count, step,
+                      [&](int64_t tiles, const auto& run) { order.visit(tiles, run); });
     }
   }
   template <class First, class Second>
@@ -35,12 +38,12 @@ class LockstepExecutor : public OrdersOnHost<LockstepExecutor> {
  private:
   // Every number below count: an odd multiple of it modulo a power of two.
   struct Order {
-    uint64_t mask;
     uint64_t factor;
     uint64_t first;
 
     template <class Visit>
     void visit(int64_t count, const Visit& visitor) const {
+      const uint64_t mask = std::bit_ceil(static_cast<uint64_t>(count)) - 1;
       for (uint64_t k = 0; k <= mask; ++k) {
         const auto i = static_cast<int64_t>((k * factor + first) & mask);
         if (i < count) visitor(i);
@@ -52,30 +55,7 @@ class LockstepExecutor : public OrdersOnHost<LockstepExecutor> {
     static thread_local std::mt19937_64 generator(20261122);
     return generator;
   }
-  static Order order_of(int64_t count) {
-    return {std::bit_ceil(static_cast<uint64_t>(count)) - 1, chance()() | 1, chance()()};
-  }
-
-  template <class Visit>
-  static void in_any_order(int64_t count, const Visit& visit) {
-    order_of(count).visit(count, visit);
-  }
-
-  template <class Step>
-  static void run_tiles(int64_t count, const Step& step) {
-    constexpr int kSize = Step::kGroup;
-    constexpr int64_t kIndices = kHasOwnIndex<Step> ? kSize : 1;
-    const int64_t tiles = (count + kIndices - 1) / kIndices;
-    const Order order = order_of(tiles);
-    static thread_local Lockstep lockstep;
-    lockstep.run(kSize, chance()() % 2 == 0, [&](int member) {
-      order.visit(tiles, [&](int64_t tile) {
-        const int64_t i = kHasOwnIndex<Step> ? tile * kSize + member : tile;
-        step(LockstepTile<kSize>{{&lockstep, member}}, i);
-        lockstep.end(member);
-      });
-    });
-  }
+  static Order any_order() { return {chance()() | 1, chance()()}; }
 };
 
 }  // namespace hkv::testing
