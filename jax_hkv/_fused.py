@@ -245,7 +245,14 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
     call = "optim.set_learning_rate"
     check_table(call, table)
     shared = table.optimizer.shared if table.optimizer else {}
-    names = [name for name in shared if name.rpartition(".")[2] == _RATE]
+    names = [name for name in shared if _is_rate(name)]
+    own = [name for name in (table.optimizer.rows if table.optimizer else ()) if _is_rate(name)]
+    if own:
+        raise ValueError(
+            f"{call}: table must hold one learning rate for all rows, got one for each row in "
+            f"table.optimizer.rows[{own[0]!r}]: make its optimizer by optim.sparse without "
+            "count_per_row=True"
+        )
     if table.optimizer is None or len(names) != 1:
         raise ValueError(
             f"{call}: table must hold one learning rate in table.optimizer.shared, got "
@@ -259,6 +266,10 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
     new = jnp.where(jnp.isnan(old), rate, jnp.clip(old, rate, rate)).astype(old.dtype)
     rows = dataclasses.replace(table.optimizer, shared=shared | {name: new})
     return dataclasses.replace(table, optimizer=rows)
+
+
+def _is_rate(name: str) -> bool:
+    return name.rpartition(".")[2] == _RATE
 
 
 def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:

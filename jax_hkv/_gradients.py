@@ -20,6 +20,16 @@ from jax_hkv.table import is_one_result
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
 
 
+def as_bound(call: str, max_norm: Any) -> Any:
+    """The bound of a norm; one that is traced as it is."""
+    if is_traced(max_norm):
+        return max_norm
+    bound = as_number(call, "max_norm", max_norm)
+    if not bound > 0:
+        raise ValueError(f"{call}: max_norm must be positive, got {max_norm}")
+    return bound
+
+
 def clip_by_global_norm(
     max_norm: float, gradients: Any, results: Sequence[Any], row_gradients: Sequence[Any]
 ) -> tuple[Any, list[Any], Float[Array, ""]]:
@@ -57,10 +67,7 @@ def clip_by_global_norm(
       (10.0, [[0.4000000059604645], [0.4000000059604645]])
     """
     call = "optim.clip_by_global_norm"
-    if not is_traced(max_norm):
-        max_norm = as_number(call, "max_norm", max_norm)
-        if not max_norm > 0:
-            raise ValueError(f"{call}: max_norm must be positive, got {max_norm}")
+    max_norm = as_bound(call, max_norm)
     for name, given in (("results", results), ("row_gradients", row_gradients)):
         if not hasattr(given, "__len__") or isinstance(given, dict) or is_one_result(given):
             raise TypeError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_hkv._checks import as_bool, as_integer, check_function
 from jax_hkv._exchange import as_exchange
-from jax_hkv._gradients import LossScale
+from jax_hkv._gradients import LossScale, as_bound
 from jax_hkv._placement import check_placement
 from jax_hkv.collection import Collection
 from jax_hkv.optim import check_optimizer, check_transformation
@@ -101,9 +101,13 @@ def check_loss_fn(call: str, first: str, loss_fn: Any, has_aux: Any) -> None:
     check_function(call, "loss_fn", loss_fn, f"of ({first}, *args) to a loss", remedy)
 
 
-def check_step(first: str, loss_fn: Any, has_aux: Any, donate: Any, placement: Any) -> None:
+def check_step(
+    first: str, loss_fn: Any, has_aux: Any, max_norm: Any, donate: Any, placement: Any
+) -> None:
     """Raises unless a training step can be made of these; see :func:`check_loss_fn`."""
     check_loss_fn("train_step", first, loss_fn, has_aux)
+    if max_norm is not None:
+        as_bound("train_step", max_norm)
     as_bool("train_step", "donate", donate)
     if placement is not None:
         check_placement("train_step", placement, ", or None for a state of one device")

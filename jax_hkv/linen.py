@@ -574,7 +574,7 @@ def train_step(
         silences it.
       ExchangeOverflow: see `check_overflow`; :class:`jax_hkv.sharding.ExchangeOverflow`.
     """
-    check_step("apply", loss_fn, has_aux, donate, placement)
+    check_step("apply", loss_fn, has_aux, max_norm, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

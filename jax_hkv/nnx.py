@@ -628,7 +628,7 @@ def train_step(
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``
         silences it.
     """
-    _arguments.check_step("model", loss_fn, has_aux, donate, placement)
+    _arguments.check_step("model", loss_fn, has_aux, max_norm, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 

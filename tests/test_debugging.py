@@ -378,6 +378,16 @@ ERRORS = {
         TypeError,
         "clip_by_global_norm: max_norm must be a number, got str 'one'",
     ),
+    "a bound that is none, before the first step": (
+        lambda: hkv.linen.train_step(lambda apply: 0.0, max_norm=0),
+        ValueError,
+        "train_step: max_norm must be positive, got 0",
+    ),
+    "a bound in words, before the first step": (
+        lambda: hkv.nnx.train_step(lambda model: 0.0, max_norm="one"),
+        TypeError,
+        "train_step: max_norm must be a number, got str 'one'",
+    ),
     "a type that is none": (
         lambda: hkv.optim.sparse(optax.sgd(0.1), dtype="int8"),
         TypeError,

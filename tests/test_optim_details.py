@@ -424,6 +424,9 @@ def test_a_rate_that_cannot_be_set_is_named():
     table = hkv.optim.inject_learning_rate(hkv.optim.adam(0.1)).init(hkv.create(128, DIM))
     with pytest.raises(TypeError, match="set_learning_rate: learning_rate must be one number"):
         hkv.optim.set_learning_rate(table, jnp.ones(2))
+    own = hkv.optim.sparse(optax.inject_hyperparams(optax.adam)(0.1), count_per_row=True)
+    with pytest.raises(ValueError, match=r"got one for each row .*without count_per_row=True"):
+        hkv.optim.set_learning_rate(own.init(hkv.create(128, DIM)), 0.1)
     with pytest.raises(TypeError, match="set_learning_rate: table must be"):
         hkv.optim.set_learning_rate(None, 0.1)  # pyright: ignore[reportArgumentType]
 
