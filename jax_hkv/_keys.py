@@ -223,6 +223,14 @@ def check_unmasked(what: str, array: Any) -> None:
         )
 
 
+# What to do about ids that came as floats.
+OF_FLOATS = (
+    "hash or cast them before they become floats, which round ids above 2**53. A column with "
+    "missing values comes as floats, or with None in it: fill those (fill_null(0), fillna(0)) "
+    "before NumPy makes an array of it, and give valid=, False where they were"
+)
+
+
 def _integers(ids: Any) -> np.ndarray:
     """What a caller gave as ids, as an array of integers."""
     check_unmasked("Keys.from_numpy: ids", ids)
@@ -238,14 +246,33 @@ def _integers(ids: Any) -> np.ndarray:
     is_list = isinstance(ids, (list, tuple))
     if is_list and not array.size:
         return array.astype(np.int64)
-    remedy = "hash or cast them to int64 or uint64 first"
-    numbers = np.asarray(ids, object).flat if is_list else [None]
-    if all(type(number) is int and 0 <= number < 2**64 for number in numbers):
-        remedy = (
-            "that is what NumPy makes of this list, whose numbers no integer type of its choice "
-            "holds: give np.array(ids, np.uint64)"
-        )
+    numbers = np.asarray(ids, object).ravel() if is_list or array.dtype == object else ()
+    if len(numbers) and all(type(number) is int for number in numbers):
+        least, most = min(numbers), max(numbers)
+        if least >= 0 and most < 2**64:
+            what = "list" if is_list else "array"
+            remedy = (
+                f"that is what NumPy makes of this {what}, whose numbers no integer type of its "
+                "choice holds: give np.array(ids, np.uint64)"
+            )
+        elif least >= -(2**63) and most < 2**64:
+            remedy = (
+                "hash or cast them first to one of int64 and uint64, of which neither holds both "
+                f"{least} and {most}; np.array([number % 2**64 for number in ids], "
+                "np.uint64) are the same keys"
+            )
+        else:
+            remedy = "hash or cast them to int64 or uint64 first, of which neither holds them all"
+    elif array.dtype.kind == "f" or any(map(is_missing, numbers)):
+        remedy = OF_FLOATS
+    else:
+        remedy = "hash or cast them to int64 or uint64 first"
     raise TypeError(f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}: {remedy}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a column has it where a value is missing, or because one is."""
+    return value is None or isinstance(value, (float, np.floating)) or str(value) in ("<NA>", "NaT")
 
 
 def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
@@ -299,6 +326,8 @@ def check_keys(call: str, argument: str, ids: Any) -> Any:
             "Bags of ids are for find_pooled, find_or_insert_pooled and the layers Embed, EmbedBag "
             "and EmbedCollection."
         )
+    elif kind == "Padded":
+        remedy = "Give what is in it apart: padded.ids, and valid=padded.valid."
     raise TypeError(
         f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {kind}. {remedy}"
     )

@@ -27,7 +27,16 @@ from jax_hkv._layer_arguments import Unseen, check_dtype
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
-from jax_hkv.features import Bagged, Layout, as_splits, each_id_of, is_jagged
+from jax_hkv.features import (
+    Bagged,
+    Jagged,
+    Layout,
+    Padded,
+    as_splits,
+    each_id_of,
+    is_jagged,
+    unpadded,
+)
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table, check_dim
@@ -128,6 +137,16 @@ def host_checked(
                     "up: give copies (copy.deepcopy; nnx.clone makes none), or make the step with "
                     "donate=False"
                 )
+            elif type(
+                error
+            ).__name__ == "TracerBoolConversionError" or "Error interpreting argument to" in str(
+                error
+            ):
+                error.add_note(
+                    "train_step: arguments of a step are arrays. What Python decides by (a flag, a "
+                    "name, a function) belongs to loss_fn: make a step for each, "
+                    "train_step(functools.partial(loss_fn, flag=True)), or use jnp.where"
+                )
             elif isinstance(error, TypeError) and "required keyword-only" in str(error):
                 error.add_note(
                     "train_step: if it is tx that wants this, as optax.contrib.reduce_on_plateau "
@@ -195,16 +214,19 @@ class Found(NamedTuple):
 
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
     """Ids and their mask; of bags those of all positions, one after the other."""
-    if not is_jagged(ids):
-        given = check_keys(call, "ids", ids)
-        return given, as_mask(call, "valid", valid, given.shape)
-    if ids.weights is not None:
+    weights = ids.weights if isinstance(ids, (Jagged, Padded)) else None
+    if weights is not None:
         raise ValueError(
-            f"{call}: ids must be a Jagged without weights where every id has its row, got "
-            f"{type(ids.weights).__name__}{list(np.shape(ids.weights))}: multiply the rows by them"
+            f"{call}: ids must be a {type(ids).__name__} without weights where every id has its "
+            f"row, got {type(weights).__name__}{list(np.shape(weights))}: multiply the rows by them"
         )
-    each = each_id_of(call, ids, None, valid)
-    return each.ids, each.valid
+    if isinstance(ids, Padded):
+        ids, valid, _ = unpadded(call, ids, valid, None)
+    if isinstance(ids, Jagged):
+        each = each_id_of(call, ids, None, valid)
+        return each.ids, each.valid
+    given = check_keys(call, "ids", ids)
+    return given, as_mask(call, "valid", valid, given.shape)
 
 
 def look_up(

@@ -16,7 +16,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
-from jax_hkv._keys import Keys, check_fixed, check_keys, check_unmasked, form_of, keys_of
+from jax_hkv._keys import (
+    OF_FLOATS,
+    Keys,
+    check_fixed,
+    check_keys,
+    check_unmasked,
+    form_of,
+    is_missing,
+    keys_of,
+)
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags, jitted
 
@@ -270,15 +279,20 @@ def _words(what: str, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
+        are_floats = ids.dtype.kind == "f" or any(map(is_missing, ids.flat))
+        remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
         raise TypeError(
-            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: hash or "
-            "cast its ids to int64 or uint64 first"
+            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
         )
     if isinstance(ids, (str, bytes, bytearray, memoryview)) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
             "bag of one id is [id]"
         )
+    if set(map(type, ids)) == {int}:
+        array = np.array([*ids])
+        if array.dtype.kind in "iu":  # NumPy finds none for those of both ends of 64 bits
+            return array.astype(np.uint64)
     words = np.zeros(len(ids), np.uint64)
     for position, given in enumerate(ids):
         try:
@@ -286,9 +300,9 @@ def _words(what: str, ids: Any) -> np.ndarray:
                 raise TypeError
             word = operator.index(given)
         except TypeError:
+            remedy = OF_FLOATS if is_missing(given) else "hash or cast its ids to int first"
             raise TypeError(
-                f"{what} must hold integers, got {type(given).__name__} {given!r}: hash or cast "
-                "its ids to int first"
+                f"{what} must hold integers, got {type(given).__name__} {given!r}: {remedy}"
             ) from None
         if not _LOWEST_ID <= word <= _HIGHEST_ID:
             raise ValueError(
@@ -393,6 +407,8 @@ class Layout(NamedTuple):
 
 def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
     """What a caller gave as bags of ids, checked."""
+    if isinstance(ids, Padded):
+        ids, valid, weights = unpadded(call, ids, valid, weights)
     if isinstance(ids, Jagged):
         return _from_jagged(call, ids, weights, valid)
     keys = check_keys(call, "ids", ids)
@@ -419,6 +435,21 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
     return _jagged(keys, splits, factors), layout
 
 
+def unpadded(call: str, given: Padded, valid: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """Ids, mask and weights of a Padded, beside which there are none."""
+    _check_alone(call, given, valid, weights, "a Padded has them: Padded(ids, valid, weights)")
+    return given.ids, given.valid, given.weights
+
+
+def _check_alone(call: str, given: Any, valid: Any, weights: Any, remedy: str) -> None:
+    for name, argument in (("weights", weights), ("valid", valid)):
+        if argument is not None:
+            raise ValueError(
+                f"{call}: {name} cannot be given beside a {type(given).__name__}, got "
+                f"{type(argument).__name__}: {remedy}"
+            )
+
+
 def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
     """The ids of bags without their bags, checked, with a mask for what is padding."""
     keys, splits, factors = _checked_jagged(call, given, weights, valid)
@@ -428,12 +459,8 @@ def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
 def _checked_jagged(
     call: str, given: Jagged, weights: Any, valid: Any
 ) -> tuple[Any, Int32[Array, " batch+1"], Float32[Array, " n"] | None]:
-    for name, argument in (("weights", weights), ("valid", valid)):
-        if argument is not None:
-            raise ValueError(
-                f"{call}: {name} cannot be given beside a Jagged, got {type(argument).__name__}: "
-                "weights are Jagged(ids, row_splits, weights), and padding lies behind row_splits"
-            )
+    remedy = "weights are Jagged(ids, row_splits, weights), and padding lies behind row_splits"
+    _check_alone(call, given, valid, weights, remedy)
     keys = check_keys(call, "ids.ids", given.ids)
     if len(keys.shape) != 1:
         raise ValueError(

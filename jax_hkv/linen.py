@@ -169,8 +169,8 @@ class Embed(_Layer):
         """Embeddings of ids.
 
         Args:
-          ids: Keys or integers, of any shape; or a :class:`jax_hkv.Jagged` of n ids, whose rows are
-            ``[n, features]``, zeros for its padding.
+          ids: Keys or integers, of any shape, or a :class:`jax_hkv.Padded`; or a
+            :class:`jax_hkv.Jagged` of n ids, with ``[n, features]`` rows, zeros for its padding.
           train: whether unseen ids are inserted. Otherwise (and in ``init``) the table is left
             alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
@@ -243,7 +243,7 @@ class EmbedBag(Embed):
         """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
 
         Args:
-          ids: ``[*batch, hotness]``, or a :class:`jax_hkv.Jagged`.
+          ids: ``[*batch, hotness]``, or a :class:`jax_hkv.Padded` or :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
           valid: ``bool`` of the ids' shape; masked ids are not in their bag.
           weights: ``float32`` of the ids' shape; differentiable.

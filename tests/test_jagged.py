@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,9 @@ def test_lists_of_weights_may_come_one_after_the_other():
         (bytearray(b"u"), "bag 0 must be a list .* got bytearray"),
         (memoryview(b"u"), "bag 0 must be a list .* got memoryview"),
         ([True, False], "bag 0 must hold integers, got bool True: hash or cast"),
+        ([7, None], "bag 0 must hold integers, got NoneType None: .* missing values .* valid="),
+        (np.array([7, None]), r"bag 0 must hold integers .* got object\[2\]: .* missing values"),
+        ([7, 1.5], "bag 0 must hold integers, got float 1.5: .* become floats"),
         ([np.True_], "bag 0 must hold integers, got bool.* .*True"),
     ],
 )
@@ -227,3 +231,29 @@ def test_bags_that_embed_does_not_take_are_named():
         layer(bags)
     with pytest.raises(ValueError, match=r"Embed: valid cannot be given beside a Jagged"):
         layer(dataclasses.replace(bags, weights=None), valid=np.ones(2, bool))
+    padded = hkv.Padded(bags.ids, None, bags.weights)
+    with pytest.raises(ValueError, match=r"Embed: ids must be a Padded without weights"):
+        layer(padded)
+    with pytest.raises(ValueError, match=r"find_pooled: weights cannot be given beside a Padded"):
+        hkv.find_pooled(hkv.create(128, DIM), padded, weights=bags.weights)
+    with pytest.raises(
+        TypeError, match=r"find: keys .* Give .*: padded\.ids, and valid=padded\.valid"
+    ):
+        hkv.find(hkv.create(128, DIM), padded)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("name", ["Embed", "EmbedBag"])
+def test_layers_take_masks_and_weights_inside_of_padded(api, name, rng):
+    """As :class:`hkv.EmbedCollection` does; as if they were given apart."""
+    ids = rng.integers(0, 9, (4, 3)).astype(np.int32)
+    apart = {"valid": rng.random((4, 3)) < 0.6}
+    if name == "EmbedBag":
+        apart["weights"] = rng.random((4, 3)).astype(np.float32)
+    padded = hkv.Padded(ids, **apart)
+    layer = getattr(getattr(hkv, api), name)(256, DIM)
+    if api == "linen":
+        variables = layer.init(jax.random.key(0), padded)
+        layer = functools.partial(layer.apply, variables)
+    assert np.asarray(layer(ids, **apart)).any()
+    assert_same_bits(layer(padded), layer(ids, **apart))

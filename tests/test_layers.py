@@ -456,6 +456,21 @@ def test_a_layer_inside_a_transformation_of_a_loss_is_told_of(api):
     assert "take Flax's own (nn.remat" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("mode", [True, "sum"])
+def test_what_python_decides_by_is_no_argument_of_a_step(api, mode):
+    layer = getattr(hkv, api).Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
+    ids = np.arange(4, dtype=np.int32)
+
+    def loss(model, ids, mode):
+        return model(ids, train=True).sum() * (2 if mode else 1)
+
+    step = getattr(hkv, api).train_step(loss)
+    with pytest.raises(Exception, match="boolean|Error interpreting argument") as raised:
+        step(state_of(api, layer, ids), ids, mode)
+    assert "train_step(functools.partial(loss_fn" in "".join(raised.value.__notes__)
+
+
 # --- What a model sows ---------------------------------------------------------------------------
 
 
