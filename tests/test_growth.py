@@ -91,6 +91,7 @@ def test_a_table_grows_by_several_doublings_at_once_and_by_whole_ones_only(rng):
     table = hkv.create(384, DIM)
     ids = hkv.Keys.from_numpy(batches(rng, 2))
     assert hkv.grow(table, 10_000).capacity == 384, "an empty one has room"
+    assert hkv.grow(hkv.create(640, DIM), 10_000, room=384).capacity == 640, "0.6 of it, no more"
     table, _ = hkv.find_or_insert(table, ids)
     assert hkv.grow(table, 10_000, room=800).capacity == 3072
     assert hkv.grow(table, 3071, room=800).capacity == 1536
@@ -112,6 +113,14 @@ def test_a_table_over_devices_grows_with_the_entries_of_all(rng, mode):
         assert int(result.counts.inserted) == BATCH and not int(result.counts.evicted)
     assert [part.capacity for part in placement.shards(table)] == [512] * 4
     assert hkv.grow(table, 2048, room=BATCH, placement=placement) is table
+
+
+def test_a_part_has_its_share_of_the_room_and_three_deviations_of_that():
+    """For 128 slots 49 and 3 * 7 new ids are no more than 0.6, 56.25 and 3 * 7.5 are."""
+    placement = over_four()
+    table = placement.create(lambda: hkv.create(128, DIM))
+    assert hkv.grow(table, 2048, room=4 * 49, placement=placement) is table
+    assert hkv.grow(table, 2048, room=225, placement=placement).capacity == 2 * table.capacity
 
 
 def test_a_look_at_a_table_that_does_not_grow_compiles_nothing():
