@@ -157,9 +157,13 @@ def test_ids_of_a_step_that_are_not_there_are_counted():
     assert (int(counts.absent), int(counts.unique), int(counts.inserted)) == (10, 3, 1)
 
 
-def test_a_loop_whose_first_batch_was_not_prefetched_goes_on_as_one_that_was(rng):
-    """What the step itself inserts takes the places of the next batch, which gets others."""
-    tiers, train = tiers_of(128, 4096), trainer("adam")
+@pytest.mark.parametrize("policy", [hkv.Policy.LRU, hkv.Policy.LFU])
+def test_a_loop_whose_first_batch_was_not_prefetched_goes_on_as_one_that_was(policy, rng):
+    """What the step itself inserts takes the places of the next batch, which gets others.
+
+    And nothing of what the step has trained is lost for them.
+    """
+    tiers, train = tiers_of(128, 4096, policy=policy), trainer("adam")
     batches = [np.arange(first, first + 100, dtype=np.int32) for first in (0, 100, 200, 300)]
     for ids in batches:
         tiers, _ = tiered.prefetch(tiers, ids)
@@ -167,7 +171,14 @@ def test_a_loop_whose_first_batch_was_not_prefetched_goes_on_as_one_that_was(rng
     absent = []
     for number in range(8):
         ids, coming = batches[number % 4], batches[(number + 1) % 4]
-        tiers, counts, _ = tiered.step_and_prefetch(trained(train, ids), tiers, ids, coming)
+
+        def step(cache, ids=ids):
+            cache, _ = train(cache, ids)
+            return cache, hkv.find(cache, ids)[1]
+
+        tiers, counts, of_step = tiered.step_and_prefetch(step, tiers, ids, coming)
+        tiers, found = tiered.find(tiers, ids)
+        assert_same_bits((found.values, found.found), (of_step.values, of_step.found))
         absent.append(int(counts.absent))
         assert sum(map(int, counts[1:5])) == int(counts.unique) == 100
         if not number:  # all of them known, whatever this step displaces
