@@ -322,6 +322,19 @@ def test_a_live_table_goes_on_from_its_own_time_when_it_is_given_entries():
         assert hkv.contains(live, np.arange(1000, 1100, dtype=np.int32))[1].all()
 
 
+def test_exports_of_two_times_share_what_the_later_one_has():
+    """In any order of parts; the highest epoch holds by itself. A fresh table takes all of it."""
+    early, late = (
+        sharding.export_entries(trained([[5]] * steps))._replace(epoch=epoch)
+        for steps, epoch in ((1, 7), (2, 3))
+    )
+    for parts in ([early, late], [late, early]):
+        joined = sharding.join_entries(parts)
+        assert (joined.clock, joined.epoch, joined.shared["count"].tolist()) == (2, 7, [2])
+    fresh, _ = sharding.import_entries(None, trained([]), joined._replace(clock=0))
+    assert fresh.optimizer.shared["count"].tolist() == [2]
+
+
 def test_a_younger_table_takes_the_time_of_the_entries():
     given = sharding.export_entries(trained([[number] for number in range(30)]))
     young, _ = sharding.import_entries(None, trained([[500]]), given)
