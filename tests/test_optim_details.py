@@ -26,6 +26,13 @@ def test_a_loss_scale_waits_a_whole_period_before_it_doubles_again():
     assert seen == [8, 8, 16, 16, 16, 32, 32]
 
 
+def test_a_loss_scale_is_not_halved_below_1():
+    """One that began below 1 stays as it is: it is not raised either."""
+    for scale, expected in ((1.5, 1.0), (1.0, 1.0), (0.25, 0.25)):
+        before = hkv.optim.LossScale.create(scale)
+        assert float(before.adjust(jnp.bool_(False)).scale) == expected
+
+
 def test_another_seed_rounds_stochastically_another_way():
     table = hkv.create(128, DIM, dtype=jnp.bfloat16, init=hkv.initializers.constant(1.0))
 
@@ -455,6 +462,14 @@ def test_a_rate_that_no_optimizer_is_made_with_is_none_later(rate, error, messag
     with pytest.raises(error, match=f"what the schedule learning_rate returns {message}"):
         table, result = hkv.find_or_insert(scheduled.init(hkv.create(128, DIM)), IDS)
         scheduled.update(table, result, jnp.ones_like(result.values))
+
+
+def test_a_rate_that_became_nan_on_a_device_can_be_replaced():
+    """Of an array on a device nobody asks for the value: such a rate may be one by accident."""
+    table = hkv.optim.inject_learning_rate(hkv.optim.adam(0.1)).init(hkv.create(128, DIM))
+    for rate in (jnp.float32(jnp.nan), 0.5):
+        table = hkv.optim.set_learning_rate(table, rate)
+        np.testing.assert_array_equal(table.optimizer.shared["learning_rate"], [rate])
 
 
 @pytest.mark.parametrize(
