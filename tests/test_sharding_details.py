@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -223,10 +224,50 @@ def test_a_strict_overflow_of_any_lookup_of_a_table_is_an_error():
 
     none = jnp.zeros((100,), jnp.int32)
     state = placed(placement, Twice(), none, none)
-    step = hkv.linen.train_step(lambda apply, *ids: apply(*ids, train=True), placement=placement)
+    step = hkv.linen.train_step(
+        lambda apply, *ids: apply(*ids, train=True), placement=placement, donate=False
+    )
     ids, same = np.arange(400, dtype=np.int32), np.zeros(400, np.int32)
-    with pytest.raises(sharding.ExchangeOverflow):
-        step(state, *placement.put((ids, same)))
+    for batch in ((ids, same), (same, ids)):
+        with pytest.raises(sharding.ExchangeOverflow):
+            step(state, *placement.put(batch))
+
+
+def test_a_step_is_skipped_on_all_devices_if_rows_of_one_have_an_infinite_gradient():
+    """Nothing else tells the others: there are no dense gradients, which are summed before."""
+    placement = Placement(mesh_of(2))
+    ids, factors = np.arange(4, dtype=np.int32), np.array([1, 1, 1, np.inf], np.float32)
+    model = hkv.linen.Embed(256, 4, optimizer=SGD, axis_name="device")
+    scale = hkv.optim.LossScale.create(4.0)
+    state = placement.create(
+        lambda: hkv.linen.TrainState.create(
+            model, jax.random.key(0), ids[:2], tx=optax.sgd(0.1), loss_scale=scale
+        )
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids, factors: (apply(ids, train=True) * factors[:, None]).sum(),
+        placement=placement,
+    )
+    state, info = step(state, *placement.put((ids, factors)))
+    assert not info.finite and placement.replicas_agree(state.loss_scale)
+    parts = placement.shards(state.tables["table"])
+    assert [int(hkv.size(part)) > 0 for part in parts] == [True, True]
+    exported = sharding.export_entries(parts)
+    first = hkv.initial_rows(parts[0], hkv.Keys.from_numpy(exported.keys))
+    np.testing.assert_array_equal(exported.values, first)
+
+
+def test_misplaced_entries_of_the_worst_replica_are_told_by_every_device():
+    placement = Placement(mesh_of(2))
+    table, _ = hkv.find_or_insert(hkv.create(256, 4), np.arange(100, dtype=np.int32))
+    swapped = {name: getattr(table.index, name)[::-1] for name in ("keys", "digests")}
+    index = dataclasses.replace(table.index, **swapped)
+    exchange = Exchange("device", replicas=True)
+    count = placement.run(lambda part: sharding.misplaced(part, axis_name=exchange)[None])
+    for parts in ([table, dataclasses.replace(table, index=index)], [table, table]):
+        worst = max(int(hkv.misplaced(part)) for part in parts)
+        assert count(placement.join(parts)).tolist() == [worst, worst]
+        assert (worst > 50) == (parts[1] is not table)
 
 
 def _reads_of_layers(axis_name):
@@ -284,6 +325,31 @@ def test_lookups_of_layers_that_do_not_train_lose_nothing_where_an_exchange_is_s
     for each in jax.tree.leaves(rows):
         in_a_bag = 4 * keys.size // each.size
         np.testing.assert_array_equal(each, jnp.full_like(each, in_a_bag))
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
+@pytest.mark.parametrize("layer", ["Embed", "EmbedBag"])
+def test_a_layer_over_devices_passes_scores_on_and_knows_the_ids_without_a_row(layer):
+    """One id comes often enough to be admitted, with counts of 2 and 3; others get zeros."""
+    options = {"policy": hkv.Policy.LFU, "admission": hkv.admission.frequency(2, width=64)}
+    layer = getattr(hkv.linen, layer)(
+        256, 4, optimizer=SGD, unseen="zeros", axis_name="device", **options
+    )
+    placement = Placement(mesh_of(2))
+    ids = np.array([[7], [8], [7], [9]], np.int32)
+    counts = np.array([[2], [5], [3], [5]], np.uint32)
+
+    def step(variables, ids, counts):
+        rows, updated = layer.apply(
+            variables, ids, train=True, scores=counts, mutable=hkv.linen.MUTABLE
+        )
+        return {"tables": updated["tables"]}, jax.lax.all_gather(rows, "device", tiled=True)
+
+    variables = placement.create(lambda: layer.init(jax.random.key(0), ids[:2]))
+    variables, rows = placement.step(step)(variables, *placement.put((ids, counts)))
+    assert rows.reshape(4, 4).any(axis=1).tolist() == [True, False, True, False]
+    entries = sharding.export_entries(placement.shards(variables["tables"]["table"]))
+    assert (entries.keys.tolist(), entries.scores.tolist()) == ([7], [5])
 
 
 def test_strict_and_other_lookups_do_not_go_into_one_update():
