@@ -311,6 +311,11 @@ def test_bad_arguments_are_named(message):
         ERRORS[message]()
 
 
+def test_a_probability_is_rounded_to_the_nearest_part_of_the_draws():
+    for p, threshold in ((0.1, 429_496_730), (0.3, 1_288_490_189), (2.0**-32, 1)):
+        assert hkv.admission.probability(p).threshold == threshold
+
+
 def test_a_number_may_be_one_of_numpy_or_jax():
     """An array without axes, as everywhere."""
     for half in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):

@@ -522,6 +522,8 @@ def test_sizes_of_tables_over_devices_are_those_of_all_parts(mode):
         return tables, found["a"].counts
 
     tables = placement.create(lambda: declared.create(axis_name="d"))
+    parts = [own.capacity for part in placement.shards(tables) for own in part.values()]
+    assert parts == [3 * 512 // 2] * 2, "each has its share"
     assert [int(size) for size in declared.sizes(tables).values()] == [0] * 3
     tables, _ = placement.step(insert)(tables, placement.put(ids))
     sizes = {name: int(size) for name, size in declared.sizes(tables).items()}
