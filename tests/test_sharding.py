@@ -123,8 +123,12 @@ CASES = {
     "one device": Case(shape=(1,), options=(("policy", Policy.LFU),)),
     "not merged": Case(Exchange("device", deduplicate=False)),
     "overflow": Case(Exchange("device", distinct=0.02)),
-    "overflow, LFU, levels": Case(
-        Exchange(AXES, distinct=0.02), (2, 4), AXES, options=(("policy", Policy.LFU),)
+    # The draws of a second round are those of the time of the first.
+    "overflow, LFU, admission by chance, levels": Case(
+        Exchange(AXES, distinct=0.02),
+        (2, 4),
+        AXES,
+        options=(("policy", Policy.LFU), ("admission", hkv.admission.probability(0.5))),
     ),
     "bfloat16": Case(options=(("dtype", jnp.bfloat16),)),
     "bfloat16, not merged": Case(
