@@ -122,20 +122,22 @@ def test_masked_ids_get_zeros_whatever_unseen_ones_get(api, unseen):
     assert np.asarray(rows[0]).any() == (unseen != "zeros")
 
 
-@pytest.mark.parametrize("part", ["rows", "dense"])
+@pytest.mark.parametrize("part", ["rows", "rows of two lookups", "dense"])
 def test_a_step_is_skipped_if_any_gradient_is_not_finite(part):
     """Of the rows alone, or of the dense parameters alone."""
+    lookups = 2 if part == "rows of two lookups" else 1
 
     class Apart(nn.Module):
         @nn.compact
         def __call__(self, ids, factors):
-            rows = hkv.linen.Embed(256, DIM, optimizer=SGD)(ids, train=not self.is_initializing())
+            layer = hkv.linen.Embed(256, DIM, optimizer=SGD)
+            rows = sum(layer(ids, train=not self.is_initializing()) for _ in range(lookups))
             return (rows * factors[0]).sum() + (
                 self.param("w", nn.initializers.ones, ()) * factors[1]
             )
 
     good = jnp.ones(2)
-    bad = good.at[0 if part == "rows" else 1].set(jnp.inf)
+    bad = good.at[1 if part == "dense" else 0].set(jnp.inf)
     scale = hkv.optim.LossScale.create(4.0)
     state = hkv.linen.TrainState.create(
         Apart(), jax.random.key(0), IDS, good, tx=optax.sgd(0.1), loss_scale=scale

@@ -33,14 +33,15 @@ def placed(placement, model, *example):
 @pytest.mark.parametrize("apply", [False, True])
 @pytest.mark.parametrize("slack", [0.1, 4.0])
 def test_a_step_over_devices_that_is_not_applied_changes_nothing(slack, apply):
-    """Nor in the second round, of keys that found no room."""
+    """Nor in the second round, of keys without room; one that is applied has the rate given."""
     placement = Placement(mesh_of(4))
     exchange = Exchange("device", distinct=0.05 if slack < 1 else 1.0, slack=slack)
 
     def step(table, keys, apply):
         table, result = sharding.find_or_insert(table, keys, axis_name=exchange)
         ones = jnp.ones_like(result.values)
-        return sharding.update(ADAM, table, result, ones, apply=apply), result.overflow
+        options = {"apply": apply, "learning_rate": 0.5}
+        return sharding.update(ADAM, table, result, ones, **options), result.overflow
 
     table = placement.create(lambda: ADAM.init(hkv.create(1024, 4)))
     keys = hkv.Keys.from_numpy(np.arange(4 * 100))
@@ -50,6 +51,8 @@ def test_a_step_over_devices_that_is_not_applied_changes_nothing(slack, apply):
     moments = [leaf.any() for leaf in exported.optimizer.values()]
     assert len(exported.keys) == 400 and moments == [apply] * 2
     assert exported.shared["count"].tolist() == [int(apply)]
+    first = hkv.initial_rows(placement.shards(table)[0], hkv.Keys.from_numpy(exported.keys))
+    np.testing.assert_allclose(exported.values - first, -0.5 * apply, rtol=1e-5)
 
 
 def test_a_digest_sees_the_places_of_words_and_of_leaves():
