@@ -336,6 +336,19 @@ def test_perturbations_of_a_later_step_are_those_of_its_lookups_alone():
     assert set(zeros) == {"table_rows_0"}
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
+@pytest.mark.parametrize(
+    ("options", "step"), [({"learning_rate": 0.5}, 0.5), ({"apply": False}, 0)]
+)
+def test_options_of_an_update_by_hand_are_those_of_the_optimizer(options, step):
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+    variables = model.init(jax.random.key(0), IDS)
+    rows, updated = model.apply(variables, IDS, train=True, mutable=hkv.linen.MUTABLE)
+    gradients = {"table_rows_0": jnp.ones_like(rows)}
+    tables = hkv.linen.update_tables(updated, gradients, **options)
+    np.testing.assert_allclose(rows - hkv.find(tables["table"], IDS)[1].values, step, rtol=1e-5)
+
+
 def test_flax_serialization_takes_leaves_in_any_order():
     table = SGD.init(hkv.create(128, DIM, policy=hkv.Policy.EPOCH_LRU))
     table, _ = hkv.find_or_insert(hkv.advance_epoch(table, 3), IDS)

@@ -408,7 +408,13 @@ def test_a_training_state_takes_another_rate_without_compiling(module):
 
 
 def test_a_rate_of_an_injected_transformation_is_set_likewise():
-    opt = hkv.optim.sparse(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
+    """Another number whose name ends like its name is not taken for it."""
+
+    def sgd(learning_rate, least_learning_rate):
+        return optax.sgd(jnp.maximum(learning_rate, least_learning_rate))
+
+    injected = optax.inject_hyperparams(sgd)(learning_rate=1.0, least_learning_rate=0.1)
+    opt = hkv.optim.sparse(injected)
     table, result = hkv.find_or_insert(opt.init(hkv.create(128, DIM)), IDS)
     table = opt.update(
         hkv.optim.set_learning_rate(table, 0.5), result, jnp.ones((3, DIM), jnp.float32)
