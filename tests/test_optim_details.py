@@ -150,6 +150,23 @@ def test_a_norm_is_seen_whatever_its_bound(bound):
         hkv.optim.sparse(clipping).init(hkv.create(128, DIM))
 
 
+def test_a_norm_is_that_of_the_rows_of_all_tables():
+    results = [hkv.find_or_insert(hkv.create(128, 1), IDS[:1])[1] for _ in range(2)]
+    gradients = [jnp.full((1, 1), number, jnp.float32) for number in (3, 4)]
+    _, rows, norm = hkv.optim.clip_by_global_norm(1.0, {}, results, gradients)
+    np.testing.assert_allclose([norm, *np.ravel(rows)], [5, 0.6, 0.8], rtol=1e-6)
+
+
+def test_a_state_may_start_from_nan():
+    """It depends on no row for that."""
+    starts = optax.GradientTransformation(
+        lambda params: jnp.full_like(params, jnp.nan),
+        lambda updates, state, params=None: (updates, state),
+    )
+    table = hkv.optim.sparse(starts).init(hkv.create(128, DIM))
+    assert jnp.isnan(table.optimizer.rows["state"]).all()
+
+
 def test_the_norm_of_complex_parameters_is_that_of_optax():
     """Of both parts; gradients of which one was left out came through unclipped."""
     gradients = {"w": jnp.array([3 + 2j, -4j, 1]), "b": jnp.array([2.0, 0.5])}
