@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jaxlib
 import pytest
 
 HERE = Path(__file__).parent / "cpp"
@@ -89,6 +90,12 @@ def test_a_program_that_does_what_is_undefined_ends(sanitizer, tmp_path):
     built = run([find_compiler(), *sanitizer, str(source), "-o", program])
     assert built.returncode == 0, tail(built)
     assert run([program]).returncode != 0
+
+
+def test_a_call_that_is_wrong_is_refused_and_a_failure_told(tmp_path):
+    """By the handlers' own checks, behind those of Python, against the headers of this jaxlib."""
+    headers = f"-isystem{Path(jaxlib.__file__).parent / 'include'}"
+    assert_program_passes("test_handler", tmp_path, headers)
 
 
 def test_members_of_a_tile_that_part_ways_are_found_out(tmp_path):
