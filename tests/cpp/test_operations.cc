@@ -1,5 +1,8 @@
 // The operations on threads of the CPU backend and on tiles of host threads leave the same bytes.
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <iterator>
 
 #include "scenarios.h"
 
@@ -79,11 +82,19 @@ void tile_functions(Checks& checks) {
   }
 }
 
+// Where a table's array begins or goes on that has an element somewhere else, at so many elements from here.
+template <class T>
+T* at(const void* address, int64_t elements) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(address) +
+                              static_cast<uintptr_t>(elements * static_cast<int64_t>(sizeof(T))));
+}
+
 // Members of a tile look for keys of their own, in buckets of few and of many equal digests; some do not.
 template <int kSize>
 void tile_probes(Checks& checks) {
   constexpr int kBuckets = 3;
   constexpr Key kKey = (Key{5} << 32) - 60;  // of lane 0: the low words of others begin at 0 again
+  constexpr int64_t kLast = int64_t{1} << 24;  // buckets of the largest table
   Lockstep lockstep;
   Random random(kSeed + kSize);
   const std::string where = "probes of a tile of " + std::to_string(kSize);
@@ -96,6 +107,10 @@ void tile_probes(Checks& checks) {
       digests[slot] = static_cast<Digest>(random.below(codes + 1));
       keys[slot] = Words::of(kKey + static_cast<uint64_t>(slot % kLanes));
     }
+    // Of the first buckets, or the last ones of a large table: as if the arrays had begun long before.
+    const int64_t first = trial % 4 == 0 ? kLast - kBuckets : 0;
+    const auto* all_digests = at<Digest>(digests, -first * kLanes);
+    const auto* all_keys = at<Words>(keys, -first * kLanes);
     Probe probes[kSize];
     int lanes[kSize];
     for (int member = 0; member < kSize; ++member) {
@@ -104,14 +119,14 @@ void tile_probes(Checks& checks) {
       const bool is_there = lane < kLanes && random.chance(0.7);
       const auto code =
           is_there ? digests[bucket * kLanes + lane] : static_cast<Digest>(1 + random.below(codes));
-      probes[member] = {random.chance(0.8), bucket, code, kKey + static_cast<uint64_t>(lane)};
-      lanes[member] = SerialGroup::find_each(digests, keys, probes[member]);
+      probes[member] = {random.chance(0.8), first + bucket, code, kKey + static_cast<uint64_t>(lane)};
+      lanes[member] = SerialGroup::find_each(all_digests, all_keys, probes[member]);
       found += lanes[member] >= 0 ? 1 : 0;
     }
     bool same[kSize];
     lockstep.run(kSize, trial % 2 == 0, [&](int member) {
       const LockstepTile<kSize> tile{{&lockstep, member}};
-      same[member] = tile.find_each(digests, keys, probes[member]) == lanes[member];
+      same[member] = tile.find_each(all_digests, all_keys, probes[member]) == lanes[member];
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
   }
@@ -166,6 +181,61 @@ void tile_copies(Checks& checks) {
   }
 }
 
+// Rows more than 2^31 and 2^32 bytes behind the first one, written in three ways and read back.
+template <class Executor, class Workers>
+void far_rows(Checks& checks, Workers& workers) {
+  constexpr int64_t kWidth = 1024;
+  constexpr int64_t kRowBytes = kWidth * static_cast<int64_t>(sizeof(float));
+  // Pairs that are the same modulo 2^32 bytes, and some behind 2^31.
+  constexpr Slot kSlots[] = {7, (1 << 20) + 7, 1 << 19, (1 << 19) + (1 << 20), (1 << 21) - 1, (1 << 20) - 1};
+  constexpr auto kCount = static_cast<int64_t>(std::size(kSlots));
+  constexpr int64_t kBytes = (int64_t{1} << 21) * kRowBytes;
+  void* const memory = mmap(nullptr, static_cast<size_t>(kBytes), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return;  // no machine of that size
+  const auto rows_of = [](void* data, int64_t count) {
+    return RowsView{static_cast<char*>(data), RowType::kFloat32, count, kWidth, kRowBytes};
+  };
+  const RowsView values = rows_of(memory, kBytes / kRowBytes);
+  Executor executor(workers);
+  std::vector<Slot> slots(std::begin(kSlots), std::end(kSlots));
+  const std::vector<Words> keys(slots.size(), Words{});
+  std::vector<float> numbers(static_cast<size_t>(kCount * kWidth));
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i);
+  const RowsView rows = rows_of(numbers.data(), kCount);
+  std::vector<float> read(numbers.size());
+  const auto expect_rows = [&](float factor, const std::string& what) {
+    executor.each(
+        kCount, GatherRows::Step{{}, 0.0f, values, slots.data(), nullptr, {}, rows_of(read.data(), kCount)});
+    bool is_same = true;
+    for (size_t i = 0; i < read.size(); ++i) is_same = is_same && read[i] == factor * numbers[i];
+    checks.expect(is_same, what + " more than 2^31 bytes behind the first row");
+  };
+  executor.each(kCount, ScatterRows::Step{kCount, values, slots.data(), nullptr, rows});
+  expect_rows(1.0f, "copied rows");
+  executor.each(kCount, AddRows::Step{values, slots.data(), rows});
+  expect_rows(2.0f, "sums");
+  executor.each(kCount, InitRows::Step{kCount, {}, values, slots.data(), keys.data()});
+  expect_rows(0.0f, "first rows");
+  munmap(memory, static_cast<size_t>(kBytes));
+}
+
+// In which order a large batch's keys are claimed, with all digits of the products.
+void far_positions(Checks& checks) {
+  using distinct::State;
+  constexpr int64_t kCount = (int64_t{3} << 29) + 5;
+  constexpr int64_t kBlocks = kCount / State::kBlock;
+  const State state{{}, kCount, State::stride_for(kCount), nullptr, {}, {}};
+  bool is_same = true;
+  for (int64_t block = 0; block < kBlocks; block += kBlocks / 1000) {
+    const auto claimed =
+        static_cast<unsigned __int128>(block) * static_cast<uint64_t>(state.stride) % kBlocks;
+    is_same = is_same &&
+              state.position(block * State::kBlock + 3) == static_cast<int64_t>(claimed) * State::kBlock + 3;
+  }
+  checks.expect(is_same && state.position(kCount - 1) == kCount - 1, "positions of a large batch");
+}
+
 }  // namespace
 
 int main() {
@@ -182,6 +252,11 @@ int main() {
   tile_copies<4>(checks);
   tile_copies<8>(checks);
   tile_copies<32>(checks);
+  Team team(2);
+  far_rows<HostTileExecutor>(checks, team);
+  ThreadPool pool(2);
+  far_rows<CpuExecutor<ThreadPool>>(checks, pool);
+  far_positions(checks);
   small_batches(checks);
   large_batches(checks);
   return checks.finish();
