@@ -71,6 +71,19 @@ def test_few_of_very_many_keys_are_let_in(policy, choices, buckets, count, twin,
     assert 64 < outcome.counts.evicted <= LANES * buckets and outcome.counts.refused > 3000
 
 
+@pytest.mark.parametrize("score", [5, U64_MAX - 5])
+@pytest.mark.parametrize("place", [1300, 1999])
+def test_a_tie_is_let_in_among_very_many_refused_keys(score, place, twin):
+    """12: in a stretch of which it is the highest, and in the rest of the batch behind them all."""
+    both = full_bucket(twin, "CUSTOM", np.full(LANES, score, np.uint64))
+    keys = np.arange(10**6, 10**6 + 2000, dtype=np.uint64)
+    scores = np.full(len(keys), score - 1, np.uint64)
+    scores[place] = score
+    outcome = both.insert_and_evict(keys, rows_of(keys), scores)
+    assert outcome.counts == (2000, 0, 1, 1, 1999, 0)
+    assert outcome.slots[place] == 0
+
+
 def test_present_keys_accept_a_lower_score(twin):
     """11: exactly as given."""
     both = full_bucket(twin, "CUSTOM", 100 + LANE_NUMBERS)
@@ -128,14 +141,15 @@ def test_present_keys_of_a_batch_are_not_evicted_by_it(twin):
 
 
 @pytest.mark.parametrize("pinned", [0, 1])
-def test_a_bucket_whose_entries_are_all_pinned_is_not_asked(pinned, twin):
-    """13: the other candidate evicts, though its scores are higher."""
+@pytest.mark.parametrize(("stored", "given"), [(100, 200), (U64_MAX, U64_MAX)])
+def test_a_bucket_whose_entries_are_all_pinned_is_not_asked(pinned, stored, given, twin):
+    """13: the other candidate evicts, though its scores are higher, or no score is."""
     both = twin(2 * LANES, 1, policy="CUSTOM", choices=2)
     keys = np.arange(2 * LANES, dtype=np.uint64)
-    both.insert_or_assign(keys, rows_of(keys), np.full(len(keys), 100, np.uint64))
+    both.insert_or_assign(keys, rows_of(keys), np.full(len(keys), stored, np.uint64))
     present = keys[both.find(keys).slots // LANES == pinned]
     asked = np.concatenate([present, 1000 + LANE_NUMBERS[:50]])
-    scores = np.repeat(np.array([1, 200], np.uint64), [LANES, 50])
+    scores = np.repeat(np.array([1, given], np.uint64), [LANES, 50])
     outcome = both.insert_or_assign(asked, rows_of(asked), scores)
     assert outcome.counts == (178, 128, 50, 50, 0, 0)
     assert (outcome.slots[LANES:] // LANES == 1 - pinned).all()
