@@ -35,11 +35,21 @@ int main(int count, char** arguments) {
   require(cudaGetDeviceCount(&devices), "no CUDA device");
   Checks checks(size == "broken");
 #if CUDART_VERSION >= 12050
-  const LoadedKernels& kernels = load_kernels_of(0);
-  checks.expect(kernels.failure.empty(), "kernels are not loaded: " + kernels.failure);
-  checks.expect(kernels.all > 0 && kernels.loaded == kernels.all, "not all kernels are loaded");
-  std::printf("%zu kernels are loaded\n", kernels.loaded);
+  // On the last device all is launched then; where there is one only, on that.
+  for (const int device : {0, devices - 1}) {
+    const LoadedKernels& kernels = load_kernels_of(device);
+    checks.expect(kernels.failure.empty(), "kernels are not loaded: " + kernels.failure);
+    checks.expect(kernels.all > 0 && kernels.loaded == kernels.all, "not all kernels are loaded");
+    std::printf("%zu kernels are loaded\n", kernels.loaded);
+  }
+  load_kernels_of(devices);
+  int current = -1;
+  checks.expect(cudaGetLastError() == cudaSuccess,
+                "a device that is not there is what later calls are told of");
+  checks.expect(cudaGetDevice(&current) == cudaSuccess && current == 0,
+                "loading leaves another device current");
 #endif
+  require(cudaSetDevice(devices - 1), "cudaSetDevice");
   CpuMachine cpu("the CPU", 4, 'a');
   CudaMachine launched("the device", false, 'b');
   CudaMachine captured("the device, captured", true, 'c');

@@ -30,10 +30,12 @@ namespace {
 ptx::Memory memory;
 Random order_of_threads{7};
 CUgraph_st* captured = nullptr;
-std::set<const void*> loaded;  // functions that stand for kernels
+std::map<int, std::set<const void*>> loaded;  // by device: functions that stand for kernels
 
 // So few that batches of a test have several indices for a group, as large ones have on a device of silicon.
 const int kMultiprocessors = device_form.multiprocessors = 2;
+
+bool is_loaded(const void* function) { return loaded[device_form.device].contains(function); }
 
 const ptx::Kernel& find_kernel(const std::string& name) {
   static const std::map<std::string, ptx::Kernel> kKernels = [] {
@@ -81,11 +83,11 @@ CUresult get_function(CUfunction* function, CUkernel kernel) {
   return CUDA_SUCCESS;
 }
 CUresult load_function(CUfunction function) {
-  loaded.insert(function);
+  loaded[device_form.device].insert(function);
   return CUDA_SUCCESS;
 }
 CUresult get_state(CUfunctionLoadingState* state, CUfunction function) {
-  *state = loaded.contains(function) ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
+  *state = is_loaded(function) ? CU_FUNCTION_LOADING_STATE_LOADED : CU_FUNCTION_LOADING_STATE_UNLOADED;
   return CUDA_SUCCESS;
 }
 
@@ -106,7 +108,7 @@ ptx::Memory& ptx_memory() { return memory; }
 
 cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments) {
   const ptx::Kernel& kernel = find_kernel(kernel_names().at(function));
-  if (!loaded.empty() && !loaded.contains(function)) ptx::stop(kernel.name + ": is not among those loaded");
+  if (!loaded.empty() && !is_loaded(function)) ptx::stop(kernel.name + ": is not among those loaded");
   if (grid.y * grid.z * block.y * block.z != 1) ptx::stop(kernel.name + ": more than one dimension");
   if (shared != 0) ptx::stop(kernel.name + ": shared memory that the launch asks for");
   if (grid.x == 0 || block.x == 0 || block.x > kernel.most_threads) return cudaErrorInvalidConfiguration;
@@ -161,7 +163,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** address, u
 }
 #endif
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-  *stream = nullptr;
+  *stream = kStream;
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }

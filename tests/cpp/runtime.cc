@@ -18,6 +18,21 @@ std::map<const void*, std::string>& names() {
 
 dim3 pushed_grid, pushed_block;
 size_t pushed_shared;
+cudaStream_t pushed_stream;
+constexpr int kDevices = 128;  // as many as CUB remembers
+cudaError_t last_error = cudaSuccess;
+
+// As every call of the runtime does it: who asks for the last error later is told of this one.
+cudaError_t told(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+template <class Work>
+cudaError_t give(cudaStream_t stream, const Work& work) {
+  if (stream != kStream) return told(cudaErrorInvalidResourceHandle);
+  return told(device_form.refusal != cudaSuccess ? device_form.refusal : work());
+}
 
 }  // namespace
 
@@ -44,32 +59,35 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(function));
   return cudaSuccess;
 }
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t) {
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   pushed_grid = grid;
   pushed_block = block;
   pushed_shared = shared;
+  pushed_stream = stream;
   return 0;
 }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   *grid = pushed_grid;
   *block = pushed_block;
   *shared = pushed_shared;
-  *static_cast<cudaStream_t*>(stream) = nullptr;
+  *static_cast<cudaStream_t*>(stream) = pushed_stream;
   return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
-                               cudaStream_t) {
-  return launch_kernel(kernel, grid, block, shared, arguments);
+                               cudaStream_t stream) {
+  return give(stream, [&] { return launch_kernel(kernel, grid, block, shared, arguments); });
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
-                             cudaStream_t) {
-  return launch_kernel(function, grid, block, shared, arguments);  // what nvcc 12 calls
+                             cudaStream_t stream) {  // what nvcc 12 calls
+  return give(stream, [&] { return launch_kernel(function, grid, block, shared, arguments); });
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-  return launch_kernel(function, config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments);
+  return give(config->stream, [&] {
+    return launch_kernel(function, config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments);
+  });
 }
-cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
-  return set_memory(address, value, bytes);
+cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
+  return give(stream, [&] { return set_memory(address, value, bytes); });
 }
 // CUB's way of sorting by no bits at all, which nobody asks for.
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
@@ -96,15 +114,19 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = device_form.sm;  // CUB remembers what it was told of a device
+  *device = device_form.device;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 128;  // as many as CUB remembers
+  *count = kDevices;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return std::exchange(device_form.error, cudaSuccess); }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return told(cudaErrorInvalidDevice);
+  device_form.device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return last_error; }
 const char* cudaGetErrorString(cudaError_t) { return "refused by the test's runtime"; }
 }

@@ -13,9 +13,14 @@ namespace hkv::testing {
 struct DeviceForm {
   int sm = 90;  // the compute capability
   int multiprocessors = 132;
-  cudaError_t error = cudaSuccess;  // of the next launch
+  int device = 0;                     // the current one
+  cudaError_t refusal = cudaSuccess;  // of every launch and memset
 };
 extern DeviceForm device_form;
+
+// The only stream. What comes on another one, the default one above all, would not wait for what the caller
+// has put on its own: it is refused.
+inline const cudaStream_t kStream = reinterpret_cast<cudaStream_t>(uintptr_t{0x5000});
 
 // The names of kernels, by the functions that stand for them on the host.
 const std::map<const void*, std::string>& kernel_names();

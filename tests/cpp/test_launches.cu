@@ -18,6 +18,7 @@ namespace {
 
 using namespace hkv;
 using testing::device_form;
+using testing::kStream;
 using testing::notes;
 
 // Arrays of a size, at addresses that belong to nobody.
@@ -87,7 +88,7 @@ void check(testing::Checks& checks, int64_t n, int64_t choices, bool has_optiona
   operation.describe(binder);
   Arena arena(reinterpret_cast<void*>(uintptr_t{1} << 40));
   reserve<CudaExecutor>(operation, arena);
-  CudaExecutor executor(nullptr);
+  CudaExecutor executor(kStream);
   notes.launches = 0;
   run_steps(operation, executor);
   const std::string where =
@@ -98,11 +99,50 @@ void check(testing::Checks& checks, int64_t n, int64_t choices, bool has_optiona
 }
 
 void check_error(testing::Checks& checks, cudaError_t error, const std::string& expected) {
-  CudaExecutor executor(nullptr);
-  device_form.error = error;
+  CudaExecutor executor(kStream);
+  device_form.refusal = error;
   executor.each(1, Nothing{});
+  device_form.refusal = cudaSuccess;
   checks.expect(executor.failure().find(expected) != std::string::npos,
                 "no \"" + expected + "\" in: " + executor.failure());
+}
+
+struct One {
+  HKV_HOST_DEVICE int32_t operator()(int64_t) const { return 1; }
+};
+
+void* nobodys() { return reinterpret_cast<void*>(uintptr_t{1} << 40); }
+void zero(CudaExecutor& executor) { executor.zero(nobodys(), 4); }
+void launch(CudaExecutor& executor) { executor.each(1, Nothing{}); }
+void scan(CudaExecutor& executor, int64_t n) {
+  executor.scan(n, One{}, static_cast<int32_t*>(nobodys()), static_cast<char*>(nobodys()));
+}
+void group(CudaExecutor& executor) {
+  constexpr int64_t kItems = 1000;
+  Arena arena(nobodys());
+  Groups groups = Groups::take(arena, kItems, kItems);
+  executor.group(groups, arena.take<char>(CudaExecutor::group_bytes(kItems)));
+}
+
+// What is refused is told, and ends the call: nothing is launched that would read what was not written, a
+// later refusal does not hide it, and who uses the thread next is not told of it.
+template <class Work>
+void check_refusal(testing::Checks& checks, const std::string& expected, const Work& work) {
+  CudaExecutor executor(kStream);
+  device_form.refusal = cudaErrorIllegalAddress;
+  work(executor);
+  checks.expect(executor.failure().find(expected) == 0, "no \"" + expected + "\" in: " + executor.failure());
+  checks.expect(cudaGetLastError() == cudaSuccess, expected + ": left for the next call");
+  device_form.refusal = cudaSuccess;
+  notes.launches = 0;
+  zero(executor);
+  launch(executor);
+  scan(executor, 1000);
+  group(executor);
+  scan(executor, int64_t{1} << 31);
+  executor.finish();
+  checks.expect(notes.launches == 0, expected + ": and something was launched after it");
+  checks.expect(executor.failure().find(expected) == 0, expected + ": is no longer what went wrong");
 }
 
 }  // namespace
@@ -111,9 +151,14 @@ int main() {
   testing::Checks checks;
   check_error(checks, cudaErrorNoKernelImageForDevice, "compiled for the GPUs " HKV_BUILT_FOR);
   check_error(checks, cudaErrorInsufficientDriver, "compiled by CUDA " + kToolkit);
-  check_error(checks, cudaErrorIllegalAddress, "or something before it, failed");
+  check_refusal(checks, "cudaMemsetAsync failed", zero);
+  check_refusal(checks, "a kernel launch, or something before it, failed", launch);
+  check_refusal(checks, "CUB failed", [](CudaExecutor& executor) { scan(executor, 1000); });
+  check_refusal(checks, "CUB failed", group);
+  check_refusal(checks, "the batch is too large: 2147483648 items",
+                [](CudaExecutor& executor) { scan(executor, int64_t{1} << 31); });
   for (const int sm : {80, 90, 100}) {
-    device_form.sm = sm;
+    device_form.sm = device_form.device = sm;  // CUB remembers what it was told of a device
     int asked = 0;
     checks.expect(cub::PtxVersion(asked) == cudaSuccess && asked == 10 * sm, "CUB looks at another device");
     for (int power = 0; power <= 30; ++power) {
