@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
@@ -52,6 +55,22 @@ def test_lru_scores_are_the_time_of_the_last_batch(name, policy, twin, rng):
     untouched = LANE_NUMBERS[60:]
     assert (scores_of(both, untouched) == 1).all()
     assert both.oracle.size == LANES
+
+
+@pytest.mark.parametrize("policy", ["LRU", "EPOCH_LRU"])
+def test_the_time_goes_on_behind_32_bits(policy, twin):
+    """19, 21: a score of LRU has all of it, one of EPOCH_LRU the low word."""
+    both = twin(LANES, 1, policy=policy)
+    index = dataclasses.replace(both.table.index, clock=jnp.array([U32_MAX - 1, 4], jnp.uint32))
+    both.table = dataclasses.replace(both.table, index=index)
+    both.oracle = oracle.Oracle.from_table(both.table)
+    both.advance_epoch(2)
+    for key in range(3):
+        both.insert_or_assign(words(key), rows_of(words(key)))
+    high = (4, 5, 5) if policy == "LRU" else (2, 2, 2)
+    low = (U32_MAX, 0, 1)
+    expected = [(upper << 32) + lower for upper, lower in zip(high, low, strict=True)]
+    assert scores_of(both, words(0, 1, 2)).tolist() == expected
 
 
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "EPOCH_LRU", "EPOCH_LFU"])
@@ -153,6 +172,8 @@ def test_epoch_lfu_counts_within_the_epoch_and_saturates(name, twin):
     write(both, name, words(1, 2, 2, 2))
     expected = [(4 << 32) + 12, (4 << 32) + U32_MAX, (3 << 32) + U32_MAX]
     assert scores_of(both, words(1, 2, 3)).tolist() == expected
+    write(both, name, words(1), words(U64_MAX - 3))  # more than 64 bits with what it has
+    assert scores_of(both, words(1)).tolist() == [(4 << 32) + U32_MAX]
 
 
 def test_an_older_epoch_goes_before_a_lower_count(twin):
