@@ -134,6 +134,9 @@ class Scenario {
 
   Slot random_slot() { return static_cast<Slot>(random_.below(form_.buckets * kLanes + 1)) - 1; }
 
+  // Of a larger table: passed over, wherever a slot comes from callers.
+  Slot slot_beyond() { return static_cast<Slot>(form_.buckets * kLanes + random_.below(9)); }
+
   void upsert(int64_t n) {
     make_scores(n);
     std::vector<Slot> pinned;
@@ -161,7 +164,7 @@ class Scenario {
     call<FindSlots>(choices, {{"slots", "found_slots"}});
     std::vector<Slot> stale = machines_["found_slots"].as<Slot>();
     for (Slot& slot : stale) {
-      if (random_.chance(0.3)) slot = random_slot();
+      if (random_.chance(0.3)) slot = random_.chance(0.1) ? slot_beyond() : random_slot();
     }
     machines_.set("stale_slots", Buffer::of(stale));
     call<VerifySlots>({}, {{"slots", "stale_slots"}});
@@ -206,11 +209,11 @@ class Scenario {
     return buffer;
   }
 
-  // The distinct keys' slots, each once: without those that a later step does not write.
+  // The distinct keys' slots, each once: without those that a later step does not write, and some beyond.
   std::vector<Slot> written_slots(double kept) {
     std::vector<Slot> slots = machines_["unique_slots"].as<Slot>();
     for (Slot& slot : slots) {
-      if (!random_.chance(kept)) slot = kNoSlot;
+      if (!random_.chance(kept)) slot = random_.chance(0.1) ? slot_beyond() : kNoSlot;
     }
     return slots;
   }
@@ -240,7 +243,8 @@ class Scenario {
   void sums(int64_t n) {
     machines_.set("gradients", random_rows(n, form_.type));
     call<CombineRows>({}, {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}});
-    call<AddRows>({}, {{"slots", "unique_slots"}, {"deltas", "sums"}});
+    machines_.set("summed_slots", Buffer::of(written_slots(0.9)));
+    call<AddRows>({}, {{"slots", "summed_slots"}, {"deltas", "sums"}});
     if (random_.chance(0.2)) sums_of_any_numbers(n);
     weigh(n);
     call<CombineRows>({}, kTerms);
@@ -318,7 +322,7 @@ class Scenario {
     attributes["stochastic"] = is_stochastic ? 1 : 0;
     attributes["seed"] = static_cast<double>(random_.below(1 << 20));
     Names names = kTerms;
-    names.insert({{"slots", "unique_slots"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
+    names.insert({{"slots", "summed_slots"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
     call<UpdateRows<Rule>>(attributes, names);
   }
 
@@ -329,7 +333,7 @@ class Scenario {
     if (random_.chance(0.3)) initial.clear();  // all positions
     machines_.set("initial", Buffer::of(initial));
     machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
-    call<GatherRows>(init, {{"slots", "found_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
+    call<GatherRows>(init, {{"slots", "stale_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
     if (form_.type != RowType::kOther) pool(n, init);
     find(init);
   }
@@ -370,7 +374,7 @@ class Scenario {
     }
     machines_.set("splits", Buffer::of(splits));
     machines_.set("pool_weights", Buffer::of(weights));
-    call<PoolRows>(init, {{"slots", "found_slots"},
+    call<PoolRows>(init, {{"slots", "stale_slots"},
                           {"keys", "initial_keys"},
                           {"weights", "pool_weights"},
                           {"pooled", "pooled_bags"}});
@@ -384,8 +388,9 @@ class Scenario {
   void erase() {
     const auto digests = machines_["digests"].as<Digest>();
     std::vector<Slot> slots = written_slots(0.4);
-    std::erase_if(slots,
-                  [&](Slot slot) { return slot >= 0 && digests[static_cast<size_t>(slot)] == kEmpty; });
+    std::erase_if(slots, [&](Slot slot) {
+      return slot >= 0 && slot < form_.buckets * kLanes && digests[static_cast<size_t>(slot)] == kEmpty;
+    });
     machines_.set("erased_slots", Buffer::of(slots));
     call<EraseSlots>({}, {{"slots", "erased_slots"}});
   }
