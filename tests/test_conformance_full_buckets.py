@@ -71,6 +71,19 @@ def test_few_of_very_many_keys_are_let_in(policy, choices, buckets, count, twin,
     assert 64 < outcome.counts.evicted <= LANES * buckets and outcome.counts.refused > 3000
 
 
+def test_a_victim_may_be_in_the_first_lane_of_the_second_candidate(twin, rng):
+    """13: for a batch of few keys, which look at both buckets as one row of 256 lanes."""
+    both = twin(16 * LANES, 1, policy="CUSTOM", choices=2)
+    keys = np.arange(48 * LANES, dtype=np.uint64)
+    both.insert_or_assign(keys, rows_of(keys), np.full(len(keys), 100, np.uint64))
+    slots = both.find(keys).slots
+    firsts = keys[(slots >= 0) & (slots % LANES == 0)]
+    both.assign(firsts, scores=rng.permutation(np.arange(16, dtype=np.uint64)))
+    newcomers = np.arange(10**6, 10**6 + 7, dtype=np.uint64)
+    outcome = both.insert_or_assign(newcomers, rows_of(newcomers), np.full(7, 200, np.uint64))
+    assert outcome.counts.evicted == 7
+
+
 @pytest.mark.parametrize("score", [5, U64_MAX - 5])
 @pytest.mark.parametrize("place", [1300, 1999])
 def test_a_tie_is_let_in_among_very_many_refused_keys(score, place, twin):
