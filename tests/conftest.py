@@ -37,13 +37,27 @@ def pytest_addoption(parser):
     parser.addoption("--x64", action="store_true", help="with 64-bit numbers enabled in jax")
     parser.addoption("--seed", type=int, default=None, help="seed of every `rng`, else random")
     parser.addoption("--passed", type=Path, help="file of tests to leave out; those that pass join")
+    parser.addoption("--programs", type=Path, help="folder where XLA finds what it compiled before")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: a test of full size, run only with --slow")
     jax.config.update("jax_enable_x64", config.getoption("--x64"))
+    if config.getoption("--programs"):
+        keep_programs(config.getoption("--programs"))
     if config.getoption("--passed"):
         config.pluginmanager.register(Passed(config))
+
+
+def keep_programs(folder: Path):
+    """Tests make many programs that others have made: XLA loads them.
+
+    Each process has a folder of its own, since JAX writes them where another would read a half.
+    """
+    own = folder / os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    jax.config.update("jax_compilation_cache_dir", str(own))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Passed:

@@ -98,6 +98,14 @@ def test_a_call_that_is_wrong_is_refused_and_a_failure_told(tmp_path):
     assert_program_passes("test_handler", tmp_path, headers)
 
 
+def test_no_product_and_sum_become_one(count_traffic):
+    """By the flags of the build, which on a GPU would else have other last bits than on the CPU."""
+    build = (SOURCES.parent / "CMakeLists.txt").read_text()
+    assert re.search(r"^set\(HKV_CUDA_FLAGS [^)]*-fmad=false", build, re.MULTILINE)
+    assert re.search(r"^set\(HKV_CXX_FLAGS [^)]*-ffp-contract=off", build, re.MULTILINE)
+    assert "-fmad=false" in count_traffic.NVCC  # as the programs here
+
+
 def test_members_of_a_tile_that_part_ways_are_found_out(tmp_path):
     """In lockstep, as all Python tests can run the CUDA backend's steps (CONTRIBUTING.md)."""
     assert_program_passes("test_lockstep", tmp_path)
