@@ -151,6 +151,7 @@ class Embed(_Layer):
         :class:`jax_hkv.sharding.Exchange`; the model is made by :func:`place` then. `capacity` is
         that of all devices together. None: one device.
       return_evicted: whether `evicted` of a step's report carries the entries that had to go.
+      rngs: for code that gives every layer of nnx some; they play no part, see `seed`.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Embed(_Layer):
         name: str = "embed",
         axis_name: Any = None,
         return_evicted: bool = False,
+        rngs: Any = None,
     ):
         super().__init__()
         call = type(self).__name__
@@ -291,6 +293,7 @@ class EmbedCollection(_Layer):
       unseen: see :class:`Embed`; "learned" is a row for each table.
       axis_name: see :class:`Embed`.
       return_evicted: see :class:`Embed`.
+      rngs: see :class:`Embed`.
     """
 
     def __init__(
@@ -301,6 +304,7 @@ class EmbedCollection(_Layer):
         unseen: _arguments.Unseen = "initial",
         axis_name: Any = None,
         return_evicted: bool = False,
+        rngs: Any = None,
     ):
         super().__init__()
         call = type(self).__name__

@@ -301,3 +301,20 @@ def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(kind
         step = placement.step(lambda table, ids: (table, loss_of(jax.lax.psum(ids, "device"))))
     step(state, ids)
     assert seen and not any(seen) and is_rematerializing()
+
+
+def test_scores_of_a_batch_are_read_behind_its_lookup_without_a_copy():
+    """Counts of LFU, by which a sampled softmax corrects for popularity; as the guide has it."""
+    opt = hkv.optim.sgd(0.5)
+
+    def step(table, ids):
+        table, result = hkv.find_or_insert(table, ids)
+        counts = table.index.scores.reshape(-1, 2)[result.slots]
+        return opt.update(table, result, result.values * counts[:, :1]), counts
+
+    table = opt.init(hkv.create(1024, 4, policy=hkv.Policy.LFU))
+    ids = jnp.array([5, 5, 7, 9], jnp.int32)
+    hkv.testing.assert_no_table_copies(step, table, ids)
+    for seen in (1, 2):
+        table, counts = step(table, ids)
+        np.testing.assert_array_equal(counts, [[2 * seen, 0], [2 * seen, 0], [seen, 0], [seen, 0]])

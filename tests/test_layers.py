@@ -471,7 +471,36 @@ def test_what_python_decides_by_is_no_argument_of_a_step(api, mode):
     assert "train_step(functools.partial(loss_fn" in "".join(raised.value.__notes__)
 
 
+def test_layers_of_nnx_take_random_streams_as_others_do():
+    """And begin with the rows that they have without them, by their seed."""
+    collection = hkv.Collection([hkv.TableConfig("a", 128, 4)], [hkv.Feature("f", "a", "sum")])
+    ids = np.arange(4, dtype=np.int32).reshape(2, 2)
+    layers = [
+        (functools.partial(hkv.nnx.Embed, 128, 4), ids),
+        (functools.partial(hkv.nnx.EmbedBag, 128, 4), ids),
+        (functools.partial(hkv.nnx.EmbedCollection, collection), {"f": ids}),
+    ]
+    for make, given in layers:
+        jax.tree.map(np.testing.assert_array_equal, make()(given), make(rngs=nnx.Rngs(7))(given))
+
+
 # --- What a model sows ---------------------------------------------------------------------------
+
+
+def test_a_loss_may_have_a_penalty_on_parameters_of_linen():
+    """By the half of their squares alone, a rate of 0.5 halves them; as the guide has it."""
+    ids = np.arange(6, dtype=np.int32).reshape(3, 2)
+    state = hkv.linen.TrainState.create(LinenModel(), jax.random.key(0), ids, tx=optax.sgd(0.5))
+    before = jax.tree.map(np.asarray, state.params)
+
+    def loss_fn(apply, ids):
+        params = apply(method=lambda model: model.variables["params"])
+        squares = sum((leaf**2).sum() for leaf in jax.tree.leaves(params))
+        return 0 * apply(ids, train=True).sum() + 0.5 * squares
+
+    state, _ = hkv.linen.train_step(loss_fn)(state, ids)
+    assert any(leaf.any() for leaf in jax.tree.leaves(before))
+    jax.tree.map(lambda old, new: np.testing.assert_allclose(new, old / 2), before, state.params)
 
 
 class Sowing(nn.Module):
