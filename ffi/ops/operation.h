@@ -28,6 +28,11 @@
 #include "core/rows.h"
 #include "core/scoring.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define HKV_WATCHED_ARRAYS 1
+#endif
+
 namespace hkv {
 
 // An operand or a result: `rows` is the size of its leading axis.
@@ -145,7 +150,8 @@ HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor
 template <int kBlock>
 inline constexpr int kRowsAhead = kBlock == 4 ? 4 : 1;
 
-// Cuts a workspace into aligned arrays. Without a base it measures.
+// Cuts a workspace into aligned arrays. Without a base it measures. AddressSanitizer takes the workspace for
+// one array: where it watches, arrays lie apart, and what is between them is nobody's.
 class Arena {
  public:
   explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
@@ -153,7 +159,15 @@ class Arena {
   template <class T>
   T* take(int64_t count) {
     const size_t offset = used_;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+#ifdef HKV_WATCHED_ARRAYS
+    used_ += kAlignment;
+    if (base_) {
+      ASAN_UNPOISON_MEMORY_REGION(base_ + offset, bytes);  // another layout may have left it out
+      ASAN_POISON_MEMORY_REGION(base_ + offset + bytes, used_ - offset - bytes);
+    }
+#endif
     return base_ ? reinterpret_cast<T*>(base_ + offset) : nullptr;
   }
 

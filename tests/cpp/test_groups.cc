@@ -2,6 +2,7 @@
 // larger than those of the other tests, so that there are several parts, and parts that one key fills.
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "machines.h"
@@ -16,6 +17,22 @@ using Executor = CpuExecutor<ThreadPool>;
 constexpr int64_t kSizes[] = {0, 1, 77, 5000, 70000};
 
 std::vector<char> memory_of(int64_t bytes) { return std::vector<char>(static_cast<size_t>(bytes), '\xcd'); }
+
+// What lies behind an array of a workspace is watched, to the byte.
+void arrays_lie_apart(Checks& checks) {
+  const auto take = [](Arena& arena) { return std::pair{arena.take<char>(300), arena.take<int32_t>(3)}; };
+  Arena sizes;
+  take(sizes);
+  std::vector<char> memory = memory_of(static_cast<int64_t>(sizes.used()));
+  Arena arena(memory.data());
+  const auto [bytes, words] = take(arena);
+  checks.expect(arena.used() == memory.size(), "a workspace is as large as was measured");
+  checks.expect(reinterpret_cast<char*>(words) >= bytes + 300, "arrays do not overlap");
+#ifdef HKV_WATCHED_ARRAYS
+  checks.expect(!__asan_address_is_poisoned(bytes + 299) && __asan_address_is_poisoned(bytes + 300), "bytes");
+  checks.expect(!__asan_address_is_poisoned(words + 2) && __asan_address_is_poisoned(words + 3), "words");
+#endif
+}
 
 // Items that have a target, by (target, item).
 void groups(Checks& checks, int64_t n, int64_t limit, double hot) {
@@ -120,6 +137,7 @@ void distinct_keys(Checks& checks, int64_t n, int64_t universe, double hot) {
 
 int main() {
   Checks checks;
+  arrays_lie_apart(checks);
   for (const int64_t n : kSizes) {
     for (const double hot : {0.0, 0.5, 1.0}) {
       for (const int64_t limit : {1, 2, 9, 1000, 1024, 1025, 300000, 1 << 20, 1 << 24}) {
