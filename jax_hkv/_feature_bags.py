@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import pooled
 from jax_hkv._checks import as_mask, flat_mask
 from jax_hkv._keys import as_keys
-from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged, each_id_of
+from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged, each_id_of, unpadded
 from jax_hkv.table import Bags, jitted
 
 
@@ -79,10 +79,9 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
     """The bags of one feature, with the weights as they were given."""
     weights, valid = None, None
     if isinstance(ids, Padded):
-        valid, weights = ids.valid, ids.weights
+        ids, valid, weights = unpadded(call, ids, None, None)
         if weights is not None:
             weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
-        ids = ids.ids
     if isinstance(ids, Jagged) and combiner is None:
         each = each_id_of(call, ids, weights, valid)
         ids, valid, weights = each.ids, each.valid, each.weights

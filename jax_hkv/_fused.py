@@ -244,16 +244,16 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
     """
     call = "optim.set_learning_rate"
     check_table(call, table)
-    shared = table.optimizer.shared if table.optimizer else {}
-    names = [name for name in shared if _is_rate(name)]
-    own = [name for name in (table.optimizer.rows if table.optimizer else ()) if _is_rate(name)]
+    optimizer = table.optimizer
+    shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
+    names, own = ([name for name in each if _is_rate(name)] for each in (shared, rows))
     if own:
         raise ValueError(
             f"{call}: table must hold one learning rate for all rows, got one for each row in "
             f"table.optimizer.rows[{own[0]!r}]: make its optimizer by optim.sparse without "
             "count_per_row=True"
         )
-    if table.optimizer is None or len(names) != 1:
+    if optimizer is None or len(names) != 1:
         raise ValueError(
             f"{call}: table must hold one learning rate in table.optimizer.shared, got "
             f"{names or 'none'} among {sorted(shared)}: make its optimizer by "
@@ -264,7 +264,7 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
     old = shared[name]
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
     new = jnp.where(jnp.isnan(old), rate, jnp.clip(old, rate, rate)).astype(old.dtype)
-    rows = dataclasses.replace(table.optimizer, shared=shared | {name: new})
+    rows = dataclasses.replace(optimizer, shared=shared | {name: new})
     return dataclasses.replace(table, optimizer=rows)
 
 

@@ -226,8 +226,8 @@ def check_unmasked(what: str, array: Any) -> None:
 # What to do about ids that came as floats.
 OF_FLOATS = (
     "hash or cast them before they become floats, which round ids above 2**53. A column with "
-    "missing values comes as floats, or with None in it: fill those (fill_null(0), fillna(0)) "
-    "before NumPy makes an array of it, and give valid=, False where they were"
+    "missing values comes as floats, or with None in it: fill those (fill_null(0), or fillna(0) of "
+    "an Int64 column) before NumPy makes an array of it, and give valid=, False where they were"
 )
 
 
@@ -249,8 +249,10 @@ def _integers(ids: Any) -> np.ndarray:
     numbers = np.asarray(ids, object).ravel() if is_list or array.dtype == object else ()
     if len(numbers) and all(type(number) is int for number in numbers):
         least, most = min(numbers), max(numbers)
-        if least >= 0 and most < 2**64:
-            what = "list" if is_list else "array"
+        what = "list" if is_list else "array"
+        if least >= -(2**63) and most < 2**63:
+            remedy = "give np.array(ids, np.int64)"
+        elif least >= 0 and most < 2**64:
             remedy = (
                 f"that is what NumPy makes of this {what}, whose numbers no integer type of its "
                 "choice holds: give np.array(ids, np.uint64)"
@@ -258,11 +260,11 @@ def _integers(ids: Any) -> np.ndarray:
         elif least >= -(2**63) and most < 2**64:
             remedy = (
                 "hash or cast them first to one of int64 and uint64, of which neither holds both "
-                f"{least} and {most}; np.array([number % 2**64 for number in ids], "
-                "np.uint64) are the same keys"
+                f"{least} and {most}; (np.asarray(ids, object) % 2**64).astype(np.uint64) are the "
+                "same keys"
             )
         else:
-            remedy = "hash or cast them to int64 or uint64 first, of which neither holds them all"
+            remedy = "hash or cast them to 64 bits first"
     elif array.dtype.kind == "f" or any(map(is_missing, numbers)):
         remedy = OF_FLOATS
     else:
@@ -271,8 +273,9 @@ def _integers(ids: Any) -> np.ndarray:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a column has it where a value is missing, or because one is."""
-    return value is None or isinstance(value, (float, np.floating)) or str(value) in ("<NA>", "NaT")
+    """Whether it stands for a missing value, or is a float, as those beside one become."""
+    is_float = isinstance(value, (float, np.floating))
+    return value is None or is_float or type(value).__name__ in ("NAType", "NaTType")
 
 
 def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:

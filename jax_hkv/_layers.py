@@ -121,33 +121,32 @@ def host_checked(
             with without_rematerialization():
                 outputs = jitted(state, *args)
         except Exception as error:
-            if "deleted" in str(error):  # found out here, where it costs no walk of the state
+            kind_of_error, text = type(error).__name__, str(error)
+            if "deleted" in text:  # found out here, where it costs no walk of the state
                 check_not_used_up("train_step", jax.tree.leaves(values_of(state)))
             # The one in linen, the other, which is of Flax, in nnx.
-            if type(error).__name__ in ("UnexpectedTracerError", "TraceContextError"):
+            if kind_of_error in ("UnexpectedTracerError", "TraceContextError"):
                 error.add_note(
                     "train_step: if loss_fn called a layer inside a transformation of JAX "
                     "(jit, checkpoint, lax.scan, cond or map), its table could not come back: "
                     "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit). "
                     "And in nnx loss_fn is to call its argument, not the model outside of it"
                 )
-            elif "donated" in str(error):
+            elif "donated" in text:
                 error.add_note(
                     "train_step: an argument must not hold arrays of the state, which a step uses "
                     "up: give copies (copy.deepcopy; nnx.clone makes none), or make the step with "
                     "donate=False"
                 )
-            elif type(
-                error
-            ).__name__ == "TracerBoolConversionError" or "Error interpreting argument to" in str(
-                error
+            elif kind_of_error.startswith("Tracer") or (
+                "Error interpreting argument to" in text and "train_step.<locals>" in text
             ):
                 error.add_note(
-                    "train_step: arguments of a step are arrays. What Python decides by (a flag, a "
-                    "name, a function) belongs to loss_fn: make a step for each, "
-                    "train_step(functools.partial(loss_fn, flag=True)), or use jnp.where"
+                    "train_step: arguments of a step are arrays, traced in loss_fn. If Python "
+                    "decides by one (a flag, a number of turns, a name), it belongs to loss_fn: "
+                    "make a step for each, train_step(functools.partial(loss_fn, flag=True))"
                 )
-            elif isinstance(error, TypeError) and "required keyword-only" in str(error):
+            elif isinstance(error, TypeError) and "required keyword-only" in text:
                 error.add_note(
                     "train_step: if it is tx that wants this, as optax.contrib.reduce_on_plateau "
                     "wants value=, no train_step gives it: leave it out, and change the rate of an "
@@ -214,19 +213,24 @@ class Found(NamedTuple):
 
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
     """Ids and their mask; of bags those of all positions, one after the other."""
-    weights = ids.weights if isinstance(ids, (Jagged, Padded)) else None
-    if weights is not None:
-        raise ValueError(
-            f"{call}: ids must be a {type(ids).__name__} without weights where every id has its "
-            f"row, got {type(weights).__name__}{list(np.shape(weights))}: multiply the rows by them"
-        )
     if isinstance(ids, Padded):
+        _check_unweighted(call, ids)
         ids, valid, _ = unpadded(call, ids, valid, None)
     if isinstance(ids, Jagged):
+        _check_unweighted(call, ids)
         each = each_id_of(call, ids, None, valid)
         return each.ids, each.valid
     given = check_keys(call, "ids", ids)
     return given, as_mask(call, "valid", valid, given.shape)
+
+
+def _check_unweighted(call: str, ids: Jagged | Padded) -> None:
+    if ids.weights is not None:
+        raise ValueError(
+            f"{call}: ids must be a {type(ids).__name__} without weights where every id has its "
+            f"row, got {type(ids.weights).__name__}{list(np.shape(ids.weights))}: multiply the "
+            "rows by them"
+        )
 
 
 def look_up(

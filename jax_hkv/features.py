@@ -272,6 +272,9 @@ class Padded:
     weights: Float32[Array, "*batch hotness"] | None = None
 
 
+_FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array
+
+
 def _words(what: str, ids: Any) -> np.ndarray:
     """Ids as 64-bit words; errors begin with what they are."""
     check_unmasked(what, ids)
@@ -279,7 +282,8 @@ def _words(what: str, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
-        are_floats = ids.dtype.kind == "f" or any(map(is_missing, ids.flat))
+        objects = ids.flat if ids.dtype == object else ()
+        are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
         remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
@@ -289,7 +293,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
             "bag of one id is [id]"
         )
-    if set(map(type, ids)) == {int}:
+    if len(ids) > _FEW and set(map(type, ids)) == {int}:
         array = np.array([*ids])
         if array.dtype.kind in "iu":  # NumPy finds none for those of both ends of 64 bits
             return array.astype(np.uint64)
@@ -409,6 +413,8 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
     """What a caller gave as bags of ids, checked."""
     if isinstance(ids, Padded):
         ids, valid, weights = unpadded(call, ids, valid, weights)
+        if not isinstance(ids, Jagged) and len(check_keys(call, "ids", ids).shape) == 1:
+            ids, valid, weights = map(_each_a_bag, (ids, valid, weights))
     if isinstance(ids, Jagged):
         return _from_jagged(call, ids, weights, valid)
     keys = check_keys(call, "ids", ids)
@@ -433,6 +439,12 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
     keys, splits, factors = _checked_jagged(call, given, weights, valid)
     layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
     return _jagged(keys, splits, factors), layout
+
+
+def _each_a_bag(given: Any) -> Any:
+    if given is None or isinstance(given, Keys):
+        return given if given is None else given.reshape(*given.shape, 1)
+    return (given if hasattr(given, "ndim") else np.asarray(given))[..., None]
 
 
 def unpadded(call: str, given: Padded, valid: Any, weights: Any) -> tuple[Any, Any, Any]:

@@ -50,7 +50,7 @@ def pytest_configure(config):
 
 
 def keep_programs(folder: Path):
-    """Tests make many programs that others have made: XLA loads them.
+    """Tests make many programs that earlier ones of their process made: XLA loads them.
 
     Each process has a folder of its own, since JAX writes them where another would read a half.
     """

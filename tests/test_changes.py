@@ -58,9 +58,11 @@ def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, 
         moved.append(len(changes.entries.keys))
         erased += int(counts.erased)
     assert erased > 100
-    # What was looked up since is less than all; an epoch tells no more than that it is another one.
-    last = {Policy.LRU: moved[1:], Policy.EPOCH_LRU: moved[1:], Policy.EPOCH_LFU: moved[6:7]}
-    assert max(last.get(policy, [0])) <= 180 < int(hkv.size(table))
+    # What was looked up since is less than all; EPOCH_LFU tells turns apart by epochs alone.
+    later = {Policy.LRU: moved[1:], Policy.EPOCH_LRU: moved[1:], Policy.EPOCH_LFU: moved[6:7]}
+    assert int(hkv.size(table)) > 180
+    if policy in later:
+        assert max(later[policy]) <= 180
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])

@@ -231,6 +231,8 @@ def test_bags_that_embed_does_not_take_are_named():
         layer(bags)
     with pytest.raises(ValueError, match=r"Embed: valid cannot be given beside a Jagged"):
         layer(dataclasses.replace(bags, weights=None), valid=np.ones(2, bool))
+    with pytest.raises(ValueError, match=r"Embed: ids must be a Jagged without weights"):
+        layer(hkv.Padded(bags))
     padded = hkv.Padded(bags.ids, None, bags.weights)
     with pytest.raises(ValueError, match=r"Embed: ids must be a Padded without weights"):
         layer(padded)
@@ -247,7 +249,7 @@ def test_bags_that_embed_does_not_take_are_named():
 def test_layers_take_masks_and_weights_inside_of_padded(api, name, rng):
     """As :class:`hkv.EmbedCollection` does; as if they were given apart."""
     ids = rng.integers(0, 9, (4, 3)).astype(np.int32)
-    apart = {"valid": rng.random((4, 3)) < 0.6}
+    apart = {"valid": (rng.random((4, 3)) < 0.6) | (ids == ids[0, 0])}
     if name == "EmbedBag":
         apart["weights"] = rng.random((4, 3)).astype(np.float32)
     padded = hkv.Padded(ids, **apart)
@@ -257,3 +259,16 @@ def test_layers_take_masks_and_weights_inside_of_padded(api, name, rng):
         layer = functools.partial(layer.apply, variables)
     assert np.asarray(layer(ids, **apart)).any()
     assert_same_bits(layer(padded), layer(ids, **apart))
+
+
+@pytest.mark.parametrize("form", [hkv.Keys.from_numpy, np.asarray, jnp.asarray])
+def test_single_ids_of_padded_are_a_bag_each(form):
+    """As collections have it."""
+    ids, table = np.array([5, 6, 7], np.int32), hkv.create(128, DIM)
+    valid, weights = np.array([True, False, True]), np.array([1, 2, 3], np.float32)
+    _, got = hkv.find_pooled(table, hkv.Padded(form(ids), valid, weights))
+    _, expected = hkv.find_pooled(
+        table, ids[:, None], valid=valid[:, None], weights=weights[:, None]
+    )
+    assert got.values.shape == (3, DIM)
+    assert_same_bits(got.values, expected.values)

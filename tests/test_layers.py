@@ -457,16 +457,17 @@ def test_a_layer_inside_a_transformation_of_a_loss_is_told_of(api):
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
-@pytest.mark.parametrize("mode", [True, "sum"])
+@pytest.mark.parametrize("mode", [True, 3, "sum"])
 def test_what_python_decides_by_is_no_argument_of_a_step(api, mode):
     layer = getattr(hkv, api).Embed(256, 4, optimizer=hkv.optim.sgd(0.1))
     ids = np.arange(4, dtype=np.int32)
 
     def loss(model, ids, mode):
-        return model(ids, train=True).sum() * (2 if mode else 1)
+        factor = sum(range(mode)) if mode == 3 else 2 if mode else 1
+        return model(ids, train=True).sum() * factor
 
     step = getattr(hkv, api).train_step(loss)
-    with pytest.raises(Exception, match="boolean|Error interpreting argument") as raised:
+    with pytest.raises(Exception, match="boolean|integer|Error interpreting argument") as raised:
         step(state_of(api, layer, ids), ids, mode)
     assert "train_step(functools.partial(loss_fn" in "".join(raised.value.__notes__)
 

@@ -98,8 +98,8 @@ def test_a_call_that_is_wrong_is_refused_and_a_failure_told(tmp_path):
     assert_program_passes("test_handler", tmp_path, headers)
 
 
-def test_no_product_and_sum_become_one(count_traffic):
-    """By the flags of the build, which on a GPU would else have other last bits than on the CPU."""
+def test_the_build_forbids_contraction(count_traffic):
+    """With it a GPU would have other last bits than the CPU."""
     build = (SOURCES.parent / "CMakeLists.txt").read_text()
     assert re.search(r"^set\(HKV_CUDA_FLAGS [^)]*-fmad=false", build, re.MULTILINE)
     assert re.search(r"^set\(HKV_CXX_FLAGS [^)]*-ffp-contract=off", build, re.MULTILINE)

@@ -30,7 +30,6 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
-#define HKV_WATCHED_ARRAYS 1
 #endif
 
 namespace hkv {
@@ -161,7 +160,7 @@ class Arena {
     const size_t offset = used_;
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
     used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-#ifdef HKV_WATCHED_ARRAYS
+#if defined(__SANITIZE_ADDRESS__)
     used_ += kAlignment;
     if (base_) {
       ASAN_UNPOISON_MEMORY_REGION(base_ + offset, bytes);  // another layout may have left it out

@@ -28,7 +28,7 @@ void arrays_lie_apart(Checks& checks) {
   const auto [bytes, words] = take(arena);
   checks.expect(arena.used() == memory.size(), "a workspace is as large as was measured");
   checks.expect(reinterpret_cast<char*>(words) >= bytes + 300, "arrays do not overlap");
-#ifdef HKV_WATCHED_ARRAYS
+#if defined(__SANITIZE_ADDRESS__)
   checks.expect(!__asan_address_is_poisoned(bytes + 299) && __asan_address_is_poisoned(bytes + 300), "bytes");
   checks.expect(!__asan_address_is_poisoned(words + 2) && __asan_address_is_poisoned(words + 3), "words");
 #endif
