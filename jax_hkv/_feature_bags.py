@@ -12,7 +12,16 @@ from jaxtyping import Array, Bool
 from jax_hkv import pooled
 from jax_hkv._checks import as_mask, flat_mask
 from jax_hkv._keys import as_keys
-from jax_hkv.features import Bagged, Jagged, Layout, Padded, as_bagged, each_id_of, unpadded
+from jax_hkv.features import (
+    Bagged,
+    Jagged,
+    Layout,
+    Padded,
+    as_bagged,
+    each_a_bag,
+    each_id_of,
+    unpadded,
+)
 from jax_hkv.table import Bags, jitted
 
 
@@ -95,6 +104,5 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
             f"{weights.dtype}{list(weights.shape)}: reshape them"
         )
     if combiner is None or keys.ndim == 1:  # every id is a bag of its own
-        keys = keys.reshape(*keys.shape, 1)
-        weights, valid = (None if array is None else array[..., None] for array in (weights, valid))
+        keys, valid, weights = map(each_a_bag, (keys, valid, weights))
     return as_bagged(call, keys, weights, valid)

@@ -414,7 +414,7 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
     if isinstance(ids, Padded):
         ids, valid, weights = unpadded(call, ids, valid, weights)
         if not isinstance(ids, Jagged) and len(check_keys(call, "ids", ids).shape) == 1:
-            ids, valid, weights = map(_each_a_bag, (ids, valid, weights))
+            ids, valid, weights = map(each_a_bag, (ids, valid, weights))
     if isinstance(ids, Jagged):
         return _from_jagged(call, ids, weights, valid)
     keys = check_keys(call, "ids", ids)
@@ -441,9 +441,12 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Ba
     return _jagged(keys, splits, factors), layout
 
 
-def _each_a_bag(given: Any) -> Any:
-    if given is None or isinstance(given, Keys):
-        return given if given is None else given.reshape(*given.shape, 1)
+def each_a_bag(given: Any) -> Any:
+    """Ids, or what stands beside them, with an axis for bags of one; None as it is."""
+    if given is None:
+        return None
+    if isinstance(given, Keys):
+        return given.reshape(*given.shape, 1)
     return (given if hasattr(given, "ndim") else np.asarray(given))[..., None]
 
 
