@@ -18,7 +18,8 @@ import pytest
 import jax_hkv as hkv
 import jax_hkv.linen
 import jax_hkv.nnx
-from jax_hkv import metrics
+from jax_hkv import _ffi, metrics
+from jax_hkv import index as _index
 
 DIM = 2
 IDS = np.arange(50, dtype=np.int32)
@@ -495,6 +496,34 @@ def test_a_read_without_copies_is_checked_without_a_warning():
         warnings.simplefilter("error")
         hkv.testing.assert_no_table_copies(lambda table: hkv.find(table, IDS)[1].values, table)
         assert warnings.filters[0][0] == "error"
+
+
+@pytest.mark.parametrize(
+    ("policy", "left_out", "message"),
+    [
+        ("CUSTOM", {"batch_scores"}, "batch_scores: policy CUSTOM has no others"),
+        ("LFU", {"order", "offsets"}, "offsets: LFU and EPOCH_LFU count by them"),
+        ("EPOCH_LFU", {"order"}, "order: batch_scores are added up by it"),
+    ],
+)
+def test_a_native_call_without_what_its_policy_asks_for_is_refused(
+    platform, policy, left_out, message
+):
+    """Of operands that may be absent some are what the policy makes its scores of."""
+    keys = hkv.Keys.from_numpy(IDS)
+    table = hkv.create(256, DIM, policy=hkv.Policy[policy], name="ads")
+    index, groups = table.index, _index.unique(keys, None)
+    operands = groups._asdict() | _index.occurrences(groups)._asdict() | vars(index)
+    operands |= {"unique_keys": groups.keys, "batch_scores": keys.words}
+    operands["pinned"] = jnp.zeros(0, jnp.int32)
+    [upsert] = [one for one in _ffi.signatures() if one.name == "upsert"]
+    given = [operands[one.name] for one in upsert.operands]
+    without = [operands[one.name][: 0 if one.name in left_out else None] for one in upsert.operands]
+    attributes = {"policy": int(index.policy), "choices": 1, "admit": 1, "write_scores": 1}
+    call = functools.partial(_ffi.call, "upsert", table="ads", ticks=1, e=0, m=0, **attributes)
+    jax.block_until_ready(call(*given))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'upsert on "ads": {message}'):
+        jax.block_until_ready(call(*without))
 
 
 def layer_of(api, layer, **options):

@@ -191,6 +191,9 @@ ffi::Error execute(Executor& executor, const ffi::RemainingArgs& operands, const
     Operation operation;
     CallBinder<Executor> binder(operands, results, attributes);
     operation.describe(binder);
+    if constexpr (requires { operation.complaint(); }) {
+      if (const char* complaint = operation.complaint()) throw std::invalid_argument(complaint);
+    }
     const ffi::AnyBuffer workspace = binder.workspace();
     Arena arena(workspace.untyped_data());
     reserve<Executor>(operation, arena);

@@ -5,6 +5,7 @@
 //   describe(binder)      names its attributes, operands and results, with their shapes. This one
 //                         description checks calls, tells Python the signature, and says what is
 //                         updated in place;
+//   complaint()           what is wrong with a call whose shapes are right, or null (optional);
 //   reserve<Executor>(arena)   takes its workspace (optional);
 //   run(executor)         its steps.
 // A step is a function object `step(group, index)`; an executor (ffi/backends) runs a step for every

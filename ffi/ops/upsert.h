@@ -136,6 +136,18 @@ struct Upsert {
     binder.out("new_slots", new_slots, "m");
   }
 
+  // What an operand may be left out for: of a policy whose scores nothing is asked of the batch.
+  const char* complaint() const {
+    if ((admit == 0 && write_scores == 0) || unique_keys.rows == 0) return nullptr;
+    if (static_cast<Policy>(policy) == Policy::kCustom && scores.rows == 0) {
+      return "batch_scores: policy CUSTOM has no others, got shape [0 2]";
+    }
+    if (!scoring().counts()) return nullptr;
+    if (offsets.rows == 0) return "offsets: LFU and EPOCH_LFU count by them, got shape [0]";
+    if (scores.rows > 0 && order.rows == 0) return "order: batch_scores are added up by it, got shape [0]";
+    return nullptr;
+  }
+
   template <class Executor>
   void reserve(Arena& arena) {
     if (admit == 0) return;

@@ -35,6 +35,8 @@ struct Everything {
     binder.out("rows", rows, "n ...");
   }
 
+  const char* complaint() const { return bytes < 0 ? "bytes: there are none to give back" : nullptr; }
+
   template <class Executor>
   void reserve(Arena& arena) {
     arena.take<char>(bytes);
@@ -153,6 +155,8 @@ int main() {
   expect_refusal(checks, kWrong, "attribute fill is missing", [](Call& c) { c.attributes.erase("fill"); });
   expect_refusal(checks, kWrong, "result workspace is missing", [](Call& c) { c.results.pop_back(); });
   expect_refusal(checks, kWrong, "operand keys is missing", [](Call& c) { c.operands.pop_back(); });
+  expect_refusal(checks, kWrong, "on a table: bytes: there are none to give back",
+                 [](Call& c) { c.attributes["bytes"] = -1; });
   expect_refusal(checks, kInternal, "512 bytes, 768 are needed",
                  [](Call& c) { c.attributes["bytes"] = 513; });
   expect_refusal(checks, kInternal, "clock is not updated in place",
