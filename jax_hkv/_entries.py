@@ -436,17 +436,24 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
         dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
         is_form = dtype == np.uint64 and len(shape) == 1 if is_number else _is_of_numbers(leaf)
         if not is_form or not shape or shape[:1] != entries:
+            remedy = (
+                f"give {name}.astype(np.uint64), which keeps the bits of 64 that are signed"
+                if is_number and shape == entries and np.dtype(dtype).kind in "iu"
+                else _in_own_order(leaf)
+                or "whoever leaves entries out takes the same ones of keys, scores, values and "
+                "every optimizer array"
+            )
             raise TypeError(
                 f"{call}: {argument} must have arrays of the same entries, {name} as "
                 f"{'uint64[n]' if is_number else 'numbers [n, ...]'} with n = {list(entries)} as "
-                f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: whoever leaves "
-                "entries out takes the same ones of keys, scores, values and every optimizer array"
+                f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: {remedy}"
             )
     for name, leaf in exported.shared.items():
         if not _is_of_numbers(leaf):
             raise TypeError(
                 f"{call}: {argument}.shared[{name!r}] must be an array of numbers, got "
-                f"{getattr(leaf, 'dtype', type(leaf).__name__)}: leave it as it was exported"
+                f"{getattr(leaf, 'dtype', type(leaf).__name__)}: "
+                f"{_in_own_order(leaf) or 'leave it as it was exported'}"
             )
     as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
@@ -470,9 +477,18 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
 
 
 def _is_of_numbers(leaf: Any) -> bool:
-    """Whether it is an array that files hold: objects would be pickled, which nobody can load."""
+    """Whether it is an array that files hold: objects would be pickled, which nobody can load.
+
+    And one that devices hold: they take the order of this machine's bytes.
+    """
     dtype = getattr(leaf, "dtype", np.dtype(object))
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+    return dtype.isnative and any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+
+
+def _in_own_order(leaf: Any) -> str:
+    """The remedy where bytes are in another order than this machine's."""
+    is_native = getattr(getattr(leaf, "dtype", None), "isnative", True)
+    return "" if is_native else "give array.astype(array.dtype.newbyteorder('=')) of it"
 
 
 def check_fits(

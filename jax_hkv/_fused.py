@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -312,6 +313,19 @@ def _constant(call: str, argument: str, value: Any) -> float:
     return number
 
 
+def _max_gradient(call: str, value: Any) -> float:
+    """A bound of the elements of gradients; infinity where there is none."""
+    if value is None:
+        return math.inf
+    bound = as_number(call, "max_gradient", value, "a positive number or None")
+    if not bound <= _LARGEST or np.float32(bound) <= 0:
+        raise ValueError(
+            f"{call}: max_gradient must be a positive number of float32 or None, got {value}: "
+            "None clips nothing"
+        )
+    return bound
+
+
 def _optimizer(
     make: Callable[..., FusedOptimizer],
     name: str,
@@ -334,7 +348,7 @@ def _optimizer(
         )
     if isinstance(learning_rate, float):
         _check_finite(call, "learning_rate", learning_rate)
-    known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed"}
+    known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed", "max_gradient"}
     if not options.keys() <= known:
         own = [name for name in inspect.signature(make).parameters if name != "options"]
         has_one = ": optim.adamw and optim.rowwise_adagrad have a weight_decay"
@@ -357,7 +371,8 @@ def _optimizer(
         constants=tuple(
             (own, value if own == "nesterov" else _constant(call, own, value))
             for own, value in constants.items()
-        ),
+        )
+        + (("max_gradient", _max_gradient(call, options.get("max_gradient"))),),
         starts=starts,
         is_rowwise=is_rowwise,
         state_dtype=dtype,
@@ -484,6 +499,9 @@ def adam(
         `stochastic_rounding`: of bfloat16 rows, by random bits that are a function of `seed`, key,
         step and element alone.
         `seed`: of these, 0 to 2**64 - 1.
+        `max_gradient`: the sum of a row's gradients is clipped to at most this in every element,
+        as by FBGEMM's ``gradient_clipping`` and by ``optax.clip``; None, the default, for no bound.
+        Norms are clipped by ``max_norm`` of ``train_step``.
 
     Raises:
       TypeError, ValueError: naming the argument.

@@ -256,10 +256,7 @@ class SparseOptimizer:
         except _MISSES_ARGUMENTS:
             return  # an update that has them raises again
         except Exception as error:
-            raise ValueError(
-                "optim.sparse: the transformation's update of rows [1, dim] fails "
-                f"({type(error).__name__}: {error}): use one that takes any array of parameters"
-            ) from error
+            raise _failed("update of rows [1, dim]", error) from error
 
     def _structure(self, table: Table) -> _Structure:
         """Which leaves of the state follow the number of rows, seen at two different numbers."""
@@ -267,10 +264,7 @@ class SparseOptimizer:
         try:
             two, three = (jax.eval_shape(self._init, each) for each in rows)
         except Exception as error:
-            raise ValueError(
-                "optim.sparse: the transformation's init of rows [n, dim] fails "
-                f"({type(error).__name__}: {error}): use one that takes any array of parameters"
-            ) from error
+            raise _failed("init of rows [n, dim]", error) from error
         leaves = jax.tree.leaves_with_path(two)
         kinds = [
             (name, _kind(path, leaf, other))
@@ -279,6 +273,20 @@ class SparseOptimizer:
             )
         ]
         return _Structure(jax.tree.structure(two), tuple(kinds))
+
+
+def _failed(what: str, error: Exception) -> ValueError:
+    is_native = str(error).startswith("optim.init: table must be")
+    remedy = (
+        "native optimizers are no part of an optax chain: take optax's own there, or the native "
+        "one alone, whose max_gradient clips elements"
+        if is_native
+        else "use one that takes any array of parameters"
+    )
+    return ValueError(
+        f"optim.sparse: the transformation's {what} fails ({type(error).__name__}: {error}): "
+        f"{remedy}"
+    )
 
 
 def sparse(

@@ -160,6 +160,8 @@ class Trainer:
         at = slots[distinct.first]
         held = at >= 0
         at, sums, names = at[held], sums[held], distinct.keys[held]
+        bound = f32(self.constants["max_gradient"])
+        sums = np.where(sums > bound, bound, np.where(sums < -bound, -bound, sums))
         self.steps[at] += np.uint32(1)
         steps = self.steps[at] if self.count_per_row else np.full(len(at), self.count, np.uint32)
         rows = self.oracle.values[at].astype(f32)

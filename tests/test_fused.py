@@ -69,8 +69,9 @@ def assert_rows_equal(table, trainer):
         {"dtype": jnp.float16, "state_dtype": jnp.float16},
         {"dtype": jnp.bfloat16, "stochastic_rounding": True, "seed": 2**63 + 5},
         {"state_dtype": jnp.bfloat16, "count_per_row": True},
+        {"max_gradient": 0.75},
     ],
-    ids=["float32", "bfloat16", "float16", "stochastic", "count_per_row"],
+    ids=["float32", "bfloat16", "float16", "stochastic", "count_per_row", "clipped"],
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fused_updates_have_the_bits_of_the_oracle(name, options, twin, rng):

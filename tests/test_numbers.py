@@ -181,6 +181,11 @@ def test_optimizer_rows_may_have_the_names_of_an_export_s_fields():
     short = exported._replace(values=exported.values[:1])
     with pytest.raises(TypeError, match=r"exported must have arrays of the same entries, values"):
         sharding.import_entries(None, again, short)
+    for name in ("keys", "scores"):
+        signed = exported._replace(**{name: getattr(exported, name).astype(np.int64)})
+        message = rf"{name} as uint64\[n\].*got int64\[3\]: give {name}\.astype\(np\.uint64\)"
+        with pytest.raises(TypeError, match=message):
+            sharding.import_entries(None, again, signed)
 
 
 def test_a_counter_that_was_reset_to_another_form_is_named():

@@ -293,8 +293,12 @@ def test_a_transformation_that_mixes_rows_sees_each_alone_as_the_error_says(make
             optax.multi_transform({"a": optax.sgd(0.1)}, {"a": "a"}),
             r"init of rows \[n, dim\] fails (?s:.*)takes any array of parameters",
         ),
+        (
+            optax.chain(optax.clip(1.0), hkv.optim.rowwise_adagrad(0.1)),
+            "init of rows .* fails .*native optimizers are no part of an optax chain.*max_gradient",
+        ),
     ],
-    ids=["noise", "lookahead", "multi_transform"],
+    ids=["noise", "lookahead", "multi_transform", "native"],
 )
 def test_a_transformation_that_takes_no_rows_is_refused_at_once(tx, reason, count_per_row):
     with pytest.raises(ValueError, match=f"optim.sparse: .*{reason}"):

@@ -591,3 +591,44 @@ def test_what_a_transformation_of_dense_parameters_wants_besides_is_explained():
     with pytest.raises(TypeError, match="'value'") as caught:
         step(state, IDS)
     assert "inject_hyperparams between steps" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
+def test_a_bound_of_gradients_clips_their_sum_by_element(name):
+    """As FBGEMM's max_gradient: what occurs twice is summed before, and a NaN stays one."""
+    make = getattr(hkv.optim, name)
+    ids = np.array([5, 6, 5, 7, 8], np.int32)
+    gradients = np.array(
+        [[0.5, -9], [1, -1], [0.75, 6], [np.inf, 0.25], [np.nan, -np.inf]], np.float32
+    )
+    sums = np.array([[1.25, -3], [1, -1], [np.inf, 0.25], [np.nan, -np.inf]], np.float32)
+
+    def trained(opt, ids, gradients):
+        table, result = hkv.find_or_insert(opt.init(hkv.create(128, 2)), ids)
+        table = opt.update(table, result, gradients)
+        rows = hkv.find(table, np.array([5, 6, 7, 8], np.int32))[1].values
+        return [rows, *table.optimizer.rows.values()]
+
+    distinct = np.array([5, 6, 7, 8], np.int32)
+    clipped = trained(make(0.1, max_gradient=1), ids, gradients)
+    expected = trained(make(0.1), distinct, np.clip(sums, -1, 1))
+    for actual, wanted in zip(clipped, expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    assert np.isnan(clipped[0][3]).any() and np.isfinite(clipped[0][:3]).all()
+    largest = np.finfo(np.float32).max
+    for bound in (None, largest):  # none, and one that leaves all that is finite
+        given = np.where(np.isinf(gradients), 0, gradients)
+        for actual, wanted in zip(
+            trained(make(0.1, max_gradient=bound), ids, given),
+            trained(make(0.1), ids, given),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl"])
+def test_a_bound_of_gradients_that_is_none_is_named(name):
+    for wrong in (0, -1.0, np.nan, np.inf, 1e39, 1e-50, "1", True, [1.0]):
+        error = TypeError if isinstance(wrong, str | bool | list) else ValueError
+        with pytest.raises(error, match=rf"optim\.{name}: max_gradient must be a positive number"):
+            getattr(hkv.optim, name)(0.1, max_gradient=wrong)

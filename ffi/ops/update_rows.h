@@ -3,6 +3,7 @@
 // element; everything else is the same for all of them.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "ops/combine_rows.h"
@@ -177,6 +178,12 @@ HKV_HOST_DEVICE uint16_t to_bfloat16_stochastic(float value, uint64_t random) {
   return static_cast<uint16_t>((bits + static_cast<uint32_t>(random >> 48)) >> 16);
 }
 
+// An element of a gradient within bounds, as FBGEMM's max_gradient and optax.clip have it; a NaN stays.
+HKV_HOST_DEVICE float clipped(float gradient, float bound) {
+  const float from_below = gradient < -bound ? -bound : gradient;
+  return from_below > bound ? bound : from_below;
+}
+
 template <class Rule>
 struct UpdateRows {
   static constexpr const char* kName = Rule::kName;
@@ -186,6 +193,7 @@ struct UpdateRows {
   Rule rule;
   int64_t stochastic = 0;
   int64_t seed = 0;  // the bits of the unsigned seed
+  double max_gradient = std::numeric_limits<double>::infinity();
   Array<uint32_t> clock;
   RowsView values;
   RowsView states[kMostStates];
@@ -202,6 +210,7 @@ struct UpdateRows {
     rule.describe(binder);
     binder.attribute("stochastic", stochastic);
     binder.attribute("seed", seed);
+    binder.attribute("max_gradient", max_gradient);
     binder.inout("clock", clock, "2");
     binder.inout("values", values, "S ...");
     for (int i = 0; i < Rule::kStates; ++i) {
@@ -231,6 +240,7 @@ struct UpdateRows {
     bool is_stochastic;
     bool counts_rows;
     uint64_t seed;
+    float max_gradient;
     RowsView values;
     RowsView states[kMostStates];
     uint32_t* steps;
@@ -287,7 +297,7 @@ struct UpdateRows {
         terms.sum_of(key, span, column, columns, gradient);
         for (int c = 0; c < kBlock; ++c) {
           float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
-          rule(row[c], own, gradient[c], learning_rate, scale);
+          rule(row[c], own, clipped(gradient[c], max_gradient), learning_rate, scale);
           row[c] = same_nan(row[c]);
           state[0][c] = same_nan(own[0]);
           state[1][c] = same_nan(own[1]);
@@ -350,7 +360,7 @@ struct UpdateRows {
         float own[kMostStates] = {};
         for (int i = 0; i < Rule::kStates; ++i) own[i] = state[i][c];
         float element = row_elements[c];
-        rule(element, own, gradient[c], learning_rate, scale);
+        rule(element, own, clipped(gradient[c], max_gradient), learning_rate, scale);
         row_elements[c] = same_nan(element);
         for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
       }
@@ -385,7 +395,10 @@ struct UpdateRows {
         float squares[kBlock] = {};
         if (left > 0)
           terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), squares);
-        for (float& element : squares) element = element * element;
+        for (float& element : squares) {
+          element = clipped(element, max_gradient);
+          element = element * element;
+        }
         for (int member = 0; member < group.size(); ++member) {
           for (int c = 0; c < kBlock; ++c) {
             const auto square = bit_cast<float>(group.broadcast(bit_cast<int>(squares[c]), member));
@@ -410,12 +423,19 @@ struct UpdateRows {
       if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
     }
     gradients.run(executor);
-    Step step{rule,        stochastic != 0,
-              counts_rows, static_cast<uint64_t>(seed),
-              values,      {},
-              steps.data,  slots.data,
-              keys.data,   rate.data,
-              scales,      gradients.terms()};
+    Step step{rule,
+              stochastic != 0,
+              counts_rows,
+              static_cast<uint64_t>(seed),
+              static_cast<float>(max_gradient),
+              values,
+              {},
+              steps.data,
+              slots.data,
+              keys.data,
+              rate.data,
+              scales,
+              gradients.terms()};
     for (int i = 0; i < Rule::kStates; ++i) step.states[i] = states[i];
     executor.each(CountOnDevice{gradients.count.data, slots.rows}, step);
   }

@@ -321,6 +321,7 @@ class Scenario {
                              {"beta", 1.0},     {"weight_decay", 0.01}};
     attributes["stochastic"] = is_stochastic ? 1 : 0;
     attributes["seed"] = static_cast<double>(random_.below(1 << 20));
+    if (random_.chance(0.5)) attributes["max_gradient"] = 0.5;
     Names names = kTerms;
     names.insert({{"slots", "summed_slots"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
     call<UpdateRows<Rule>>(attributes, names);

@@ -76,7 +76,7 @@ class StoreBinder {
   void attribute(const char* name, T& value) {
     const auto found = attributes_.find(name);
     if (found != attributes_.end()) value = static_cast<T>(found->second);
-    sizes_[name] = static_cast<int64_t>(value);
+    if constexpr (std::is_same_v<T, int64_t>) sizes_[name] = value;
   }
 
   template <class A>
