@@ -125,11 +125,25 @@ __all__ = [
     "zero_empty_rows",
 ]
 
-# Most need a package that jax_hkv itself does not; `launch` is a program, too.
-_EXTRAS = ("launch", "linen", "nnx", "plots")
+# Most need packages that jax_hkv itself does not, by the name of what installs them; `launch` is a
+# program, too.
+_EXTRAS = {"launch": "", "linen": "flax", "nnx": "flax", "plots": "plots"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXTRAS:
+    if name not in _EXTRAS:
+        raise AttributeError(f"module 'jax_hkv' has no attribute {name!r}")
+    try:
         return importlib.import_module(f"jax_hkv.{name}")
-    raise AttributeError(f"module 'jax_hkv' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("jax_hkv"):
+            raise
+        raise ModuleNotFoundError(
+            f"jax_hkv.{name} needs {error.name}, which is not installed: "
+            f"pip install 'jax_hkv[{_EXTRAS[name]}]'",
+            name=error.name,
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXTRAS})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import zipfile
+import shutil
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +17,11 @@ from jax_hkv._entries import Exported
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
+# Arrays in a file beside those of types; the last two are of changes.
+_OTHERS = {
+    *("types", "keys", "scores", "clock", "epoch", "policy", "namespace", "seed"),
+    *("removed", "since"),
+}
 _Saved = TypeVar("_Saved")
 
 
@@ -22,15 +29,17 @@ def save_entries(path: Any, exported: Exported) -> None:
     """Writes exported entries as one file of NumPy arrays (``.npz``), without pickles.
 
     Args:
-      path: of the file, a path or its name; each process has one of its own. Until everything is
-        written it is the path with ".writing" behind it, so that no half of a file is found.
+      path: of the file, a path or its name; each process has one of its own. What is not whole yet
+        has a name of its own beside it, so that no half of a file is found, and a file that was
+        there stays until then.
       exported: of :func:`export_entries`. bfloat16, which NumPy does not know, is written as the
         bits of uint16. The texts "types" in the file say of which, and what is "state1" and so on:
         the optimizer's arrays, by their places among those texts.
 
     Raises:
       TypeError: if it is no export, or no path.
-      OSError: if the path is a directory's, or the file cannot be written.
+      OSError: if the path is a directory's, or the file cannot be written; the one that was there
+        is as it was.
 
     Example:
       >>> import tempfile, jax_hkv as hkv
@@ -51,11 +60,11 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
     if exported.counters is not None:
         rows["counters"] = exported.counters
-    # NumPy forgets the name of bfloat16, whose bits are written.
+    # Of types that NumPy does not know, such as bfloat16, the bits are written.
     types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
     arrays: dict[str, Any] = {
         _file_of(number, name): leaf.view(f"u{leaf.dtype.itemsize}")
-        if leaf.dtype.kind == "V"
+        if leaf.dtype.isbuiltin != 1
         else leaf
         for number, (name, leaf) in enumerate(rows.items())
     }
@@ -86,10 +95,23 @@ def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
         raise IsADirectoryError(
             f"{call}: path must be that of a file, got the directory {path!r}: name a file in it"
         )
-    unfinished = f"{path}.writing"
-    with open(unfinished, "wb") as file:  # NumPy would put .npz behind a name
-        np.savez(file, **arrays)
-    os.replace(unfinished, path)
+    path = os.path.realpath(path)  # a link stays one
+    unfinished = f"{path}.{uuid.uuid4().hex}.writing"  # others may write there, too
+    try:
+        with open(unfinished, "xb") as file:  # NumPy would put .npz behind a name
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(path):
+            shutil.copymode(path, unfinished)
+        os.replace(unfinished, path)
+    except BaseException as error:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+        if isinstance(error, OSError) and error.errno is not None:
+            what = f"{call}: {error.strerror}: free or name another place; a file that was there is"
+            raise OSError(error.errno, f"{what} as it was", path) from error
+        raise
 
 
 def _file_of(number: int, name: str) -> str:
@@ -121,15 +143,11 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
             is_kind = ("removed" in saved) == (kind == "changes")
             if is_kind:
                 return read(saved)
-    # What NumPy and `read` raise for files of other formats, with other arrays, and cut ones.
-    except (
-        zipfile.BadZipFile,
-        EOFError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    # Of files of other formats, with other arrays, and damaged ones nearly everything comes.
+    except Exception as error:
+        is_from_outside = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_from_outside or isinstance(error, MemoryError):
+            raise
         raise ValueError(
             f"{expected}, got {path!r}, which is another one or not whole "
             f"({type(error).__name__}: {error}): save it again, or copy all of it"
@@ -145,16 +163,17 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
 def entries_of_arrays(saved: Any) -> Exported:
     """The inverse of :func:`arrays_of`, of an open file."""
     types = [entry.rsplit("=", 1) for entry in saved["types"].tolist()]
-    rows = {
-        name: saved[_file_of(number, name)].view(jnp.dtype(kind))
-        for number, (name, kind) in enumerate(types)
-    }
+    files = {_file_of(number, name): kind for number, (name, kind) in enumerate(types)}
+    if unknown := set(saved.files) - files.keys() - _OTHERS:
+        raise ValueError(f"it has {sorted(unknown)}, which are of a later version, or damaged")
+    typed = [_typed(saved[name], kind) for name, kind in files.items()]
+    rows = {name: leaf for (name, _), leaf in zip(types, typed, strict=True)}
 
     def leaves(kind: str) -> dict[str, np.ndarray]:
         own = [name for name in rows if name.startswith(kind)]
         return {name.removeprefix(kind): rows[name] for name in own}
 
-    return Exported(
+    exported = Exported(
         keys=saved["keys"],
         scores=saved["scores"],
         values=rows["values"],
@@ -167,3 +186,15 @@ def entries_of_arrays(saved: Any) -> Exported:
         namespace=saved.get("namespace"),
         seed=int(saved["seed"]) if "seed" in saved else None,
     )
+    _entries.check_exported("it", "exported", exported, "")
+    return exported
+
+
+def _typed(array: np.ndarray, kind: str) -> np.ndarray:
+    """An array as what it was: NumPy has written the bits of types that it does not know."""
+    dtype = jnp.dtype(kind)
+    if array.dtype.name == kind:
+        return array
+    if dtype.isbuiltin == 1 or array.dtype != np.dtype(f"u{dtype.itemsize}"):
+        raise ValueError(f"it has {array.dtype.name} that should be {kind}")
+    return array.view(dtype)

@@ -189,7 +189,7 @@ def meant_entries(
         )
     mask = as_mask(call, "valid", valid, shape)
     places = _rows.positions(shape[0] // count.size)
-    is_meant = (places < count.reshape(-1, 1).astype(jnp.int32)).reshape(-1)
+    is_meant = (places[None] < count.reshape(-1, 1).astype(jnp.int32)).reshape(-1)
     return entries, is_meant if mask is None else is_meant & mask
 
 

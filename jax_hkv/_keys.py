@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -194,13 +194,20 @@ class Keys:
         # A tree of something else, such as shapes, is compared like any dataclass.
         return isinstance(other, Keys) and self.words == other.words
 
-    def _order(self, other: Any) -> Any:
+    def __lt__(self, other: Any) -> NoReturn:
         raise TypeError(
             "Keys have no operators <, <=, > and >=: take jax_hkv.less(a, b) or "
             "jax_hkv.less_equal(a, b) for each of them, or compare .to_numpy()"
         )
 
-    __lt__ = __le__ = __gt__ = __ge__ = _order
+    def __le__(self, other: Any) -> NoReturn:
+        self.__lt__(other)
+
+    def __gt__(self, other: Any) -> NoReturn:
+        self.__lt__(other)
+
+    def __ge__(self, other: Any) -> NoReturn:
+        self.__lt__(other)
 
     def __hash__(self) -> int:
         return hash((type(self), self.words))

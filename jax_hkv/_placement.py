@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jax_hkv.features import Jagged, is_jagged
 from jax_hkv.table import Entries, Table, check_table
 
 Mode = Literal["shard_map", "pmap"]
+State = TypeVar("State")
 
 _MAKER = "without arguments that returns the state", "write lambda: jax_hkv.create(...)"
 
@@ -143,7 +144,7 @@ class Placement:
         local = [[device for device in row if device.process_index == own] for row in by_part]
         return {part: holders for part, holders in enumerate(local) if holders}
 
-    def create(self, make: Callable[[], Any]) -> Any:
+    def create(self, make: Callable[[], State]) -> State:
         """A state, made on every device by a function without arguments.
 
         Args:

@@ -32,11 +32,14 @@ def _restored(target: Any, state: Mapping[str, Any]) -> Any:
             f"{sorted(state.keys() - expected.keys())}: make the target with the same arguments"
         )
     for name, leaf in expected.items():
-        kinds = [(np.shape(array), jnp.result_type(array)) for array in (leaf, state[name])]
+        kinds = [
+            (np.shape(array), getattr(array, "dtype", None) or jnp.result_type(array))
+            for array in (leaf, state[name])
+        ]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                f"flax.serialization: {type(target).__name__}{name} must be {kinds[0][1].name}"
-                f"{list(kinds[0][0])} as in the target, got {kinds[1][1].name}{list(kinds[1][0])}: "
+                f"flax.serialization: {type(target).__name__}{name} must be {kinds[0][1]}"
+                f"{list(kinds[0][0])} as in the target, got {kinds[1][1]}{list(kinds[1][0])}: "
                 "make the target with the same arguments"
             )
     return structure.unflatten([state[name] for name in expected])

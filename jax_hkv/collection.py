@@ -33,11 +33,10 @@ from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, joined_in_namespaces
 from jax_hkv._placement import Placement
-from jax_hkv._sharded import ShardedResult
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
 from jax_hkv.features import Bagged
-from jax_hkv.table import InsertResult, Table
+from jax_hkv.table import Table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 
@@ -581,7 +580,7 @@ class CollectionRows:
     """
 
     rows: dict[str, Float[Array, "rows dim"]]
-    results: dict[str, InsertResult | ShardedResult | None]
+    results: dict[str, Any]
     parts: tuple[tuple[Part, ...], ...] = dataclasses.field(metadata={"static": True})
     batches: dict[str, Bagged]
     slots: dict[str, Int32[Array, " n"]]

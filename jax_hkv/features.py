@@ -58,7 +58,7 @@ class Jagged:
     @classmethod
     def from_lists(
         cls,
-        lists: Sequence[Sequence[int]],
+        lists: Sequence[Sequence[int] | Int[Any, " ids"]],
         *,
         capacity: int | None = None,
         weights: Sequence[Sequence[float]] | None = None,
@@ -268,8 +268,8 @@ class Padded:
     """
 
     ids: Any
-    valid: Bool[Array, "*batch hotness"] | None = None
-    weights: Float32[Array, "*batch hotness"] | None = None
+    valid: Bool[Any, "*batch hotness"] | None = None
+    weights: Float32[Any, "*batch hotness"] | None = None
 
 
 _FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array

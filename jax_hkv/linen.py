@@ -48,7 +48,7 @@ from jax_hkv._layer_arguments import (
     check_updated,
     new_table,
 )
-from jax_hkv._layers import StepInfo
+from jax_hkv._layers import StepInfo as StepInfo
 from jax_hkv._placement import Placement
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig

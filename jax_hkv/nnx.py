@@ -32,17 +32,17 @@ from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
 from jax_hkv._checks import as_bool
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
-from jax_hkv._layers import StepInfo
+from jax_hkv._layers import StepInfo as StepInfo
 from jax_hkv._nnx_devices import Placed
 from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
-    TableVariable,
     end_turns,
     in_micro_batches,
     take_turn,
 )
+from jax_hkv._nnx_steps import TableVariable as TableVariable
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy

@@ -105,6 +105,12 @@ def test_a_table_is_not_restored_into_one_of_other_settings(rng, tmp_path, setti
     with pytest.raises(ValueError, match=rf"missing: .*{re.escape(expected)}.*unknown: .*"):
         serialization.from_bytes(target, as_bytes)
     assert_same_bits(serialization.from_bytes(same, as_bytes), table)
+    state = serialization.to_state_dict(table)
+    name = next(name for name, leaf in state.items() if np.asarray(leaf).dtype == np.float32)
+    for wrong, got in ((np.float64, "float64"), (np.dtype(">f4"), ">f4")):
+        cast = state | {name: np.asarray(state[name]).astype(wrong)}
+        with pytest.raises(ValueError, match=rf"must be float32\[.*got {got}\["):
+            serialization.from_state_dict(same, cast)
 
 
 def test_a_checkpoint_restored_in_part_leaves_out_what_is_of_other_settings(rng, tmp_path):

@@ -120,7 +120,17 @@ def trained():
     )
     sparse = hkv.optim.sparse(optax.sgd(0.125, momentum=0.5))
     table, result = table_of(opt=sparse, choices=2, dtype=jnp.bfloat16)
-    return state, info, state.apply(ids), pooled, sparse.update(table, result, ONES)
+    table = sparse.update(table, result, ONES)
+    moved, _ = hkv.import_batch(sparse.init(hkv.create(256, DIM, dtype=jnp.bfloat16)), evicted())
+    return state, info, state.apply(ids), pooled, table, moved
+
+
+def evicted():
+    """Entries that leave a table whose rows were like those of `trained`."""
+    sparse = hkv.optim.sparse(optax.sgd(0.125, momentum=0.5))
+    table = sparse.init(hkv.create(128, DIM, dtype=jnp.bfloat16))
+    table, _ = hkv.find_or_insert(table, np.arange(128, dtype=np.int32))
+    return hkv.find_or_insert(table, IDS + 1000, return_evicted=True)[1].evicted
 
 
 @pytest.mark.parametrize(

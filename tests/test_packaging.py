@@ -43,6 +43,25 @@ def test_every_public_name_is_there():
     assert [name for name in jax_hkv.__all__ if not hasattr(jax_hkv, name)] == []
 
 
+def test_names_that_come_with_extras_are_listed():
+    assert {"find", "linen", "nnx", "plots", "launch"} <= set(dir(jax_hkv))
+    assert not hasattr(jax_hkv, "keras")
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "extra"), [("nnx", "flax", "flax"), ("plots", "matplotlib", "plots")]
+)
+def test_what_an_extra_needs_is_told_with_the_extra(name, needed, extra, monkeypatch):
+    for module in [*sys.modules]:
+        if module == f"jax_hkv.{name}" or module.split(".")[0] == needed:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(jax_hkv, name, raising=False)
+    monkeypatch.setitem(sys.modules, needed, None)
+    message = rf"jax_hkv\.{name} needs {needed}.*pip install 'jax_hkv\[{extra}\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        getattr(jax_hkv, name)
+
+
 def test_the_package_says_that_it_is_typed():
     assert resources.files("jax_hkv").joinpath("py.typed").is_file()
 

@@ -1,0 +1,164 @@
+"""Files of entries and changes: damaged ones, several writers, and places that are full."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import stat
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+
+OPT = hkv.optim.adam(0.1)
+
+
+def table_of(ids, **options):
+    table = OPT.init(hkv.create(256, 2, **options))
+    return hkv.find_or_insert(table, np.asarray(ids, np.int32))[0]
+
+
+EXPORTED = sharding.export_entries(table_of(range(20), dtype=jnp.bfloat16, seed=3))
+CHANGES = sharding.export_changes(table_of(range(20)), None)
+SAVED = {"entries": EXPORTED, "changes": CHANGES}
+
+
+def functions(kind):
+    return getattr(sharding, f"save_{kind}"), getattr(sharding, f"load_{kind}")
+
+
+def assert_equal_saved(actual, expected):
+    for own, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(own).dtype == np.asarray(wanted).dtype
+        np.testing.assert_array_equal(own, wanted)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_damaged_file_is_named_or_no_number_is_another(kind, tmp_path, rng):
+    """Bits that flip, and pieces that are missing or zero, anywhere."""
+    save, load = functions(kind)
+    save(tmp_path / "whole", SAVED[kind])
+    whole = (tmp_path / "whole").read_bytes()
+    expected = load(tmp_path / "whole")
+    damaged = tmp_path / "damaged"
+    named = 0
+    for turn in range(400):
+        start, length = (int(n) for n in rng.integers(0, [len(whole), 600]))
+        piece = whole[start : start + length]
+        if turn % 4 == 0:
+            piece = b""
+        elif turn % 4 == 1:
+            piece = bytes(len(piece))
+        else:
+            piece = bytes([piece[0] ^ (1 << int(rng.integers(8)))]) + piece[1:] if piece else b""
+        damaged.write_bytes(whole[:start] + piece + whole[start + length :])
+        try:
+            loaded = load(damaged)
+        except ValueError as error:
+            assert f"load_{kind}: path must be a file of save_{kind}, got" in str(error)
+            assert str(damaged) in str(error)
+            named += 1
+        else:
+            assert_equal_saved(loaded, expected)
+    assert named > 200
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_file_with_other_contents_is_named(kind, tmp_path):
+    """Among them what a later version may add."""
+    save, load = functions(kind)
+    save(tmp_path / "file", SAVED[kind])
+    with np.load(tmp_path / "file") as file:
+        arrays = dict(file)
+    for own, message in (
+        ({"keys": arrays["keys"][:3]}, "same entries, scores"),
+        ({"keys": arrays["keys"].astype(np.float32)}, "keys as uint64"),
+        ({"policy": np.uint64(77)}, "policy must be .* got 77"),
+        ({"levels": np.zeros(3)}, r"\['levels'\], which are of a later version"),
+        ({"values": arrays["values"].astype(np.uint64)}, "uint64 that should be"),
+        ({"values": arrays["values"].astype(arrays["values"].dtype.newbyteorder())}, "not whole"),
+    ):
+        np.savez(tmp_path / "other", **(arrays | own))
+        with pytest.raises(ValueError, match=f"other.npz', which is another one .*{message}"):
+            load(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("field", ["values", "optimizer", "shared"])
+def test_bytes_in_another_order_are_refused_before_a_table_is_used(field, tmp_path):
+    """Elsewhere they would be other numbers."""
+    table = table_of(range(3))
+    exported = sharding.export_entries(table)
+    swapped = jax.tree.map(lambda a: a.astype(a.dtype.newbyteorder()), getattr(exported, field))
+    for call in (
+        functools.partial(sharding.import_entries, None, table),
+        functools.partial(sharding.save_entries, tmp_path / "file"),
+    ):
+        with pytest.raises(TypeError, match=rf"{field}.*got >[fu]4.*astype\(.*newbyteorder\(.=.\)"):
+            call(exported._replace(**{field: swapped}))
+    assert int(hkv.size(table)) == 3 and not [*tmp_path.iterdir()]
+
+
+def test_types_that_numpy_does_not_know_come_back(tmp_path):
+    """An optimizer of one's own may keep them."""
+    rows = {
+        name: np.ones((20, 2), np.float32).astype(getattr(ml_dtypes, name))
+        for name in ("float8_e5m2", "float8_e4m3fn", "bfloat16")
+    }
+    sharding.save_entries(tmp_path / "file", EXPORTED._replace(optimizer=rows))
+    loaded = sharding.load_entries(tmp_path / "file")
+    assert_equal_saved(loaded.optimizer, rows)
+
+
+def test_of_several_writers_one_file_is_whole_at_any_time(tmp_path):
+    path, errors = tmp_path / "file", []
+    sharding.save_entries(path, EXPORTED)
+
+    def write():
+        try:
+            for _ in range(15):
+                sharding.save_entries(path, EXPORTED)
+        except Exception as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for _ in range(15):
+        assert_equal_saved(sharding.load_entries(path), EXPORTED)
+    for writer in writers:
+        writer.join()
+    assert not errors and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path):
+    """And nothing of its own: on a full disk that would be in the way of the next one."""
+    path = tmp_path / "file"
+    sharding.save_entries(path, EXPORTED)
+    before = path.read_bytes()
+    large = sharding.export_entries(hkv.find_or_insert(hkv.create(8192, 64), np.arange(8000))[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"save_entries: File too large: .*as it was: '.*/file'"):
+            sharding.save_entries(path, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == before
+
+
+def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "file", tmp_path / "link"
+    sharding.save_entries(target, EXPORTED)
+    os.chmod(target, 0o600)
+    link.symlink_to(target)
+    sharding.save_changes(link, CHANGES)
+    assert link.is_symlink() and stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert_equal_saved(sharding.load_changes(target).removed, CHANGES.removed)
