@@ -198,10 +198,9 @@ def export_keys(table: Table, keys: Keys, valid: Any) -> tuple[Table, Entries, I
     index, slots = _index.find(table.index, keys, valid)
     groups = _index.unique(keys, slots >= 0)  # which puts those that are present side by side
     distinct = jnp.where(_index.all_of(groups), _index.take(slots, groups.first), NO_SLOT)
-    scores = index.scores.reshape(-1, 2)
-    clock, scores = _rows.gather(index.clock, scores, distinct, name=table.name)
-    table = with_clock(dataclasses.replace(table, index=index), clock)
-    table, entries = entries_at(table, groups.keys, scores, distinct)
+    index, scores = _index.scores_at(index, distinct)
+    table = dataclasses.replace(table, index=index)
+    table, entries = entries_at(table, groups.keys, scores.words, distinct)
     return table, entries, slots
 
 

@@ -31,6 +31,7 @@ _RESULTS = (
     table.EraseResult,
     table.FindResult,
     table.InsertResult,
+    table.ScoredFindResult,
     table.WriteResult,
 )
 _OF_FIELDS = {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int32
 
-from jax_hkv import _checks, _inserts, pooled
+from jax_hkv import _checks, _inserts, pooled, whole_table
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import agreed, vary
@@ -26,12 +26,14 @@ from jax_hkv._exchange import (
     Items,
     Leg,
     Plan,
+    as_exchange,
     bags_homeward,
     by_slot,
     bytes_of_rows,
     bytes_of_sums,
     homeward,
     outward,
+    owners,
     plan_of,
     spread,
 )
@@ -48,6 +50,7 @@ from jax_hkv.table import (
     Entries,
     InsertResult,
     Table,
+    check_one_device,
     gather_values,
     is_one_result,
     no_counts,
@@ -126,6 +129,15 @@ class ShardedRows(NamedTuple):
     overflow: Int32[Array, ""]
 
 
+class ScoredShardedRows(NamedTuple):
+    """:class:`ShardedRows` and, last, the entries' scores, zero where keys are not found."""
+
+    values: Float[Array, "*batch dim"]
+    found: Bool[Array, "*batch"]
+    overflow: Int32[Array, ""]
+    scores: Keys
+
+
 class ShardedFound(NamedTuple):
     """What `contains` over several devices returns; `overflow` is as in :class:`ShardedRows`."""
 
@@ -144,6 +156,7 @@ class _Task(NamedTuple):
       train: whether absent keys are inserted.
       touches: whether the others are scored, if none is inserted.
       reads: whether rows are wanted.
+      scored: whether the scores of entries are wanted, if none is inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       evicted: whether the evicted entries are wanted.
       measure: what else to count of the distinct keys.
@@ -156,6 +169,7 @@ class _Task(NamedTuple):
     train: bool
     touches: bool
     reads: bool
+    scored: bool
     initial: bool
     evicted: bool
     measure: Measure | None
@@ -173,6 +187,7 @@ class _Seen(NamedTuple):
     counts: Counts
     by_table: dict[str, Counts]
     evicted: Entries | None
+    scores: Keys | None
 
 
 def look_up(
@@ -184,11 +199,12 @@ def look_up(
     train: bool,
     touches: bool = False,
     reads: bool = True,
+    scored: bool = False,
     initial: bool,
     scores: Keys | None = None,
     evicted: bool = False,
     measure: Measure | None = None,
-) -> tuple[Table, ShardedResult]:
+) -> tuple[Table, ShardedResult, Keys | None]:
     """Looks up the batches of all devices; inside shard_map or pmap.
 
     Args:
@@ -199,10 +215,14 @@ def look_up(
       train: whether absent keys are inserted.
       touches: whether the others are scored, if none is inserted.
       reads: whether rows are wanted; without them they have no elements.
+      scored: whether the scores of entries are wanted, if none is inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
       evicted: whether the evicted entries are wanted.
       measure: what else is counted of the distinct keys at their owners.
+
+    Returns:
+      The table, what a lookup returns, and the scores of entries.
     """
     merges = may_merge(exchange, table, scores)
     positions = batch.keys.shape[0]
@@ -227,7 +247,7 @@ def look_up(
     own_bags = None if pools_later else bags
     task = _Task(
         *(exchange, items, own_bags, owners_pool, train, touches, reads),
-        *(initial, evicted, measure),
+        *(scored, initial, evicted, measure),
     )
     table, seen, route = in_rounds(
         exchange, plan, table, items, partial(_round, task), task.bag_count
@@ -238,10 +258,11 @@ def look_up(
     counts, by_table = of_all(plan, exchange, (seen.counts, seen.by_table))
     groups = route.legs[0].groups if route.legs else None
     values = checkpoint_name(seen.values, ROWS_NAME)
-    return table, ShardedResult(
+    result = ShardedResult(
         *(values, batch.keys, seen.status, counts, route.left_out, by_table),
         *(groups, bags, exchange, route, seen.evicted),
     )
+    return table, result, seen.scores
 
 
 def may_merge(exchange: Exchange, table: Table, scores: Keys | None) -> bool:
@@ -278,7 +299,7 @@ def of_batch(
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
-    table, result = look_up(
+    table, result, _ = look_up(
         exchange if train else exchange.of_reads(),
         table,
         batch,
@@ -441,13 +462,17 @@ def _round(
     else:
         values = rows = jnp.zeros((task.items.valid.shape[0], 0), table.dtype)
     if inserted is None:
-        status = home_status(plan, legs, found_or_missing(slots))
-        return table, _Seen(values, status, no_counts(), {}, None), None
+        status, scores = found_or_missing(slots), None
+        if task.scored:
+            table, status, scores = _home_scores(plan, table, legs, slots, status)
+        else:
+            status = home_status(plan, legs, status)
+        return table, _Seen(values, status, no_counts(), {}, None, scores), None
     result = insert_result(rows, keys, inserted, bags)
     by_table = {} if task.measure is None else task.measure(result)
     status = home_status(plan, legs, result.status)
     evicted = padded(result.evicted, task.exchange, plan, task.items)
-    seen = _Seen(values, status, result.counts, by_table, evicted)
+    seen = _Seen(values, status, result.counts, by_table, evicted, None)
     return table, seen, result._replace(evicted=None)
 
 
@@ -516,11 +541,30 @@ def _own(tree: Any, plan: Plan) -> Any:
 
 def home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
     """The status of each position; of equal keys that were merged the first says "inserted"."""
+    return _home_numbers(plan, legs, status[:, None], _of_later)[:, 0] if legs else status
+
+
+def _home_scores(
+    plan: Plan, table: Table, legs: tuple[Leg, ...], slots: jax.Array, status: jax.Array
+) -> tuple[Table, jax.Array, Keys]:
+    """The status of each position and the score of its entry, of keys that were looked up."""
+    index, scores = _index.scores_at(table.index, slots)
+    table = dataclasses.replace(table, index=index)
     if not legs:
-        return status
+        return table, status, scores
+    words = jax.lax.bitcast_convert_type(scores.words, jnp.int32)
+    numbers = _home_numbers(plan, legs, jnp.concatenate([status[:, None], words], axis=1))
+    words = jax.lax.bitcast_convert_type(numbers[:, 1:], jnp.uint32)
+    return table, numbers[:, 0], Keys(words)
+
+
+def _home_numbers(
+    plan: Plan, legs: tuple[Leg, ...], numbers: jax.Array, of_later: Any = None
+) -> jax.Array:
+    """Integers of what arrived, for the positions of this device."""
     if plan.replicas:
-        return spread(legs[0], _own(status, plan)[:, None], _of_later)[:, 0]
-    return homeward(plan, legs, status[:, None], of_later=_of_later)[:, 0]
+        return spread(legs[0], _own(numbers, plan), of_later)
+    return homeward(plan, legs, numbers, of_later=of_later)
 
 
 def _of_later(status: jax.Array) -> jax.Array:
@@ -547,3 +591,46 @@ def is_sharded(result: Any) -> bool:
 def is_strict(result: Any) -> bool:
     """Whether a result is of an exchange whose overflow is an error."""
     return isinstance(result, ShardedResult) and result.exchange.strict
+
+
+# --- Parts ---------------------------------------------------------------------------------------
+
+
+def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:
+    """How the keys of a table over devices travel; raises in the name of the call."""
+    exchange = as_exchange(axis_name)
+    if exchange is None:
+        raise TypeError(
+            f"{call}: axis_name must be the name of a mesh axis (or a tuple of such, or a "
+            f"jax_hkv.sharding.Exchange), got None: for a table of one device use jax_hkv."
+            f"{call.removeprefix('sharding.')}"
+        )
+    check_one_device(call, table)
+    return exchange
+
+
+def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:
+    """As :func:`jax_hkv.misplaced`, of a table over devices; inside shard_map or pmap.
+
+    Entries on a device that does not own their key are counted too: those that an operation of
+    one device put into a part (``jax_hkv.insert_or_assign`` in place of the one of
+    :mod:`jax_hkv.sharding`), or that lie there because axes were named in another order.
+
+    Args:
+      table: this device's part.
+      axis_name: of the mesh axis, or an :class:`Exchange`.
+
+    Returns:
+      The entries of all devices that a lookup of their own key does not find, the same on each
+      device; of replicas, those of the worst one.
+
+    Raises:
+      TypeError: naming the argument.
+      NameError: if the axis is not bound.
+    """
+    exchange = exchange_of("sharding.misplaced", table, axis_name)
+    if exchange.replicas:
+        return jax.lax.pmax(whole_table.misplaced(table), exchange.axes)
+    own = jax.lax.axis_index(exchange.axes).astype(jnp.int32)
+    count = whole_table.count_misplaced(table, lambda keys: owners(keys, exchange.devices) != own)
+    return jax.lax.psum(count, exchange.axes)

@@ -22,7 +22,15 @@ from jax_hkv._compat import is_traced, of_one_device, on_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
-from jax_hkv.table import Counts, Entries, EraseResult, Table, no_counts
+from jax_hkv.table import (
+    Counts,
+    Entries,
+    EraseResult,
+    FindResult,
+    ScoredFindResult,
+    Table,
+    no_counts,
+)
 
 # The others refuse a key whose score is low, whatever the store has of it.
 POLICIES = (Policy.LRU, Policy.LFU, Policy.EPOCH_LRU)
@@ -102,6 +110,26 @@ class Fetched(NamedTuple):
 
     entries: Entries | None
     counts: PrefetchCounts
+
+
+def host(call: str) -> Any:
+    """The host's CPU, where stores lie."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: device is the host's CPU if none is given, and JAX has none here "
+            f'({error}): start it with JAX_PLATFORMS="cuda,cpu", or without that variable'
+        ) from None
+
+
+def emptied(table: Table, buckets: int, device: Any) -> Table:
+    """A table without entries on a device, otherwise as another one is."""
+    # Through a table of one bucket: of the large one nothing may lie on the accelerator.
+    small = jax.tree.map(jnp.copy, whole_table.emptied(table, 1))  # of buffers of its own
+    small = jax.device_put(small, device)
+    with jax.default_device(device):
+        return jax.device_put(whole_table.emptied(small, buckets), device)
 
 
 def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -498,6 +526,24 @@ def _missing(given: Any, mask: jax.Array | None, found: jax.Array) -> _index.Gro
 def by_position(groups: _index.Groups, found: jax.Array, like: jax.Array) -> jax.Array:
     """What was found of distinct keys, in the form of a batch."""
     return _index.by_position(groups, found, False).reshape(like.shape)
+
+
+@jax.jit
+def with_rows(
+    near: Any, groups: _index.Groups, rows: jax.Array, found: jax.Array, scores: Keys | None
+) -> FindResult | ScoredFindResult:
+    """What a cache found of a batch, completed by what its store has of the missing keys."""
+    has_row = by_position(groups, found, near.found)
+
+    def chosen(own: jax.Array, of_store: jax.Array) -> jax.Array:
+        of_store = _index.take(of_store, groups.inverse).reshape(own.shape)
+        return jnp.where(has_row[..., None], of_store, own)
+
+    values, either = chosen(near.values, rows), near.found | has_row
+    if scores is None or not isinstance(near, ScoredFindResult):
+        return FindResult(values, either, near.slots)
+    words = chosen(near.scores.words, scores.words)
+    return ScoredFindResult(values, either, near.slots, Keys(words))
 
 
 def erase(

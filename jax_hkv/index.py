@@ -288,6 +288,12 @@ def find(index: Index, keys: Keys, valid: rows.Mask) -> tuple[Index, Int32[Array
     return dataclasses.replace(index, clock=clock), slots
 
 
+def scores_at(index: Index, slots: Int32[Array, " n"]) -> tuple[Index, Keys]:
+    """The scores of the entries in slots, zero where that is -1."""
+    clock, words = rows.gather(index.clock, index.scores.reshape(-1, 2), slots, name=index.name)
+    return dataclasses.replace(index, clock=clock), Keys(words)
+
+
 def find_rows(
     index: Index,
     keys: Keys,

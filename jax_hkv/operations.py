@@ -7,7 +7,7 @@ work, compiled: outside of jit that is one program.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax_hkv.table import (
     EraseResult,
     FindResult,
     InsertResult,
+    ScoredFindResult,
     Table,
     WriteResult,
     check_one_device,
@@ -67,6 +68,28 @@ def after_read(table: Table, clock: jax.Array) -> Table:
 # --- Reads ---------------------------------------------------------------------------------------
 
 
+@overload
+def find(
+    table: Table,
+    keys: Any,
+    *,
+    valid: Any = ...,
+    touch: bool = ...,
+    fill: float | str = ...,
+    return_scores: Literal[False] = ...,
+) -> tuple[Table, FindResult]: ...
+@overload
+def find(
+    table: Table,
+    keys: Any,
+    *,
+    valid: Any = ...,
+    touch: bool = ...,
+    fill: float | str = ...,
+    return_scores: Literal[True],
+) -> tuple[Table, ScoredFindResult]: ...
+
+
 def find(
     table: Table,
     keys: Any,
@@ -74,7 +97,8 @@ def find(
     valid: Any = None,
     touch: bool = False,
     fill: float | str = 0.0,
-) -> tuple[Table, FindResult]:
+    return_scores: bool = False,
+) -> tuple[Table, Any]:
     """Looks up rows. Absent keys stay absent; :func:`contains` reads no rows.
 
     Args:
@@ -85,10 +109,13 @@ def find(
       fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
         default is 0.0 here, and "initial" in :func:`jax_hkv.find_pooled`. Another number is
         another program.
+      return_scores: whether the scores of the entries come with their rows.
 
     Returns:
-      The table, and rows ``[*keys.shape, dim]``, found and slots. Masked positions are not found;
-      their row is the fill number, or zero with "initial".
+      The table, and a :class:`FindResult`: rows ``[*keys.shape, dim]``, found and slots. Masked
+      positions are not found; their row is the fill number, or zero with "initial". With
+      `return_scores` a :class:`ScoredFindResult`, whose last field is `scores`, Keys of the keys'
+      shape: those that entries have after this call, zero where keys are absent or masked.
 
     Raises:
       TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM, whose scores
@@ -102,14 +129,18 @@ def find(
       >>> _, result = hkv.find(table, np.array([5, 6], np.int32), fill=-1.0)
       >>> result.values.tolist()
       [[1.0, 1.0], [-1.0, -1.0]]
+      >>> _, result = hkv.find(table, np.array([5, 6], np.int32), return_scores=True)
+      >>> result.scores.to_numpy().tolist()
+      [1, 0]
     """
     touches = _checks.as_bool("find", "touch", touch)
     given, mask = _batch("find", table, keys, valid, merges=touches)
     number = fill_of("find", fill)
+    scored = _checks.as_bool("find", "return_scores", return_scores)
     if touches:
         _checks.check_scores("find with touch=True", table.policy, None)
-        return _find_and_touch(table, given, mask, fill=number)
-    clock, result = _find(table, given, mask, fill=number)
+        return _find_and_touch(table, given, mask, fill=number, scored=scored)
+    clock, result = _find(table, given, mask, fill=number, scored=scored)
     return after_read(table, clock), result
 
 
@@ -142,29 +173,41 @@ def as_number(fill: int | None) -> float:
     return float(np.uint32(fill or 0).view(np.float32))
 
 
-@jitted("fill")
-def _find(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
+@jitted("fill", "scored")
+def _find(
+    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, scored: bool
+) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     initial = (table.initializer, table.seed) if fill is None else None
     index, slots, values = _index.find_rows(
         table.index, keys, valid, table.values, fill=as_number(fill), initial=initial
     )
-    return index.clock, _found(given, values, slots)
+    table, result = _found(dataclasses.replace(table, index=index), given, values, slots, scored)
+    return table.index.clock, result
 
 
-@jitted("fill")
-def _find_and_touch(table: Table, given: _Given, valid: jax.Array | None, fill: int | None) -> Any:
+@jitted("fill", "scored")
+def _find_and_touch(
+    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, scored: bool
+) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     table, slots = _inserts.touch(table, keys, valid)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
     table, values = gather_values(table, slots, fill=as_number(fill), initial=initial)
-    return table, _found(given, values, slots)
+    return _found(table, given, values, slots, scored)
 
 
-def _found(given: _Given, values: jax.Array, slots: jax.Array) -> FindResult:
+def _found(
+    table: Table, given: _Given, values: jax.Array, slots: jax.Array, scored: bool
+) -> tuple[Table, FindResult | ScoredFindResult]:
     rows = checkpoint_name(values, ROWS_NAME).reshape(*given.shape, values.shape[-1])
-    slots = slots.reshape(given.shape)
-    return FindResult(rows, slots >= 0, slots)
+    shaped = slots.reshape(given.shape)
+    result = FindResult(rows, shaped >= 0, shaped)
+    if not scored:
+        return table, result
+    index, scores = _index.scores_at(table.index, slots)
+    table = dataclasses.replace(table, index=index)
+    return table, ScoredFindResult(*result, scores.reshape(*given.shape))
 
 
 def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool[Array, "*batch"]]:

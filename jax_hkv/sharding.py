@@ -25,11 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from jax_hkv import (
     _checks,
@@ -38,7 +37,6 @@ from jax_hkv import (
     _sharded_updates,
     _sharded_writes,
     pooled,
-    whole_table,
 )
 from jax_hkv._changes import (
     ChangeCounts,
@@ -56,13 +54,20 @@ from jax_hkv._entries import (
     join_entries,
 )
 from jax_hkv._entry_files import load_entries, save_entries
-from jax_hkv._exchange import Exchange, as_exchange, distinct_in, owners, skew_in
+from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
 from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
 from jax_hkv._reports import ExchangeOverflow, check_overflow
 from jax_hkv._resharding import reshard
-from jax_hkv._sharded import ShardedFound, ShardedResult, ShardedRows
+from jax_hkv._sharded import (
+    ScoredShardedRows,
+    ShardedFound,
+    ShardedResult,
+    ShardedRows,
+    exchange_of,
+    misplaced,
+)
 from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged, concatenate
@@ -79,6 +84,7 @@ __all__ = [
     "Exported",
     "Mode",
     "Placement",
+    "ScoredShardedRows",
     "ShardedEntries",
     "ShardedFound",
     "ShardedResult",
@@ -119,51 +125,36 @@ __all__ = [
 ]
 
 
-def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:
-    """As :func:`jax_hkv.misplaced`, of a table over devices; inside shard_map or pmap.
-
-    Entries on a device that does not own their key are counted too: those that an operation of
-    one device put into a part (``jax_hkv.insert_or_assign`` in place of :func:`find_or_insert`), or
-    that lie there because axes were named in another order.
-
-    Args:
-      table: this device's part.
-      axis_name: of the mesh axis, or an :class:`Exchange`.
-
-    Returns:
-      The entries of all devices that a lookup of their own key does not find, the same on each
-      device; of replicas, those of the worst one.
-
-    Raises:
-      TypeError: naming the argument.
-      NameError: if the axis is not bound.
-    """
-    exchange = _exchange("sharding.misplaced", table, axis_name)
-    if exchange.replicas:
-        return jax.lax.pmax(whole_table.misplaced(table), exchange.axes)
-    own = jax.lax.axis_index(exchange.axes).astype(jnp.int32)
-    count = whole_table.count_misplaced(table, lambda keys: owners(keys, exchange.devices) != own)
-    return jax.lax.psum(count, exchange.axes)
-
-
-def _exchange(call: str, table: Table, axis_name: Any) -> Exchange:
-    exchange = as_exchange(axis_name)
-    if exchange is None:
-        raise TypeError(
-            f"{call}: axis_name must be the name of a mesh axis (or a tuple of such, or a "
-            f"jax_hkv.sharding.Exchange), got None: for a table of one device use jax_hkv."
-            f"{call.removeprefix('sharding.')}"
-        )
-    check_one_device(call, table)
-    return exchange
-
-
 def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
     given = as_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
     mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
     return given, Bagged(given.reshape(-1), mask, None)
+
+
+@overload
+def find(
+    table: Table,
+    keys: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    valid: Any = ...,
+    touch: bool = ...,
+    fill: float | str = ...,
+    return_scores: Literal[False] = ...,
+) -> tuple[Table, ShardedRows]: ...
+@overload
+def find(
+    table: Table,
+    keys: Any,
+    *,
+    axis_name: str | tuple[str, ...] | Exchange,
+    valid: Any = ...,
+    touch: bool = ...,
+    fill: float | str = ...,
+    return_scores: Literal[True],
+) -> tuple[Table, ScoredShardedRows]: ...
 
 
 def find(
@@ -174,7 +165,8 @@ def find(
     valid: Any = None,
     touch: bool = False,
     fill: float | str = 0.0,
-) -> tuple[Table, ShardedRows]:
+    return_scores: bool = False,
+) -> tuple[Table, Any]:
     """As :func:`jax_hkv.find`, of a table over the devices of an axis; inside shard_map or pmap.
 
     Args:
@@ -185,9 +177,10 @@ def find(
       touch: whether hits are scored as if they had been inserted again (this changes the table).
       fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
         default is 0.0 here, and "initial" in :func:`find_pooled`.
+      return_scores: whether scores come with the rows; see :func:`jax_hkv.find`.
 
     Returns:
-      The table, and rows with `found` and `overflow`.
+      The table, and rows with `found` and `overflow`, and with `scores` if they were asked for.
 
     Raises:
       TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM.
@@ -195,18 +188,26 @@ def find(
     call = "sharding.find"
     number = fill_of(call, fill)
     touches = _checks.as_bool(call, "touch", touch)
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
-    table, result = _sharded.look_up(
-        exchange, table, flat, train=False, touches=touches, initial=number is None
+    scored = _checks.as_bool(call, "return_scores", return_scores)
+    table, result, scores = _sharded.look_up(
+        *(exchange, table, flat),
+        train=False,
+        touches=touches,
+        scored=scored,
+        initial=number is None,
     )
     values, found = result.values, _has_row(result)
     if number:
         values = jnp.where(found[:, None], values, jnp.asarray(as_number(number), table.dtype))
     values = values.reshape(*given.shape, table.dim)
-    return table, ShardedRows(values, found.reshape(given.shape), result.overflow)
+    rows = ShardedRows(values, found.reshape(given.shape), result.overflow)
+    if scores is None:
+        return table, rows
+    return table, ScoredShardedRows(*rows, scores.reshape(*given.shape))
 
 
 def contains(
@@ -227,9 +228,11 @@ def contains(
       TypeError, ValueError: naming the argument.
     """
     call = "sharding.contains"
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
-    table, result = _sharded.look_up(exchange, table, flat, train=False, reads=False, initial=False)
+    table, result, _ = _sharded.look_up(
+        exchange, table, flat, train=False, reads=False, initial=False
+    )
     return table, ShardedFound(_has_row(result).reshape(given.shape), result.overflow)
 
 
@@ -268,10 +271,10 @@ def find_or_insert(
       NameError: if the axis is not bound.
     """
     call = "sharding.find_or_insert"
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    table, result = _sharded.look_up(
+    table, result, _ = _sharded.look_up(
         *(exchange, table, flat),
         train=True,
         initial=True,
@@ -450,7 +453,7 @@ def import_batch(
       TypeError, ValueError: naming the argument.
     """
     call = "sharding.import_batch"
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     entries, is_meant = _inserts.meant_entries(call, table, entries, valid)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
 
@@ -537,7 +540,7 @@ def _to_write(
     call: str, table: Table, keys: Any, valid: Any, axis_name: Any
 ) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
     """How keys travel, the keys as they were given, and flat with their mask."""
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     given = as_keys(call, "keys", keys)
     check_fixed(call, "keys", given.shape)
     return (
@@ -582,10 +585,10 @@ def find_pooled(
       NameError: if the axis is not bound.
     """
     call = "sharding.find_pooled"
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
-    table, result = _sharded.look_up(
+    table, result, _ = _sharded.look_up(
         exchange,
         table,
         batch,
@@ -629,10 +632,10 @@ def find_or_insert_pooled(
       NameError: if the axis is not bound.
     """
     call = "sharding.find_or_insert_pooled"
-    exchange = _exchange(call, table, axis_name)
+    exchange = exchange_of(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
-    table, result = _sharded.look_up(
+    table, result, _ = _sharded.look_up(
         exchange,
         table,
         batch,

@@ -188,6 +188,15 @@ class FindResult(NamedTuple):
     slots: Int32[Array, "*batch"]
 
 
+class ScoredFindResult(NamedTuple):
+    """:class:`FindResult` and, last, the entries' scores, zero where keys are absent or masked."""
+
+    values: Float[Array, "*batch dim"]
+    found: Bool[Array, "*batch"]
+    slots: Int32[Array, "*batch"]
+    scores: Keys
+
+
 class Bags(NamedTuple):
     """What the `n` positions of a pooled lookup add to the rows of its `b` bags.
 

@@ -19,14 +19,12 @@ while the accelerator trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operations, whole_table
-from jax_hkv import index as _index
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._mapped import mapped
@@ -37,6 +35,7 @@ from jax_hkv.table import (
     Counts,
     EraseResult,
     FindResult,
+    ScoredFindResult,
     Table,
     buckets_of,
     forms_of,
@@ -110,33 +109,14 @@ def create_store(
             f"{call}: capacity must be that of cache and store together, {table.capacity} at "
             f"least as the cache's, got {capacity}"
         )
-    device = _host(call) if device is None else device
+    device = _tiers.host(call) if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(
             f"{call}: device must be one of jax.devices() or jax.devices('cpu'), or None for the "
             f"host's CPU, got {type(device).__name__} {device!r}"
         )
-    stores = tuple(_emptied(cache, buckets, device) for cache in caches)
+    stores = tuple(_tiers.emptied(cache, buckets, device) for cache in caches)
     return stores[0] if placement is None else stores
-
-
-def _host(call: str) -> Any:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{call}: device is the host's CPU if none is given, and JAX has none here "
-            f'({error}): start it with JAX_PLATFORMS="cuda,cpu", or without that variable'
-        ) from None
-
-
-def _emptied(table: Table, buckets: int, device: Any) -> Table:
-    """A table without entries on a device, otherwise as another one is."""
-    # Through a table of one bucket: of the large one nothing may lie on the accelerator.
-    small = jax.tree.map(jnp.copy, whole_table.emptied(table, 1))  # of buffers of its own
-    small = jax.device_put(small, device)
-    with jax.default_device(device):
-        return jax.device_put(whole_table.emptied(small, buckets), device)
 
 
 # --- Before a step -------------------------------------------------------------------------------
@@ -423,10 +403,35 @@ def restore(cache: Table, fetched: Fetched) -> Table:
 # --- Reads and removals, of both -----------------------------------------------------------------
 
 
+@overload
+def find(
+    tiers: Tiers,
+    keys: Any,
+    *,
+    valid: Any = ...,
+    fill: float | str = ...,
+    return_scores: Literal[False] = ...,
+) -> tuple[Tiers, FindResult]: ...
+@overload
+def find(
+    tiers: Tiers,
+    keys: Any,
+    *,
+    valid: Any = ...,
+    fill: float | str = ...,
+    return_scores: Literal[True],
+) -> tuple[Tiers, ScoredFindResult]: ...
+
+
 @of_one_device
 def find(
-    tiers: Tiers, keys: Any, *, valid: Any = None, fill: float | str = 0.0
-) -> tuple[Tiers, FindResult]:
+    tiers: Tiers,
+    keys: Any,
+    *,
+    valid: Any = None,
+    fill: float | str = 0.0,
+    return_scores: bool = False,
+) -> tuple[Tiers, Any]:
     """Looks up rows in both tables, which stay as they are: for evaluation and serving.
 
     It finds out what the cache has not by merging equal keys, which ``jax.vmap`` refuses.
@@ -436,10 +441,11 @@ def find(
       keys: of any shape.
       valid: see :func:`prefetch`.
       fill: the row of absent keys, see :func:`jax_hkv.find`.
+      return_scores: whether the scores of the entries come with their rows, see there.
 
     Returns:
       The tables, and rows ``[*keys.shape, dim]``, found and slots: of the cache, -1 for what the
-      store has.
+      store has; and scores, if they were asked for, in whichever table the entry is.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -458,22 +464,16 @@ def find(
     call = "tiered.find"
     _tier_checks.check(call, tiers)
     given, mask = _tier_checks.batch_of(call, tiers.cache, keys, valid)
-    cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill)
+    scored: Any = _checks.as_bool(call, "return_scores", return_scores)
+    cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill, return_scores=scored)
     asked = _tiers.ask_store(tiers, given, mask, near.found)
     if asked is None:
         return tiers, near
     store, distinct, is_meant, groups = asked
-    store, behind = operations.find(store, distinct, valid=is_meant)
-    rows, found = _tiers.from_store(tiers.cache, (behind.values, behind.found))
-    return Tiers(cache, store), _with_rows(near, groups, rows, found)
-
-
-@jax.jit
-def _with_rows(near: FindResult, groups: _index.Groups, rows: jax.Array, found: jax.Array) -> Any:
-    has_row = _tiers.by_position(groups, found, near.found)
-    rows = _index.take(rows, groups.inverse).reshape(near.values.shape)
-    values = jnp.where(has_row[..., None], rows, near.values)
-    return FindResult(values, near.found | has_row, near.slots)
+    store, behind = operations.find(store, distinct, valid=is_meant, return_scores=scored)
+    scores = behind.scores if scored else None
+    behind = _tiers.from_store(tiers.cache, (behind.values, behind.found, scores))
+    return Tiers(cache, store), _tiers.with_rows(near, groups, *behind)
 
 
 @of_one_device
