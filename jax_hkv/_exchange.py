@@ -624,15 +624,16 @@ def in_a_row(leg: Leg) -> Leg:
     return leg._replace(groups=groups, sent=on(leg.sent))
 
 
-def onward_last(
-    plan: Plan, legs: tuple[Leg, ...], rows: Num[Array, "n dim"]
+def onward_one(
+    plan: Plan, legs: tuple[Leg, ...], rows: Num[Array, "n dim"], *, last: bool = True
 ) -> Num[Array, "room dim"]:
-    """Sends the last row of each key of this device the way that its key took."""
+    """Sends the last or the first row of each key of this device the way that its key took."""
     kind = rows.dtype
     for hop, leg in zip(plan.hops, legs, strict=True):
         sources = leg.sent
         if leg.groups is not None and rows.shape[0]:
-            sources = jnp.where(sources >= 0, _index.take(leg.groups.last, sources), NO_SLOT)
+            chosen = leg.groups.last if last else leg.groups.first
+            sources = jnp.where(sources >= 0, _index.take(chosen, sources), NO_SLOT)
         rows = by_slot(rows, sources)
         if kind.itemsize == 2:  # XLA for CPUs would make float32 of them, and other NaNs
             rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)

@@ -32,6 +32,7 @@ from jax_hkv._exchange import (
     bytes_of_rows,
     bytes_of_sums,
     homeward,
+    onward_one,
     outward,
     owners,
     plan_of,
@@ -151,6 +152,7 @@ class _Task(NamedTuple):
     Attributes:
       exchange: static.
       items: of this device.
+      offered: rows of its positions for keys that are inserted, or None.
       bags: of its positions, or None.
       owners_pool: whether owners return sums for the bags.
       train: whether absent keys are inserted.
@@ -164,6 +166,7 @@ class _Task(NamedTuple):
 
     exchange: Exchange
     items: Items
+    offered: jax.Array | None
     bags: Bags | None
     owners_pool: bool
     train: bool
@@ -202,6 +205,7 @@ def look_up(
     scored: bool = False,
     initial: bool,
     scores: Keys | None = None,
+    offered: jax.Array | None = None,
     evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, ShardedResult, Keys | None]:
@@ -218,6 +222,7 @@ def look_up(
       scored: whether the scores of entries are wanted, if none is inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
+      offered: of training, a row for each position: of keys that are inserted the first counts.
       evicted: whether the evicted entries are wanted.
       measure: what else is counted of the distinct keys at their owners.
 
@@ -241,12 +246,12 @@ def look_up(
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
     if owners_pool and plan.hops and bags is not None:
         items = items._replace(bags=bags.sources, weights=bags.weights)
-    items = vary(items, exchange.axes)
+    items, offered = vary((items, offered), exchange.axes)
     # JAX does not differentiate loops backward: what weights are multiplied with leaves them first.
     pools_later = not owners_pool and is_weighted and _may_repeat(plan, exchange)
     own_bags = None if pools_later else bags
     task = _Task(
-        *(exchange, items, own_bags, owners_pool, train, touches, reads),
+        *(exchange, items, offered, own_bags, owners_pool, train, touches, reads),
         *(scored, initial, evicted, measure),
     )
     table, seen, route = in_rounds(
@@ -437,12 +442,13 @@ def _round(
     keys, valid = arrived.keys, arrived.valid
     inserted = None
     if task.train:
+        offered = task.offered
         table, inserted = insert_rows(
             table,
             keys,
             valid,
             scores_of(table, arrived),
-            None,
+            None if offered is None else onward_one(plan, legs, offered, last=False),
             task.evicted,
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _sharded
 from jax_hkv._compat import vary
-from jax_hkv._exchange import Exchange, Items, Leg, Plan, onward_last, plan_of
+from jax_hkv._exchange import Exchange, Items, Leg, Plan, onward_one, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv.table import Counts, Entries, Table
 
@@ -91,7 +91,7 @@ def write(
     def at_owner(
         plan: Plan, table: Table, legs: tuple[Leg, ...], arrived: Items, *, is_ticked: bool
     ) -> tuple[Table, tuple[Any, ...], None]:
-        rows = jax.tree.map(lambda leaf: onward_last(plan, legs, leaf), values)
+        rows = jax.tree.map(lambda leaf: onward_one(plan, legs, leaf), values)
         given = _sharded.scores_of(table, arrived)
         table, result = act(table, arrived.keys, arrived.valid, given, rows, is_ticked=is_ticked)
         entries = _sharded.padded(getattr(result, "evicted", None), exchange, plan, items)

@@ -245,6 +245,7 @@ def find_or_insert(
     keys: Any,
     *,
     axis_name: str | tuple[str, ...] | Exchange,
+    values: Any = None,
     scores: Any = None,
     valid: Any = None,
     return_evicted: bool = False,
@@ -258,6 +259,8 @@ def find_or_insert(
       table: this device's part.
       keys: of this device's batch, of any shape; all devices give equally many.
       axis_name: of the mesh axis, or an :class:`Exchange`.
+      values: rows for new keys, ``[*keys.shape, dim]``, of the table's type; of equal keys the
+        first one of the first device that gives the key counts.
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
       return_evicted: whether the result carries the entries that this device's part has lost. With
@@ -273,12 +276,16 @@ def find_or_insert(
     call = "sharding.find_or_insert"
     exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
-    pairs = _checks.as_scores(call, table.policy, scores, given.shape)
+    pairs, offered = _checks.as_scores(call, table.policy, scores, given.shape), None
+    if values is not None:
+        offered = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+        offered = offered.reshape(-1, table.dim)
     table, result, _ = _sharded.look_up(
         *(exchange, table, flat),
         train=True,
         initial=True,
         scores=pairs,
+        offered=offered,
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     return table, _shaped(result, given, (*given.shape, table.dim))
