@@ -356,6 +356,7 @@ class Items(NamedTuple):
       occurrences: of the key in the batch, where the table counts them; else None.
       bags: the bag of each position, where owners pool; else None.
       weights: of each position in its bag, or None.
+      admits: how many positions let the key in, where the caller says which do; else None.
     """
 
     keys: Keys
@@ -364,6 +365,7 @@ class Items(NamedTuple):
     occurrences: Int32[Array, " n"] | None = None
     bags: Int32[Array, " n"] | None = None
     weights: Float32[Array, " n"] | None = None
+    admits: Int32[Array, " n"] | None = None
 
 
 class Leg(NamedTuple):
@@ -416,13 +418,15 @@ def outward(
 
 
 def _merged(items: Items) -> tuple[Groups, Items]:
-    """The distinct keys; of scores the last counts, occurrences are summed."""
+    """The distinct keys; of scores the last counts, occurrences and admissions are summed."""
     groups = _index.unique(items.keys, items.valid)
-    occurrences = items.occurrences
-    if occurrences is not None:
-        occurrences = _index.sum_by_key(groups, occurrences)
+
+    def summed(numbers: jax.Array | None) -> jax.Array | None:
+        return None if numbers is None else _index.sum_by_key(groups, numbers)
+
     scores = None if items.scores is None else _index.take(items.scores, groups.last)
-    return groups, Items(Keys(groups.keys), _index.all_of(groups), scores, occurrences)
+    merged = Items(Keys(groups.keys), _index.all_of(groups), scores, summed(items.occurrences))
+    return groups, merged._replace(admits=summed(items.admits))
 
 
 def _hop(

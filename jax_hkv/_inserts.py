@@ -86,22 +86,29 @@ def _let_in(
     table: Table,
     keys: Keys,
     seen: Groups,
+    admit: jax.Array | None = None,
     occurrences: jax.Array | None = None,
     is_ticked: bool = False,
 ) -> tuple[Table, Groups]:
-    """Asks the table's admission about the absent keys; the groups without those turned away."""
-    assert table.admission is not None
+    """Asks the caller and the table's admission about the absent keys; the groups of the others."""
     distinct, asked = Keys(seen.keys), _index.all_of(seen)
     index, slots = _index.find(table.index, distinct, asked)
+    table = dataclasses.replace(table, index=index)
     is_present = slots >= 0
-    admission, admitted = table.admission.decide(
-        table.seed,
-        (index if is_ticked else _index.tick(index)).clock,
-        distinct,
-        asked & ~is_present,
-        _index.occurrences(seen).counts if occurrences is None else occurrences,
-    )
-    table = dataclasses.replace(table, index=index, admission=admission)
+    admitted = asked
+    if admit is not None:
+        admitted = _index.sum_by_key(seen, admit.astype(jnp.int32)) > 0
+    if table.admission is not None:
+        # Sightings are what is seen, whatever the caller says of it.
+        admission, by_rule = table.admission.decide(
+            table.seed,
+            (index if is_ticked else _index.tick(index)).clock,
+            distinct,
+            asked & ~is_present,
+            _index.occurrences(seen).counts if occurrences is None else occurrences,
+        )
+        table = dataclasses.replace(table, admission=admission)
+        admitted = by_rule if admit is None else by_rule & admitted
     enters = _index.by_position(seen, is_present | admitted, False)
     return table, _index.unique(keys, enters)
 
@@ -365,6 +372,7 @@ def insert_rows(
     offered: jax.Array | None,
     evicted: bool,
     *,
+    admit: jax.Array | None = None,
     occurrences: jax.Array | None = None,
     pinned: jax.Array | None = None,
     is_ticked: bool = False,
@@ -378,14 +386,15 @@ def insert_rows(
       scores: of the positions, or None.
       offered: rows of the positions, or None.
       evicted: whether the evicted entries are wanted.
+      admit: of the positions, those that let their keys in; None: all.
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.
       pinned: slots that must not be evicted, besides those of the keys.
       is_ticked: whether the clock already stands at the time of this batch.
     """
     groups = seen = _index.unique(keys, valid)
-    if table.admission is not None:
+    if table.admission is not None or admit is not None:
         counted = None if occurrences is None else _index.sum_by_key(seen, occurrences)
-        table, groups = _let_in(table, keys, seen, counted, is_ticked)
+        table, groups = _let_in(table, keys, seen, admit, counted, is_ticked)
     table, upserted, entries = upsert(
         table, groups, scores, evicted, pinned=pinned, is_ticked=is_ticked
     )

@@ -206,6 +206,7 @@ def look_up(
     initial: bool,
     scores: Keys | None = None,
     offered: jax.Array | None = None,
+    admit: jax.Array | None = None,
     evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, ShardedResult, Keys | None]:
@@ -223,6 +224,7 @@ def look_up(
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
       offered: of training, a row for each position: of keys that are inserted the first counts.
+      admit: of training, which positions let their keys in; None: all.
       evicted: whether the evicted entries are wanted.
       measure: what else is counted of the distinct keys at their owners.
 
@@ -241,6 +243,8 @@ def look_up(
         summed = _summed(exchange, table, plan, bags, is_weighted)
         owners_pool, plan = summed is not plan, summed
     items = Items(batch.keys, valid, None if scores is None else scores.words)
+    if admit is not None:
+        items = items._replace(admits=admit.astype(jnp.int32))
     is_counted = table.policy.counts if touches else train and _counts_occurrences(table)
     if plan.merges and plan.hops and is_counted:
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
@@ -450,6 +454,7 @@ def _round(
             scores_of(table, arrived),
             None if offered is None else onward_one(plan, legs, offered, last=False),
             task.evicted,
+            admit=None if arrived.admits is None else arrived.admits > 0,
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,
         )

@@ -311,12 +311,13 @@ def find_or_insert(
     values: Any = None,
     scores: Any = None,
     valid: Any = None,
+    admit: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
     """Looks up rows; absent keys are inserted, with their initial or the given row.
 
-    Where the table was created with an admission rule, absent keys that it does not admit get no
-    slot, their initial row, and the status NOT_ADMITTED.
+    Absent keys that `admit`, or the admission rule that the table was created with, does not let in
+    get no slot, their initial row, and the status NOT_ADMITTED.
 
     Args:
       table: to change.
@@ -325,6 +326,8 @@ def find_or_insert(
       scores: needed under CUSTOM; counts under LFU and EPOCH_LFU; an error under the others.
         Unsigned: uint32, int32 from 0 on, or Keys.
       valid: see :func:`find`.
+      admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
+        valid positions. None: at all. Present keys are found and scored whatever it says.
       return_evicted: whether the result carries the evicted entries.
 
     Returns:
@@ -340,14 +343,19 @@ def find_or_insert(
       >>> table, result = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 5], np.int32))
       >>> [hkv.Status(s).name for s in result.status.tolist()]
       ['INSERTED', 'FOUND']
+      >>> ids, known = np.array([5, 6, 7], np.int32), np.array([False, False, True])
+      >>> table, result = hkv.find_or_insert(table, ids, admit=known)
+      >>> [hkv.Status(s).name for s in result.status.tolist()]
+      ['FOUND', 'NOT_ADMITTED', 'INSERTED']
     """
     given, mask = _batch("find_or_insert", table, keys, valid)
     pairs = _checks.as_scores("find_or_insert", table.policy, scores, given.shape)
     offered = None
     if values is not None:
         offered = _as_rows("find_or_insert", values, table, given)
+    own = _checks.as_mask("find_or_insert", "admit", admit, given.shape)
     evicted = _checks.as_bool("find_or_insert", "return_evicted", return_evicted)
-    return _find_or_insert(table, given, mask, pairs, offered, evicted=evicted)
+    return _find_or_insert(table, given, mask, pairs, offered, own, evicted=evicted)
 
 
 @jitted("evicted")
@@ -357,12 +365,14 @@ def _find_or_insert(
     valid: jax.Array | None,
     scores: Keys | None,
     offered: jax.Array | None,
+    admit: jax.Array | None,
     evicted: bool,
 ) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
-    table, inserted = insert_rows(table, keys, valid, scores, offered, evicted)
+    admit = None if admit is None else admit.reshape(-1)
+    table, inserted = insert_rows(table, keys, valid, scores, offered, evicted, admit=admit)
     initial = (table.initializer, table.seed, keys, valid)
     table, values = gather_values(table, inserted.upserted.slots, initial=initial)
     result = insert_result(checkpoint_name(values, ROWS_NAME), keys, inserted)

@@ -248,6 +248,7 @@ def find_or_insert(
     values: Any = None,
     scores: Any = None,
     valid: Any = None,
+    admit: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert`, of a table over devices; inside shard_map or pmap.
@@ -263,6 +264,7 @@ def find_or_insert(
         first one of the first device that gives the key counts.
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
+      admit: see :func:`jax_hkv.find_or_insert`; True at a position of any device lets the key in.
       return_evicted: whether the result carries the entries that this device's part has lost. With
         an exchange that may take a second round they have room for all devices' keys.
 
@@ -277,6 +279,7 @@ def find_or_insert(
     exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
     pairs, offered = _checks.as_scores(call, table.policy, scores, given.shape), None
+    own = _checks.as_mask(call, "admit", admit, given.shape)
     if values is not None:
         offered = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
         offered = offered.reshape(-1, table.dim)
@@ -286,6 +289,7 @@ def find_or_insert(
         initial=True,
         scores=pairs,
         offered=offered,
+        admit=None if own is None else own.reshape(-1),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     return table, _shaped(result, given, (*given.shape, table.dim))

@@ -151,7 +151,7 @@ class Counts(NamedTuple):
 
     Of all but removals, size_after + evicted = size_before + inserted. Of those without a row,
     `refused` ones found no room, and `not_admitted` ones were turned away by the rule of the
-    table's admission.
+    table's admission, or by the caller's `admit`.
     """
 
     unique: Int32[Array, ""]

@@ -28,7 +28,7 @@ def halves(word: Any) -> list[Any]:
 
 
 class AdmittingOracle(Oracle):
-    """An oracle of a table made with `sightings`, `width` and `depth`, or with `threshold`."""
+    """An oracle of a table made with `sightings`, `width` and `depth`, `threshold`, or no rule."""
 
     rule: dict[str, int]
     counters: Array
@@ -48,6 +48,8 @@ class AdmittingOracle(Oracle):
     def admitted(self, keys: Array, occurrences: Array) -> Array:
         """Which of some absent keys get a row in the call that comes next."""
         seed = halves(self.seed)
+        if not self.rule:
+            return np.ones(len(keys), bool)
         if "threshold" in self.rule:
             draws = hash32([DRAW, *seed, *halves(self.time + 1), *halves(keys)])
             return draws < self.rule["threshold"]
@@ -67,10 +69,13 @@ class AdmittingOracle(Oracle):
         scores: Array | None = None,
         valid: Array | None = None,
         return_evicted: bool = False,
+        admit: Array | None = None,
     ) -> Outcome:
         seen = unique(keys, valid)
         enters = self.lookup(seen.keys) >= 0
-        enters[~enters] = self.admitted(seen.keys[~enters], seen.occurrences[~enters])
+        admitted = self.admitted(seen.keys[~enters], seen.occurrences[~enters])
+        let_in = keys if admit is None else keys[(seen.inverse >= 0) & admit]
+        enters[~enters] = admitted & np.isin(seen.keys[~enters], let_in)
         is_valid = seen.inverse >= 0
         mask = is_valid.copy()
         mask[is_valid] = enters[seen.inverse[is_valid]]

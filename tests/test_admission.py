@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,54 @@ def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, polic
         del happened["refused"]  # few policies turn away whom the rule lets in
     print(happened)
     assert min(happened.values()) > 0
+
+
+@pytest.mark.parametrize("policy", ["LFU", "CUSTOM"])
+@pytest.mark.parametrize(("rule", "settings"), [pytest.param(None, {}, id="no rule"), RULES[0]])
+def test_a_callers_own_admission_does_what_the_oracle_does(rng, twin, rule, settings, policy):
+    """Any valid position lets its key in, if the rule does; who is there is found and scored."""
+    both = twin(128, 3, policy=policy, init=hkv.initializers.normal(1.0), admission=rule)
+    both.oracle = AdmittingOracle.of(both.table, **settings)
+    universe = rng.integers(0, 2**64, 600, np.uint64)
+    seen, mixed = np.zeros(6, np.int64), 0
+    for number in range(16):
+        keys = rng.choice(universe[: 600 if number % 2 else 100], 150)
+        valid, admit = rng.random(150) < 0.8, rng.random(150) < 0.4
+        scores = rng.integers(0, 2**40, 150).astype(np.uint64) if policy == "CUSTOM" else None
+        rows = rng.standard_normal((150, 3)).astype(np.float32)
+        outcome = both.find_or_insert(keys, rows, scores, valid, True, admit)
+        seen += outcome.counts
+        new = np.isin(outcome.status, (oracle.INSERTED, oracle.EVICTED))
+        mixed += int((new & ~admit).sum())  # another position of the key has let it in
+    counts = oracle.Counts(*seen)
+    assert min(counts.hits, counts.inserted, counts.evicted, counts.not_admitted, mixed) > 0
+
+
+def test_who_names_no_admission_of_its_own_has_the_program_of_before():
+    table, keys = hkv.create(1024, 2), numbers(*range(20))
+    admit = np.arange(20) % 2 == 0
+
+    def calls(**given):
+        program = str(jax.make_jaxpr(partial(hkv.find_or_insert, **given))(table, keys))
+        return program.count("unique["), program.count("find_slots[")
+
+    assert calls() == calls(admit=None) == (1, 0) and calls(admit=admit) == (2, 1)
+
+    def steps(table, masks):
+        return jax.lax.scan(lambda t, mask: hkv.find_or_insert(t, keys, admit=mask), table, masks)
+
+    masks = np.stack([admit, np.zeros(20, bool), ~admit])
+    hkv.testing.assert_no_table_copies(steps, table, masks)
+    table, results = jax.jit(steps)(table, masks)
+    assert results.counts.not_admitted.tolist() == [10, 10, 0]
+    assert results.counts.hits.tolist() == [0, 10, 10]
+    _, result = hkv.find_or_insert(table, keys.reshape(4, 5), admit=masks[1].reshape(4, 5))
+    assert names(result) == ["FOUND"] * 20
+    for wrong in (admit[:3], admit.astype(np.int32), "all"):
+        with pytest.raises(
+            TypeError, match=r"find_or_insert: admit must be bool\[20\] like the keys"
+        ):
+            hkv.find_or_insert(table, keys, admit=wrong)
 
 
 def test_a_key_gets_a_row_in_the_batch_of_its_last_sighting_needed():
