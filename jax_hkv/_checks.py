@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv._compat import is_traced, replicated
 from jax_hkv._ffi import FLOATS
-from jax_hkv._keys import Keys, as_keys, keys_of, would_cut
+from jax_hkv._keys import Keys, as_keys, check_unmasked, keys_of, would_cut
 from jax_hkv._keys import as_bool as as_bool
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
@@ -216,7 +216,8 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
     if scores is None and policy is Policy.CUSTOM:
         raise ValueError(
             f"{call}: scores are needed under Policy.CUSTOM, which makes none of its own: pass "
-            "scores=, uint32 or a pair as Keys" + (", to assign" if "touch" in call else "")
+            "scores=, uint32 or pairs as Keys, or one number for all keys"
+            + (", to assign" if "touch" in call else "")
         )
     if scores is not None and not (policy.counts or policy is Policy.CUSTOM):
         raise ValueError(
@@ -226,35 +227,54 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
 
 
 def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
-    """Scores as flat pairs."""
+    """Scores as flat pairs; one number is the score of every key."""
     check_scores(call, policy, scores)
     if scores is None:
         return None
-    pairs = as_keys(call, "scores", _unsigned(call, scores))
-    if pairs.shape != shape:
+    pairs = _pairs_of(call, scores)
+    if pairs.shape not in ((), shape):
         raise ValueError(
-            f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}"
+            f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}: "
+            "give one for each key, or one number for all of them"
         )
+    if pairs.shape != shape:  # made where it is needed, not on the host
+        pairs = Keys(jnp.broadcast_to(pairs.words, (*shape, 2)))
     return pairs.reshape(-1)
 
 
 def as_flat_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
     """Scores of any shape as flat pairs, of keys that are flat already."""
-    if scores is not None:
-        scores = as_keys(call, "scores", _unsigned(call, scores)).reshape(-1)
-    return as_scores(call, policy, scores, shape)
+    check_scores(call, policy, scores)
+    if scores is None:
+        return None
+    pairs = _pairs_of(call, scores)
+    return as_scores(call, policy, pairs.reshape(-1) if pairs.shape else pairs, shape)
+
+
+def _pairs_of(call: str, scores: Any) -> Keys:
+    """Scores as pairs, of the shape in which they came."""
+    check_unmasked(f"{call}: scores", scores)
+    if isinstance(scores, Keys):
+        return as_keys(call, "scores", scores)
+    if isinstance(scores, np.ndarray) and not scores.ndim:
+        scores = scores[()]
+    if isinstance(scores, (int, np.integer)) and not isinstance(scores, bool):
+        number = as_integer(call, "scores", scores, 0, 2**64 - 1)  # JAX would cut it to 32 bits
+        return Keys.from_numpy(np.uint64(number))
+    return as_keys(call, "scores", _unsigned(call, scores))
 
 
 def _unsigned(call: str, scores: Any) -> Any:
     """Signed scores, checked where their values are known, as unsigned ones."""
-    dtype = getattr(scores, "dtype", None)
-    if dtype is None:
-        return scores
-    dtype = np.dtype(dtype)
-    if dtype.kind not in "iu":
+    dtype: Any = getattr(scores, "dtype", None)
+    if getattr(dtype, "kind", "none") not in "iu":
+        got = type(scores).__name__ if dtype is None else dtype
+        remedy = "round or scale them, and cast with .astype(jnp.uint32)"
+        if isinstance(scores, (list, tuple)):
+            remedy = "give jax_hkv.Keys.from_numpy(scores)"
         raise TypeError(
-            f"{call}: scores must be integers of 8 to 32 bits, or a pair as Keys, got {dtype}: "
-            "round or scale them, and cast with .astype(jnp.uint32)"
+            f"{call}: scores must be integers of 8 to 32 bits or pairs as Keys, one for each key, "
+            f"or one integer for all of them, got {got}: {remedy}"
         )
     is_signed = dtype.kind == "i"
     if is_signed and not is_traced(scores) and (np.asarray(scores) < 0).any():

@@ -324,7 +324,8 @@ def find_or_insert(
       keys: of any shape.
       values: rows for new keys, ``[*keys.shape, dim]``; of equal keys the first counts.
       scores: needed under CUSTOM; counts under LFU and EPOCH_LFU; an error under the others.
-        Unsigned: uint32, int32 from 0 on, or Keys.
+        Unsigned, of the keys' shape: uint32, int32 from 0 on, or Keys; or one number for all keys,
+        which may be an int up to 2**64 - 1.
       valid: see :func:`find`.
       admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
         valid positions. None: at all. Present keys are found and scored whatever it says.

@@ -128,7 +128,7 @@ def find_or_insert_pooled(
       combiner: see :func:`find_pooled`.
       weights: see :func:`find_pooled`.
       valid: see :func:`find_pooled`.
-      scores: of the shape of `ids`; see :func:`find_or_insert`.
+      scores: of the shape of `ids`, or one number; see :func:`find_or_insert`.
       return_evicted: whether the result carries the evicted entries.
 
     Returns:

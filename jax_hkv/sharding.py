@@ -631,7 +631,7 @@ def find_or_insert_pooled(
       combiner: "sum", "mean" or "sqrtn".
       weights: ``float32`` of the shape of `ids`. Differentiable.
       valid: ``bool`` of the shape of `ids`.
-      scores: of the shape of `ids`; see :func:`jax_hkv.find_or_insert`.
+      scores: of the shape of `ids`, or one number; see :func:`jax_hkv.find_or_insert`.
       return_evicted: see :func:`find_or_insert`.
 
     Returns:
