@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import pooled
-from jax_hkv._checks import as_mask, flat_mask
-from jax_hkv._keys import as_keys
+from jax_hkv._checks import as_mask, as_scores, flat_mask
+from jax_hkv._keys import Keys, as_keys
 from jax_hkv.features import (
     Bagged,
     Jagged,
@@ -22,6 +22,7 @@ from jax_hkv.features import (
     each_id_of,
     unpadded,
 )
+from jax_hkv.index import Policy
 from jax_hkv.table import Bags, jitted
 
 
@@ -106,3 +107,33 @@ def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
     if combiner is None or keys.ndim == 1:  # every id is a bag of its own
         keys, valid, weights = map(each_a_bag, (keys, valid, weights))
     return as_bagged(call, keys, weights, valid)
+
+
+def joined_scores(
+    call: str, policy: Policy, names: list[str], inputs: Any, scores: Mapping[str, Any]
+) -> Keys | None:
+    """The scores of features of a table, one after the other, as their ids are; None: of none.
+
+    Where scores are counts, ids of a feature without any count once each.
+    """
+    given = {name: scores.get(name) for name in names}
+    missing = [name for name, own in given.items() if own is None]
+    if policy is Policy.CUSTOM and missing:
+        raise ValueError(
+            f"{call}: scores must be of the features {missing} too, whose table has Policy.CUSTOM, "
+            f"which makes none of its own, got those of {list(scores)}: give scores="
+            f"{{{missing[0]!r}: ...}}, uint32 or pairs as Keys, or one number for all ids"
+        )
+    if len(missing) == len(given):
+        return None
+    pairs = []
+    for name, own in given.items():
+        own = 1 if own is None and policy.counts else own
+        shape = _shape_of(inputs[name])
+        pairs.append(as_scores(f"{call} of the feature {name!r}", policy, own, shape))
+    return Keys.concatenate(pairs)
+
+
+def _shape_of(ids: Any) -> tuple[int, ...]:
+    """Of the ids of a feature as they were given."""
+    return _shape_of(ids.ids) if isinstance(ids, (Padded, Jagged)) else ids.shape

@@ -40,7 +40,8 @@ class TableConfig:
       capacity: entries that it adds to its physical table.
       dim: elements of a row.
       dtype: of the rows.
-      policy: which entries a full table evicts.
+      policy: which entries a full table evicts. Under CUSTOM training lookups are given scores of
+        all features of the table, see :meth:`Collection.lookup`.
       choices: candidate buckets of an id, 1 or 2.
       init: first rows, from ``jax_hkv.initializers``.
       seed: of the first rows, 0 to 2**64 - 1. A first row is a function of (seed, key) alone, so
@@ -75,11 +76,6 @@ class TableConfig:
         for name, value in (checked._asdict() | {"capacity": capacity}).items():
             object.__setattr__(self, name, value)
         check_optimizer(call, self.optimizer)
-        if self.policy is Policy.CUSTOM:
-            raise ValueError(
-                f"{call}: policy CUSTOM needs scores, which features do not "
-                "have: use a layer of its own (Embed, with scores=), or another policy"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import check_keys, would_cut
-from jax_hkv._layer_arguments import Unseen, check_dtype
+from jax_hkv._layer_arguments import check_dtype
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._warnings import lookup_of_layer, warn
@@ -284,9 +284,11 @@ def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tup
     return batch, layout
 
 
-def fill_of(unseen: Unseen) -> float | str:
-    """What a lookup gives ids without a row; a learned row is added later."""
-    return "initial" if unseen == "initial" else 0.0
+def look_up_features(layer: Any, tables: Any, inputs: Any, **options: Any) -> Any:
+    """The lookup of a layer's collection; a learned row of ids without one is added later."""
+    fill = "initial" if layer.unseen == "initial" else 0.0
+    own = {"axis_name": layer.axis_name, "return_evicted": layer.return_evicted}
+    return layer.collection.lookup(tables, inputs, fill=fill, **own, **options)
 
 
 def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> jax.Array:

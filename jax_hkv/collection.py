@@ -28,7 +28,7 @@ from jax_hkv import (
 )
 from jax_hkv._checks import as_bool, as_integer, as_mask, check_function
 from jax_hkv._exchange import as_exchange
-from jax_hkv._feature_bags import as_one, bags_of
+from jax_hkv._feature_bags import as_one, bags_of, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, joined_in_namespaces
@@ -426,6 +426,7 @@ class Collection:
         axis_name: Any = None,
         partial: bool = False,
         return_evicted: bool = False,
+        scores: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -441,19 +442,36 @@ class Collection:
           partial: whether `inputs` may be of some features only (one tower of a model, in serving),
             whose rows alone come back. Tables of none of them are returned as they are.
           return_evicted: whether the results of training carry the evicted entries.
+          scores: of features in `inputs`, by name: of the shape of the feature's ids (of a Jagged's
+            or Padded's `ids`), or one number; see :func:`jax_hkv.find_or_insert`. A training lookup
+            needs them of all features of tables under CUSTOM; under LFU and EPOCH_LFU the ids of
+            other features count once each. What is only read takes no notice of them.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
 
         Raises:
-          ValueError: if a feature is missing, or a name is none of a feature.
-          TypeError: naming the feature, for inputs of another form.
+          ValueError: if a feature is missing, or a name is none of a feature; for scores that a
+            table's policy does not take, or lacks, naming the feature.
+          TypeError: naming the feature, for inputs or scores of another form.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> collection = Collection(
+          ...     [TableConfig("items", 128, 2, policy=hkv.Policy.LFU, optimizer=hkv.optim.sgd(1))],
+          ...     [Feature("item", "items")])
+          >>> ids = {"item": jnp.array([5, 6])}
+          >>> tables, found = collection.lookup(
+          ...     collection.create(), ids, train=True, scores={"item": 3})
+          >>> hkv.sharding.export_entries(tables["items"]).scores.tolist()
+          [3, 3]
         """
         call = "Collection.lookup"
         train = as_bool(call, "train", train)
         return_evicted = as_bool(call, "return_evicted", return_evicted)
         self.check_inputs(call, inputs, partial)
         self.check_tables(call, tables)
+        scores = _collection_checks.as_scores(call, scores, inputs)
         if train:
             self._warn_of_frozen(inputs)
         tables = dict(tables)
@@ -469,14 +487,20 @@ class Collection:
                 continue
             batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
+            own_scores = None
+            trains = train and group.optimizer is not None
+            if trains:
+                names = [part.feature for part in own_parts]
+                own_scores = joined_scores(call, group.tables[0].policy, names, inputs, scores)
             tables[group.name], found = _sharded.of_batch(
                 f"{call} of {group.name!r}",
                 tables[group.name],
                 batch,
                 exchange=as_exchange(axis_name),
                 is_weighted=is_weighted,
-                train=train and group.optimizer is not None,
+                train=trains,
                 fill=fill,
+                scores=own_scores,
                 evicted=return_evicted,
                 measure=group.counts,
             )

@@ -294,7 +294,12 @@ class EmbedCollection(_Layer):
 
     @nn.compact
     def __call__(
-        self, inputs: Mapping[str, Any], *, train: bool = False, partial: bool = False
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        train: bool = False,
+        partial: bool = False,
+        scores: Mapping[str, Any] | None = None,
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
@@ -302,6 +307,7 @@ class EmbedCollection(_Layer):
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
+          scores: of some features, by name, or of all; see :meth:`jax_hkv.Collection.lookup`.
         """
         check_outputs(type(self).__name__, self.dtype, self.unseen, self.return_evicted)
         check_collection(type(self).__name__, self.collection)
@@ -310,14 +316,9 @@ class EmbedCollection(_Layer):
             g.name: self._table(g.name, g.tables[0].dim, g.create, self.axis_name) for g in groups
         }
         is_training = self._begin(train)
-        tables, looked_up = self.collection.lookup(
-            {name: variable.value for name, variable in variables.items()},
-            inputs,
-            train=is_training,
-            fill=_layers.fill_of(self.unseen),
-            axis_name=self.axis_name,
-            partial=partial,
-            return_evicted=self.return_evicted,
+        own = {name: variable.value for name, variable in variables.items()}
+        tables, looked_up = _layers.look_up_features(
+            self, own, inputs, train=is_training, partial=partial, scores=scores
         )
         rows = dict(looked_up.rows)
         for group in groups:

@@ -322,7 +322,12 @@ class EmbedCollection(_Layer):
             setattr(self, owner.attribute, TableVariable(group.create(axis_name)))
 
     def __call__(
-        self, inputs: Mapping[str, Any], *, train: bool = False, partial: bool = False
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        train: bool = False,
+        partial: bool = False,
+        scores: Mapping[str, Any] | None = None,
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
@@ -330,16 +335,11 @@ class EmbedCollection(_Layer):
           inputs: of every feature: ids, a :class:`jax_hkv.Padded` or a :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
+          scores: of some features, by name, or of all; see :meth:`jax_hkv.Collection.lookup`.
         """
         train = as_bool(type(self).__name__, "train", train)
-        tables, looked_up = self.collection.lookup(
-            self.tables,
-            inputs,
-            train=train,
-            fill=_layers.fill_of(self.unseen),
-            axis_name=self.axis_name,
-            partial=partial,
-            return_evicted=self.return_evicted,
+        tables, looked_up = _layers.look_up_features(
+            self, self.tables, inputs, train=train, partial=partial, scores=scores
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):

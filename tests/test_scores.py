@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import assert_same
-from many_devices import assert_same_bits
+from many_devices import assert_same_bits, entries_of
 from oracle import Oracle
 
 import jax_hkv as hkv
-from jax_hkv import sharding
+from jax_hkv import sharding, testing
 from jax_hkv.sharding import Placement
 
 DIM = 4
@@ -71,7 +73,8 @@ def scored(kind, *args, train=True, scores=None, **options):
         variables = layer.init(jax.random.key(0), **options)
         mutable = [*hkv.linen.MUTABLE, hkv.linen.PERTURBATIONS]
         call = partial(layer.apply, variables, mutable=mutable, train=train, scores=scores)
-        table = call(**options)[1]["tables"]["table"]
+        updated: Any = call(**options)[1]
+        table = updated["tables"]["table"]
     else:
         layer(train=train, scores=scores, **options)
         table = layer.table.get_value()
@@ -117,7 +120,7 @@ def test_one_score_over_devices_is_that_of_all_positions(mode, rng):
             words = hkv.Keys.from_numpy(np.uint64(value)).words
             return hkv.Keys(jnp.broadcast_to(words, (4, 2, 2))) if full else value
 
-        axis = {"axis_name": "device"}
+        axis: Any = {"axis_name": "device"}
         rows = jnp.ones((4, 2, DIM), jnp.float32)
         traced = jnp.broadcast_to(number, (4, 2)) if full else number
         table, _ = sharding.find_or_insert(table, keys, scores=of(2**40), **axis)
@@ -186,3 +189,223 @@ def test_what_is_no_score_is_named_as_one(name):
         with pytest.raises(kind, match=f"^{call}: {message}") as error:
             run()
         assert "Make keys" not in str(error.value)
+
+
+# --- Scores of the features of a collection ------------------------------------------------------
+
+BATCH = 8
+NUMBER = 2**63 + 1
+
+
+def collection_of(policy, fuse=True):
+    tables = [
+        hkv.TableConfig(name, 256, DIM, policy=policy, optimizer=SGD) for name in ("users", "items")
+    ]
+    features = [
+        hkv.Feature("user", "users"),
+        hkv.Feature("item", "items", None),
+        hkv.Feature("seen", "items", "mean"),
+        hkv.Feature("liked", "items", "sqrtn"),
+    ]
+    return hkv.Collection(tables, features, fuse=fuse)
+
+
+def inputs_of(rng):
+    lists = [rng.integers(0, 9, length) for length in rng.integers(0, 4, BATCH)]
+    seen = rng.integers(0, 9, (BATCH, 3), dtype=np.int32)
+    weights = rng.random((BATCH, 3), np.float32)
+    return {
+        "user": rng.integers(0, 9, BATCH, dtype=np.int32),
+        "item": rng.integers(0, 9, (BATCH, 2), dtype=np.int32),
+        "seen": hkv.Padded(seen, rng.random((BATCH, 3)) < 0.7, weights),
+        "liked": hkv.Jagged.from_lists(lists, capacity=30),
+    }
+
+
+@pytest.mark.parametrize(("policy", "fuse"), [("CUSTOM", False), ("LFU", True)])
+def test_features_are_looked_up_with_their_scores(policy, fuse, rng):
+    """As the oracle does with the ids of a physical table's features, one after the other."""
+    collection = collection_of(hkv.Policy[policy], fuse)
+    tables = collection.create()
+    oracles = {name: Oracle.from_table(table) for name, table in tables.items()}
+
+    @jax.jit
+    def look_up(tables, inputs, scores):
+        return collection.lookup(tables, inputs, train=True, scores=scores | {"item": NUMBER})
+
+    shapes = {"user": (BATCH,), "item": (BATCH, 2), "seen": (BATCH, 3), "liked": (30,)}
+    some = ["seen"] if policy == "LFU" else ["user", "seen", "liked"]  # of others each counts 1
+    for names in (["user", "seen", "liked"], some):
+        inputs = inputs_of(rng)
+        words = {name: np.ones(shape, np.uint64) for name, shape in shapes.items()}
+        words["item"] *= np.uint64(NUMBER)
+        for name in names:
+            words[name] = rng.integers(0, 2**40, shapes[name]).astype(np.uint64)
+        given = {name: hkv.Keys.from_numpy(words[name]) for name in names}
+        tables, found = look_up(tables, inputs, given)
+        for group in collection.groups:
+            keys, valid = collection.keys(inputs)[group.name]
+            valid = np.ones(keys.shape, bool) if valid is None else np.asarray(valid)
+            scores = np.concatenate([words[f.name].ravel() for f in group.features])
+            expected = oracles[group.name].find_or_insert(
+                keys.to_numpy(), scores=scores, valid=valid
+            )
+            assert_same(found.results[group.name].status, expected.status, group.name)
+            oracles[group.name].assert_equal(tables[group.name])
+    tables, found = collection.lookup(tables, inputs_of(rng), scores={"item": "not looked at"})
+    for group in collection.groups:  # evaluation scores nothing
+        assert found.results[group.name] is None
+        oracles[group.name].assert_equal(tables[group.name])
+
+
+def test_without_scores_a_lookup_is_the_program_that_it_was(rng):
+    collection, inputs = collection_of(LFU), inputs_of(rng)
+    texts = [
+        jax.jit(partial(collection.lookup, train=True, **options))
+        .lower(collection.create(), inputs)
+        .as_text()
+        for options in ({}, {"scores": {}}, {"scores": {"item": None}})
+    ]
+    assert len(set(texts)) == 1
+    scored = partial(collection.lookup, train=True, scores={"item": 2**40})
+    testing.assert_no_table_copies(scored, collection.create(), inputs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_steps_of_layers_take_scores_of_features(api, micro_batches, rng):
+    collection = hkv.Collection(
+        [hkv.TableConfig(name, 256, DIM, policy=CUSTOM, optimizer=SGD) for name in ("a", "b")],
+        [hkv.Feature("x", "a"), hkv.Feature("y", "b", None)],
+    )
+    flax: Any = getattr(hkv, api)
+    model = flax.EmbedCollection(collection)
+    inputs = {"x": np.arange(8, dtype=np.int32), "y": rng.integers(0, 9, (8, 2), dtype=np.int32)}
+
+    def loss_fn(call, inputs, scores):
+        rows = call(inputs, train=True, scores=scores | {"y": 2**40})
+        return sum(jnp.mean(own) for own in rows.values())
+
+    if api == "linen":
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), inputs, tx=optax.sgd(0.1))
+    else:
+        state = hkv.nnx.TrainState(model, tx=optax.sgd(0.1))
+    given = {"x": np.arange(100, 108, dtype=np.uint32)}
+    stepped = flax.train_step(loss_fn, micro_batches=micro_batches)(state, inputs, given)
+    table = stepped[0].tables["a+b"] if api == "linen" else model.tables["a+b"]
+    exported = sharding.export_entries(table)
+    (group,) = collection.groups
+    ids, is_own = group.ids("a", hkv.Keys.from_numpy(exported.keys))
+    ids, is_own = ids.to_numpy(), np.asarray(is_own)
+    np.testing.assert_array_equal(exported.scores[is_own], ids[is_own] + np.uint64(100))
+    assert is_own.sum() == 8 and (exported.scores[~is_own] == 2**40).all()
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_over_devices_features_have_their_scores(mode, rng):
+    """Counts of one feature and none of another, and scores that go with the id."""
+    tables = [
+        hkv.TableConfig("users", 1024, DIM, policy=LFU, optimizer=SGD),
+        hkv.TableConfig("items", 1024, DIM, policy=LFU, optimizer=SGD),
+        hkv.TableConfig("words", 1024, DIM, policy=CUSTOM, optimizer=SGD),
+    ]
+    features = [
+        hkv.Feature("user", "users"),
+        hkv.Feature("item", "items", "mean"),
+        hkv.Feature("word", "words", None),
+    ]
+    collection = hkv.Collection(tables, features)
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    placement = Placement(mesh, mode=mode)
+    shapes = {"user": (16,), "item": (16, 2), "word": (16, 2)}
+    inputs = {name: rng.integers(0, 20, shape).astype(np.int32) for name, shape in shapes.items()}
+    scores = {
+        "item": hkv.Keys.from_numpy(rng.integers(0, 2**40, (16, 2)).astype(np.uint64)),
+        "word": hkv.Keys.from_numpy(inputs["word"].astype(np.uint64) << np.uint64(35)),
+    }
+
+    def step(tables, batch, axis_name="device"):
+        inputs, scores = batch
+        for given in ({"user": 2**33, "word": 5}, scores):
+            tables, found = collection.lookup(
+                tables, inputs, train=True, scores=given, axis_name=axis_name
+            )
+        return tables, {name: own.counts for name, own in found.results.items()}
+
+    many = placement.create(lambda: collection.create("device"))
+    many, counts = placement.step(step)(many, placement.put((inputs, scores)))
+    one, expected = jax.jit(partial(step, axis_name=None))(collection.create(), (inputs, scores))
+    assert jax.tree.map(int, counts) == jax.tree.map(int, expected)
+    for name, table in one.items():
+        parts = entries_of(placement.shards(many[name])), entries_of(table)
+        np.testing.assert_array_equal(parts[0].keys, parts[1].keys)
+        np.testing.assert_array_equal(parts[0].scores, parts[1].scores)
+
+
+LRU = hkv.Policy.LRU
+EVERY = dict.fromkeys(("user", "item", "seen", "liked"), 1)
+UNFIT = {
+    "a time has no scores": (
+        LRU,
+        {"seen": 1},
+        ValueError,
+        "Collection.lookup of the feature 'seen': scores are not accepted under Policy.LRU",
+    ),
+    "one is missing": (
+        CUSTOM,
+        {"user": 1, "item": 2, "liked": 3},
+        ValueError,
+        "Collection.lookup: scores must be of the features ['seen'] too, whose table has "
+        "Policy.CUSTOM, which makes none of its own, got those of ['user', 'item', 'liked']: give "
+        "scores={'seen': ...}",
+    ),
+    "all are missing": (CUSTOM, None, ValueError, "['user', 'item', 'seen', 'liked'] too"),
+    "of no feature": (
+        LFU,
+        {"users": 1},
+        ValueError,
+        "Collection.lookup: scores must be of features of the inputs, ['user', 'item', 'seen', "
+        "'liked'], got ['users']",
+    ),
+    "no dict": (LFU, 7, TypeError, "Collection.lookup: scores must be a dict of features"),
+    "of another shape": (
+        LFU,
+        {"seen": np.ones((3, BATCH), np.uint32)},
+        ValueError,
+        "of the feature 'seen': scores must have the keys' shape [8, 3], got [3, 8]",
+    ),
+    "of bags": (
+        LFU,
+        {"liked": np.ones(BATCH, np.uint32)},
+        ValueError,
+        "of the feature 'liked': scores must have the keys' shape [30], got [8]",
+    ),
+    "of another type": (
+        CUSTOM,
+        EVERY | {"item": 1.5},
+        TypeError,
+        "of the feature 'item': scores must be integers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_scores_that_do_not_fit_features_are_named_by_them(name, rng):
+    policy, given, kind, message = UNFIT[name]
+    collection, inputs = collection_of(policy), inputs_of(rng)
+    with pytest.raises(kind, match=re.escape(message)):
+        jax.eval_shape(
+            lambda: collection.lookup(collection.create(), inputs, train=True, scores=given)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Collection.lookup. with train=True the tables .* are only read")
+def test_tables_that_are_only_read_need_no_scores(rng):
+    collection = hkv.Collection(
+        [hkv.TableConfig("a", 128, DIM, policy=int(CUSTOM))], [hkv.Feature("x", "a")]
+    )
+    for scores in (None, {"x": 1}):
+        tables, found = collection.lookup(
+            collection.create(), {"x": np.arange(3)}, train=True, scores=scores
+        )
+        assert found.results["a"] is None and int(hkv.size(tables["a"])) == 0
