@@ -15,6 +15,7 @@ from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
 from jax_hkv._checks import as_bool
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
+from jax_hkv._exports import all_of, lowest_score
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
@@ -104,14 +105,8 @@ def export_changes(
 
 
 def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
-    return _entries.join_entries(
-        [
-            _tiers.export_entries(part, None, since)
-            if isinstance(part, Tiers)
-            else _entries.export_entries(part, changed_since=since)
-            for part in parts
-        ]
-    )
+    call = "sharding.export_entries"
+    return all_of(call, parts, lowest_score(call, parts, None, since))
 
 
 def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
-from jax_hkv._placement import Placement, check_placement
+from jax_hkv._placement import Placement, check_not_used_up, check_placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
     Counts,
@@ -31,6 +31,7 @@ from jax_hkv.table import (
 from jax_hkv.whole_table import export_batch, export_batch_if
 
 _CHUNK = 65536  # slots read, and entries written, at a time
+LATE = "take all chunks before the step that uses it up, or those of a copy"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth: multiplicative hashing)
 
 
@@ -67,92 +68,6 @@ class Exported(NamedTuple):
     seed: int | None = None
 
 
-@of_one_device
-def export_entries(
-    tables: Table | Sequence[Table],
-    *,
-    min_score: int | None = None,
-    changed_since: Exported | None = None,
-) -> Exported:
-    """The entries of a table, or of the parts of a table. For use between steps.
-
-    Args:
-      tables: a table of one device, or what :meth:`Placement.shards` returned of one; of replicas,
-        one of them (``shards(table)[0]``).
-      min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries.
-      changed_since: an earlier export of the table, of which what is as it was then is left out.
-        Training writes the score of an entry at every lookup: under LRU and EPOCH_LRU the time of
-        it, so that what was looked up since is exported; under EPOCH_LFU its epoch, and what was
-        looked up in the epoch of that export or later is. It says nothing of removed entries, nor
-        of rows that changed without their score: by `assign` of rows alone, by an import, or by an
-        update whose lookup came before. Of a table that went back since, to a checkpoint or to a
-        lower epoch, export everything: its times come twice. The last increment is an earlier
-        export for the next one.
-
-    Returns:
-      The entries, part by part in the order of slots.
-
-    Raises:
-      TypeError: if what is given is no table, or one that is spread over devices, if `min_score`
-        is no integer, or `changed_since` no export.
-      ValueError: if there is no part, if the score is not one, if both are given, if the export is
-        of a later time than the table, or if scores do not tell what has changed: those of LFU are
-        counts, those of CUSTOM the caller's.
-
-    Example:
-      >>> import jax_hkv as hkv
-      >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
-      >>> sorted(export_entries(table).keys.tolist())
-      [5, 6]
-      >>> earlier = export_entries(table)
-      >>> table, _ = hkv.find_or_insert(table, np.array([6, 7], np.int32))
-      >>> sorted(export_entries(table, changed_since=earlier).keys.tolist())
-      [6, 7]
-    """
-    call = "sharding.export_entries"
-    if min_score is not None:
-        min_score = as_integer(call, "min_score", min_score, 0, 2**64 - 1)
-    is_one = isinstance(tables, Table) or not isinstance(tables, Iterable)
-    parts: Any = [tables] if is_one else tables
-    parts = list(parts)
-    for part in parts:
-        check_table(call, part, "tables")
-        check_one_device(call, part)
-    if not parts:
-        raise ValueError(f"{call}: tables must be a table or parts of one, got none")
-    if changed_since is not None:
-        if min_score is not None:
-            raise ValueError(
-                f"{call}: changed_since makes a min_score, got one of {min_score} "
-                "too: give one of them"
-            )
-        min_score = first_change(parts, changed_since)
-    return join_entries([_exported(part, min_score) for part in parts])
-
-
-def first_change(parts: Sequence[Table], earlier: Exported) -> int:
-    """The lowest score of what was scored after an export."""
-    call, policy = "sharding.export_entries", parts[0].policy
-    check_exported(call, "changed_since", earlier, "it is an export of this table")
-    if policy in (Policy.LFU, Policy.CUSTOM):
-        raise ValueError(
-            f"{call}: changed_since needs scores that tell the time, and those of a table under "
-            f"Policy.{policy.name} do not: export all entries, or create the table under LRU or an "
-            "EPOCH policy"
-        )
-    now, epoch = max(map(clock_of, parts)), max(_epoch(part) for part in parts)
-    if earlier.clock > now or earlier.epoch > epoch:
-        raise ValueError(
-            f"{call}: changed_since must be an export of an earlier time of this table, got one of "
-            f"time {earlier.clock} in epoch {earlier.epoch} for a table at {now} in {epoch}"
-        )
-    if policy is Policy.LRU:
-        return min(earlier.clock + 1, 2**64 - 1)
-    is_told = policy is Policy.EPOCH_LRU and earlier.clock >> 32 == now >> 32
-    low = min((earlier.clock & 0xFFFFFFFF) + 1, 0xFFFFFFFF) if is_told else 0
-    return earlier.epoch << 32 | low
-
-
 def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
@@ -170,7 +85,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       >>> import jax_hkv as hkv
       >>> tables = [hkv.find_or_insert(hkv.create(128, 2), np.array([i], np.int32))[0]
       ...           for i in (5, 6)]
-      >>> join_entries([export_entries(table) for table in tables]).keys.tolist()
+      >>> join_entries(list(map(hkv.sharding.export_entries, tables))).keys.tolist()
       [5, 6]
     """
     call = "sharding.join_entries"
@@ -208,21 +123,6 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     )
 
 
-def _exported(part: Table, min_score: int | None) -> Exported:
-    # A key is counted by its owner alone, so that the highest count of all parts is never too low.
-    counters = None if part.admission is None else part.admission.counters
-    return Exported(
-        *_concatenated(list(_chunks(part, min_score))),
-        shared=jax.tree.map(np.asarray, part.optimizer.shared) if part.optimizer else {},
-        clock=clock_of(part),
-        epoch=_epoch(part),
-        counters=None if counters is None else np.asarray(counters),
-        policy=int(part.policy),
-        namespace=as_array(part.index.namespace),
-        seed=None if counters is None else part.seed,
-    )
-
-
 def namespace_of(exported: Exported) -> Namespace | None:
     given = exported.namespace
     return given if given is None or isinstance(given, Namespace) else from_array(given)
@@ -253,7 +153,7 @@ def is_of(exported: Exported, namespace: Namespace | None) -> bool:
 
 
 def without_entries(part: Table) -> Exported:
-    """What an export of a table looks like that has no entries."""
+    """What an export of a table looks like that has no entries, and is of no time."""
     states: Any = part.optimizer.rows if part.optimizer else {}
     shared: Any = part.optimizer.shared if part.optimizer else {}
     counters: Any = None if part.admission is None else part.admission.counters
@@ -270,6 +170,16 @@ def without_entries(part: Table) -> Exported:
         policy=int(part.policy),
         namespace=as_array(part.index.namespace),
         seed=None if counters is None else part.seed,
+    )
+
+
+def common_of(part: Table) -> Exported:
+    """What the entries of a table have in common, without any of them."""
+    # A key is counted by its owner alone, so that the highest count of all parts is never too low.
+    exported = without_entries(part)
+    shared, counters = jax.tree.map(np.asarray, (exported.shared, exported.counters))
+    return exported._replace(
+        shared=shared, counters=counters, clock=clock_of(part), epoch=epoch_of(part)
     )
 
 
@@ -292,7 +202,7 @@ def keys_of(part: Table) -> np.ndarray:
     return Keys(np.asarray(part.keys).reshape(-1, 2)[is_entry]).to_numpy()
 
 
-def _epoch(part: Table) -> int:
+def epoch_of(part: Table) -> int:
     return int(np.asarray(part.epoch)[0])
 
 
@@ -307,14 +217,30 @@ def _export_from(table: Table, lowest: Keys, offset: jax.Array, count: int) -> E
     )
 
 
-def _chunks(table: Table, min_score: int | None) -> Any:
-    slots = min(_CHUNK, table.capacity)
-    lowest = None if min_score is None else Keys.from_numpy(np.array(min_score, np.uint64))
-    for offset in range(0, table.capacity, _CHUNK):
-        if lowest is None:
+def slots_at_once(table: Table, most: int) -> int:
+    """How many slots are read by one program where no more entries than `most` are wanted."""
+    return min(_CHUNK, most, table.capacity)
+
+
+def chunks_of(
+    call: str, table: Table, lowest: int | None, most: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, Any, Any]]:
+    """Keys, scores, rows and optimizer rows of entries, some slots at a time, in their order.
+
+    Args:
+      call: for errors.
+      table: of one device; it must stay as it is until its last slots were read.
+      lowest: the lowest score of an entry; None: all.
+      most: how many entries are wanted at a time.
+    """
+    slots = slots_at_once(table, most)
+    words = None if lowest is None else Keys.from_numpy(np.array(lowest, np.uint64))
+    for offset in range(0, table.capacity, slots):
+        check_not_used_up(call, jax.tree.leaves(table), "table", LATE)
+        if words is None:
             entries = export_batch(table, offset, slots)
         else:
-            entries = _export_from(table, lowest, jnp.int32(offset), count=slots)
+            entries = _export_from(table, words, jnp.int32(offset), count=slots)
         count = int(entries.count)
         keys, scores = entries.keys.to_numpy(), entries.scores.to_numpy()
         yield jax.tree.map(
@@ -344,7 +270,7 @@ def import_entries(
     Args:
       placement: of the table, or None for a table of one device.
       table: to fill; it is used up.
-      exported: of :func:`export_entries`; every process gives all entries.
+      exported: of `export_entries`; every process gives all entries.
       replicas: whether every device holds the whole table, and so gets all entries.
 
     Returns:
@@ -359,7 +285,8 @@ def import_entries(
     Example:
       >>> import jax_hkv as hkv
       >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
-      >>> other, counts = import_entries(None, hkv.create(1024, 2), export_entries(table))
+      >>> entries = hkv.sharding.export_entries(table)
+      >>> other, counts = import_entries(None, hkv.create(1024, 2), entries)
       >>> int(counts.inserted), int(hkv.size(other))
       (2, 2)
     """
@@ -615,7 +542,7 @@ def key_chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
     size = min(_CHUNK, _room(len(keys)))
     for start in range(0, len(keys), size):
         part = keys[start : start + size]
-        yield Keys.from_numpy(_padded(part, size)), np.arange(size) < len(part)
+        yield Keys.from_numpy(padded(part, size)), np.arange(size) < len(part)
 
 
 def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
@@ -635,7 +562,7 @@ def fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
     total = no_counts()
     for start in range(0, len(exported.keys), size):
         keys, scores, values, optimizer = jax.tree.map(
-            lambda leaf, start=start: _padded(leaf[start : start + size], size),
+            lambda leaf, start=start: padded(leaf[start : start + size], size),
             _entries_of(exported),
         )
         valid = np.arange(size) < len(exported.keys) - start
@@ -667,7 +594,7 @@ def plus(a: Counts, b: Counts) -> Counts:
     return Counts(*(x + jax.device_put(y, x.device) for x, y in zip(a, b, strict=True)))
 
 
-def _padded(array: np.ndarray, size: int) -> np.ndarray:
+def padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh
 
 from jax_hkv import whole_table
 from jax_hkv._checks import as_bool
-from jax_hkv._entries import check_fits, export_entries, import_entries, without_entries
+from jax_hkv._entries import check_fits, import_entries, without_entries
+from jax_hkv._exports import export_entries
 from jax_hkv._placement import Placement
 from jax_hkv.table import Counts, Table
 

@@ -119,6 +119,11 @@ def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:
     return Tiers(placement.join([part.cache for part in parts]), stores)
 
 
+def whole_of(placement: Placement | None, parts: Sequence[Tiers]) -> Tiers:
+    """The inverse of :func:`between_steps`."""
+    return parts[0] if placement is None else joined(placement, parts)
+
+
 @of_one_device
 def owned(
     call: str, placement: Placement, keys_of: KeysOf, *batches: Any

@@ -600,18 +600,6 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
 
 
-def export_entries(tiers: Tiers, min_score: int | None, changed_since: Exported | None) -> Exported:
-    """The entries of both tables of one device, each once."""
-    cache, store = tiers
-    near = _entries.export_entries(cache, min_score=min_score, changed_since=changed_since)
-    if changed_since is not None:
-        min_score = _entries.first_change([cache], changed_since)
-    behind = _entries.export_entries(store, min_score=min_score)
-    behind = _entries.chosen(behind, ~is_in(cache, behind.keys))
-    both = _entries.join_entries([behind, near])
-    return both._replace(shared=near.shared, clock=near.clock, epoch=near.epoch)
-
-
 def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
     """Tiers of one device with entries, each where its key is, and new ones in the store."""
     is_near = is_in(tiers.cache, own.keys)

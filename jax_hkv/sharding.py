@@ -47,14 +47,10 @@ from jax_hkv._changes import (
     save_changes,
 )
 from jax_hkv._digest import digest
-from jax_hkv._entries import (
-    Exported,
-    export_entries,
-    import_entries,
-    join_entries,
-)
+from jax_hkv._entries import Exported, import_entries, join_entries
 from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
+from jax_hkv._exports import export_chunks, export_entries
 from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
@@ -100,6 +96,7 @@ __all__ = [
     "distinct_in",
     "erase",
     "export_changes",
+    "export_chunks",
     "export_entries",
     "export_keys",
     "find",

@@ -24,15 +24,14 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Bool
 
-from jax_hkv import _checks, _entries, _tier_checks, _tier_parts, _tiers, operations, whole_table
+from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv._compat import of_one_device
-from jax_hkv._entries import Exported
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
+from jax_hkv._tier_entries import export_chunks, export_entries, import_entries
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
 from jax_hkv.index import LANES, MAX_SLOTS
 from jax_hkv.table import (
-    Counts,
     EraseResult,
     FindResult,
     ScoredFindResult,
@@ -51,6 +50,7 @@ __all__ = [
     "create_store",
     "erase",
     "exchange",
+    "export_chunks",
     "export_entries",
     "find",
     "import_entries",
@@ -539,7 +539,8 @@ def erase(
     after = [_tiers.erase(part, given, mask) for part in parts]
     statuses = [status for _, both in after for status in both]
     statuses = _tiers.put_near(after[0][0].cache, statuses)
-    return _joined([part for part, _ in after], placement), _tiers.either(given, mask, statuses)
+    whole = _tier_parts.whole_of(placement, [part for part, _ in after])
+    return whole, _tiers.either(given, mask, statuses)
 
 
 # --- Between steps -------------------------------------------------------------------------------
@@ -578,7 +579,7 @@ def map_tables(
 
     after = mapped(call, fn, tables, check)
     pairs = zip(after[::2], after[1::2], strict=True)
-    return _joined([Tiers(*pair) for pair in pairs], placement)
+    return _tier_parts.whole_of(placement, [Tiers(*pair) for pair in pairs])
 
 
 @of_one_device
@@ -604,92 +605,3 @@ def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
 
 def _size(tiers: Tiers) -> int:
     return int(whole_table.size(tiers.store)) + len(_tiers.keys_of_cache_alone(tiers))
-
-
-@of_one_device
-def export_entries(
-    tiers: Tiers,
-    *,
-    min_score: int | None = None,
-    changed_since: Exported | None = None,
-    placement: Placement | None = None,
-) -> Exported:
-    """The entries of both tables as those of one, each once. For use between steps.
-
-    Args:
-      tiers: to read.
-      min_score: see :func:`jax_hkv.sharding.export_entries`.
-      changed_since: an earlier export of the tiers, see there.
-      placement: of a cache over devices, of whose parts in this process entries are exported;
-        those of several processes go together by `jax_hkv.sharding.join_entries`.
-
-    Returns:
-      The entries, for :func:`import_entries`, or for `jax_hkv.sharding.import_entries` into one
-      table.
-
-    Raises:
-      TypeError, ValueError: as that of one table.
-      RuntimeError: if tables were used up before.
-
-    Example:
-      >>> import numpy as np, jax_hkv as hkv
-      >>> cache = hkv.create(128, 2)
-      >>> tiers = Tiers(cache, create_store(cache, 1024))
-      >>> for ids in np.arange(200, dtype=np.int32).reshape(2, 100):
-      ...     tiers, _ = prefetch(tiers, ids)
-      >>> len(export_entries(tiers).keys)
-      200
-    """
-    parts = _tier_parts.between_steps("tiered.export_entries", tiers, placement)
-    return _entries.join_entries(
-        [_tiers.export_entries(part, min_score, changed_since) for part in parts]
-    )
-
-
-@of_one_device
-def import_entries(
-    tiers: Tiers, exported: Exported, *, placement: Placement | None = None
-) -> tuple[Tiers, Counts]:
-    """Puts exported entries into the store, from where they come when they are looked up.
-
-    What the cache has of their keys is overwritten there, and clock, epoch and step counts are
-    brought up to date, as those of one table would be. For use between steps.
-
-    Args:
-      tiers: which are used up.
-      exported: of :func:`export_entries`, or of `jax_hkv.sharding.export_entries` of one table.
-      placement: of a cache over devices; every process gives all entries.
-
-    Returns:
-      The tables, and the counts of this process's: `evicted` and `refused` entries found no room in
-      the store; `hits` are those that one of the tables had already.
-
-    Raises:
-      TypeError, ValueError: as `jax_hkv.sharding.import_entries`, before anything is changed.
-      RuntimeError: if tables were used up before.
-
-    Example:
-      >>> import numpy as np, jax_hkv as hkv
-      >>> table, _ = hkv.find_or_insert(hkv.create(1024, 2), np.arange(500, dtype=np.int32))
-      >>> cache = hkv.create(128, 2)
-      >>> tiers = Tiers(cache, create_store(cache, 1024))
-      >>> tiers, counts = import_entries(tiers, hkv.sharding.export_entries(table))
-      >>> int(counts.inserted), size(tiers)
-      (500, 500)
-    """
-    call = "tiered.import_entries"
-    parts = _tier_parts.between_steps(call, tiers, placement)
-    _entries.check_exported(call, "exported", exported, "make one by tiered.export_entries")
-    latest = _entries.latest_time(exported, call)
-    for part in parts:
-        _entries.check_fits(part.store, exported, call)
-    after = [
-        _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
-        for owner, part in zip(_entries.owners_of(placement), parts, strict=True)
-    ]
-    total = _tier_parts.total([each for _, both in after for each in both])
-    return _joined([part for part, _ in after], placement), total
-
-
-def _joined(parts: list[Tiers], placement: Placement | None) -> Tiers:
-    return parts[0] if placement is None else _tier_parts.joined(placement, parts)

@@ -69,7 +69,7 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
     assert "policy           LFU, 2 candidate bucket(s)" in printed
 
 
-def test_the_code_in_the_guide_runs():
+def test_the_code_in_the_guide_runs(tmp_path):
     """Its pieces, given what they speak of: a table with its optimizer, keys, a model, ..."""
     opt = jax_hkv.optim.adagrad(0.1)
 
@@ -98,6 +98,7 @@ def test_the_code_in_the_guide_runs():
         "item_ids": np.array([5, 2**60]),
         "item_rows": np.ones((2, 64), np.float32),
         "gradients": np.ones((3, 4), np.float32),
+        "folder": tmp_path,
     }
     blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
     assert len(blocks) >= 5

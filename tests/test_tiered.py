@@ -14,7 +14,7 @@ import pytest
 from many_devices import assert_same_bits, entries_of
 
 import jax_hkv as hkv
-from jax_hkv import sharding, tiered
+from jax_hkv import _entries, sharding, tiered
 from jax_hkv.testing import assert_no_table_copies
 
 DIM = 4
@@ -342,7 +342,7 @@ def test_what_a_cache_took_from_an_older_import_expires(rng):
         tiers, _ = tiered.prefetch(tiers, some)
         one = touched(one, some)
     exported = sharding.export_entries(one)
-    older = tiered._entries.chosen(exported, np.isin(exported.keys, ids))
+    older = _entries.chosen(exported, np.isin(exported.keys, ids))
     older = older._replace(scores=np.full_like(older.scores, 1 << 32))
     tiers, _ = tiered.import_entries(tiers, older)
     one, _ = sharding.import_entries(None, one, older)
@@ -476,7 +476,7 @@ def test_many_entries_move_at_once(rng):
 
 
 def test_whole_tables_are_gone_through_in_chunks(rng, monkeypatch):
-    monkeypatch.setattr(tiered._entries, "_CHUNK", 64)
+    monkeypatch.setattr("jax_hkv._entries._CHUNK", 64)
     tiers, one = filled(rng)
     assert tiered.size(tiers) == int(hkv.size(one)) > 500
     assert_same_table(tiers, one)
