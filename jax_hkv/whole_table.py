@@ -88,7 +88,9 @@ def _erase_matching(table: Table, predicate: Predicate) -> tuple[Table, jax.Arra
     return _over_chunks(table, body)
 
 
-def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
+def expire(
+    table: Table, epochs: Any, *, where: Predicate | None = None
+) -> tuple[Table, Int32[Array, ""]]:
     """Removes the entries that were not touched for more than `epochs` epochs: time to live.
 
     An entry keeps the epoch in which it was inserted or last scored (``find(touch=True)`` and the
@@ -100,13 +102,16 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
       table: to change, under EPOCH_LRU or EPOCH_LFU.
       epochs: 0 to 2**32 - 1; may be traced (one that is none of these removes nothing). 0 leaves
         the entries of the current epoch.
+      where: which entries may go at all, a predicate as of :func:`erase_if`, static too; None: all.
+        So the ids of one table of a fused group have a time to live of their own:
+        ``where=lambda keys, scores, rows: group.ids("items", keys)[1]``.
 
     Returns:
       The table, and how many entries were removed.
 
     Raises:
       ValueError: under a policy whose scores hold no epoch.
-      TypeError: if `epochs` is no integer.
+      TypeError: if `epochs` is no integer, or `where` no predicate.
 
     Example:
       >>> import numpy as np
@@ -125,17 +130,22 @@ def expire(table: Table, epochs: Any) -> tuple[Table, Int32[Array, ""]]:
             f"{table.policy.name}, whose scores hold no epoch: create the table with one of those, "
             "or use erase_if"
         )
-    return _expire(table, _epoch("expire", "epochs", epochs, negative=2**32 - 1))
+    if where is not None:
+        _check_predicate("expire", table, where, "where")
+    epochs = _epoch("expire", "epochs", epochs, negative=2**32 - 1)
+    return _in_trace(_expire, table)(table, epochs, where)
 
 
-@jitted()
-def _expire(table: Table, epochs: jax.Array) -> Any:
+@jitted("where")
+def _expire(table: Table, epochs: jax.Array, where: Predicate | None) -> Any:
     now = table.epoch[0]
 
     def is_old(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
-        del keys, values
         # An epoch that was set back is behind some entries: those are not old.
-        return (scores.high < now) & (now - scores.high > epochs)
+        old = (scores.high < now) & (now - scores.high > epochs)
+        if where is None:
+            return old
+        return old & _checked(where(keys, scores, values), keys.shape, "expire: where")
 
     return _erase_matching(table, is_old)
 
@@ -409,18 +419,18 @@ def _in_trace(call: Any, table: Table) -> Callable[..., Any]:
     return call.__wrapped__ if is_traced(table.clock) else call
 
 
-def _check_predicate(call: str, table: Any, predicate: Any) -> None:
+def _check_predicate(call: str, table: Any, predicate: Any, argument: str = "predicate") -> None:
     check_one_device(call, table)
     if not callable(predicate):
         raise TypeError(
-            f"{call}: predicate must be a function of (keys, scores, rows), got "
+            f"{call}: {argument} must be a function of (keys, scores, rows), got "
             f"{type(predicate).__name__}"
         )
     try:
         hash(predicate)
     except TypeError as error:
         raise TypeError(
-            f"{call}: predicate must be hashable, for a program is compiled for each one, got a "
+            f"{call}: {argument} must be hashable, for a program is compiled for each one, got a "
             f"{type(predicate).__name__} ({error}): give a function, or a frozen dataclass"
         ) from None
 
@@ -608,13 +618,18 @@ def _matching(
     _, values = match_varying((keys.words, zeros))
     if _looks_at_rows(predicate, keys, scores, values):
         table, values = gather_values(table, slots)
-    matches: Any = predicate(keys, scores, values)
-    if getattr(matches, "dtype", None) != jnp.bool_ or matches.shape != (count,):
+    matches = _checked(predicate(keys, scores, values), (count,), "predicate")
+    return table, jnp.where(matches, slots, NO_SLOT)
+
+
+def _checked(matches: Any, shape: tuple[int, ...], predicate: str) -> jax.Array:
+    """What a predicate, named for errors, returned for a chunk of keys."""
+    if getattr(matches, "dtype", None) != jnp.bool_ or matches.shape != shape:
         raise TypeError(
-            f"predicate must return bool[{count}], one for each key of the chunk, got "
+            f"{predicate} must return bool[{shape[0]}], one for each key of the chunk, got "
             f"{form_of(matches)}"
         )
-    return table, jnp.where(matches, slots, NO_SLOT)
+    return matches
 
 
 def _looks_at_rows(predicate: Predicate, keys: Keys, scores: Keys, rows: jax.Array) -> bool:

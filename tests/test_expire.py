@@ -30,6 +30,15 @@ def warnings_of(logger):
         logging.getLogger(logger).removeHandler(handler)
 
 
+class Unhashable:
+    """A predicate for which no program can be kept."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __call__(self, keys, scores, rows):
+        return scores.high == 0
+
+
 def numbers(*ids):
     return hkv.Keys.from_numpy(np.array(ids, np.int64))
 
@@ -59,6 +68,66 @@ def test_expiry_erases_what_the_oracle_says(rng, twin, policy):
         both.compare("expire", erased, both.oracle.erase_if(is_old))
         total += int(erased)
     assert len(traces) == 1 and total > 0
+
+
+@pytest.mark.parametrize("policy", EPOCH_POLICIES)
+def test_a_part_of_a_table_expires_as_the_oracle_says(rng, twin, policy):
+    """What is old and meant goes; the numbers that say what is meant are traced."""
+    both = twin(512, 2, policy=policy)
+    total, traces = 0, []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def expire(table, epochs, limit):
+        traces.append(1)
+        return hkv.expire(table, epochs, where=lambda keys, scores, rows: hkv.less(keys, limit))
+
+    for epoch, epochs, limit in (
+        (1, 0, 400),
+        (9, 5, 900),
+        (4, 0, 500),
+        (U32_MAX, 0, 0),
+        (12, 2, 700),
+    ):
+        both.advance_epoch(epoch)
+        both.find_or_insert(rng.integers(0, 900, 150).astype(np.uint64))
+
+        def is_meant(keys, scores, values, epoch=epoch, epochs=epochs, limit=limit):
+            ages = np.int64(epoch) - (scores >> np.uint64(32)).astype(np.int64)
+            return (ages > epochs) & (keys < limit)
+
+        both.table, erased = expire(both.table, jnp.uint32(epochs), numbers(limit)[0])
+        both.compare("expire", erased, both.oracle.erase_if(is_meant))
+        total += int(erased)
+    assert len(traces) == 1 and total > 0 and int(hkv.size(both.table)) > 100
+
+
+def test_each_table_of_a_fused_group_has_a_time_to_live_of_its_own():
+    tables = [
+        hkv.TableConfig(name, 256, 2, policy=hkv.Policy.EPOCH_LRU) for name in ("users", "items")
+    ]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    collection = hkv.Collection(tables, features)
+    (group,) = collection.groups
+    tables = collection.create()
+    for first in (0, 10, 20):  # ten users and ten items an epoch
+        ids = np.arange(first, first + 10, dtype=np.int32)
+        given = {"users": ids, "items": ids}
+        tables, _ = collection.on_tables(hkv.find_or_insert, tables, given)
+        tables[group.name] = hkv.advance_epoch(tables[group.name])
+    expire = jax.jit(
+        lambda table: hkv.expire(table, 2, where=lambda keys, *_: group.ids("items", keys)[1]),
+        donate_argnums=0,
+    )
+    hkv.testing.assert_no_table_copies(expire, tables[group.name])
+    tables[group.name], erased = expire(tables[group.name])
+    assert int(erased) == 10
+    assert {name: int(own) for name, own in collection.sizes(tables).items()} == {
+        "users": 30,
+        "items": 20,
+    }
+    ids = np.arange(30, dtype=np.int32)
+    left = hkv.contains(tables[group.name], group.keys("items", ids))[1]
+    assert left.tolist() == [False] * 10 + [True] * 20
 
 
 def test_an_entry_lives_as_long_as_it_is_touched():
@@ -96,6 +165,8 @@ def test_rows_are_read_only_for_a_predicate_that_looks_at_them():
         "expire": (lambda table: hkv.expire(table, 3), False),
         "erase_if by key": (lambda table: hkv.erase_if(table, by_key), False),
         "size_if by key": (lambda table: hkv.size_if(table, by_key), False),
+        "expire by key": (lambda table: hkv.expire(table, 3, where=by_key), False),
+        "expire by row": (lambda table: hkv.expire(table, 3, where=by_row), True),
         "erase_if by row": (lambda table: hkv.erase_if(table, by_row), True),
         "size_if by both": (lambda table: hkv.size_if(table, by_both), True),
     }
@@ -120,6 +191,19 @@ def test_epochs_that_are_no_count_are_named():
         TypeError, match=r"expire: epochs must be one integer, got float(32|64)\[\]"
     ):
         jax.jit(hkv.expire)(table, 1.5)
+
+
+def test_what_is_wrong_with_the_part_that_is_to_expire_is_named():
+    table = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU)
+    wrong: list = [
+        (np.ones(128, bool), "expire: where must be a function of .* got ndarray"),
+        (Unhashable(), "expire: where must be hashable, .* got a Unhashable"),
+        (lambda *_: None, r"expire: where must return bool\[128\], .* got None"),
+        (lambda keys, *_: keys.low, r"expire: where must return bool\[128\], .* got uint32\[128\]"),
+    ]
+    for where, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            hkv.expire(table, 1, where=where)
 
 
 @pytest.mark.parametrize("got", [None, True])
