@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_hkv import _tier_checks, _tier_parts, pooled
+from jax_hkv import _tier_checks, _tier_parts
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._tiers import Tiers
 from jax_hkv.table import Table
@@ -41,11 +41,6 @@ def check_declared(tables: Sequence[TableConfig], features: Sequence[Feature]) -
             raise ValueError(
                 f"{call}: the feature {feature.name!r} names the table {feature.table!r}, but "
                 f"tables are {list(by_name)}"
-            )
-        if feature.combiner is not None and feature.combiner not in pooled.COMBINERS:
-            raise ValueError(
-                f"{call}: the combiner of {feature.name!r} must be one of {pooled.COMBINERS} or "
-                f"None, got {feature.combiner!r}"
             )
     idle = sorted(by_name.keys() - {feature.table for feature in features})
     if idle:

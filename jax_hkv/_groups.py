@@ -26,6 +26,7 @@ from jax_hkv._namespaces import (
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
+from jax_hkv.pooled import COMBINERS
 from jax_hkv.table import Counts, InsertResult, Settings, Table, check_dim, create
 
 _Entries = TypeVar("_Entries", Exported, Changes)
@@ -87,11 +88,22 @@ class Feature:
       table: the name of its table; features may share one.
       combiner: of the rows of one example: "sum", "mean" or "sqrtn"; None: every id's row, times
         its weight where the inputs have weights.
+
+    Raises:
+      ValueError: for another combiner.
     """
 
     name: str
     table: str
     combiner: str | None = "sum"
+
+    def __post_init__(self) -> None:
+        if self.combiner is not None and self.combiner not in COMBINERS:
+            raise ValueError(
+                f"Feature {self.name!r}: combiner must be one of "
+                f"{', '.join(map(repr, COMBINERS))} or None, got {self.combiner!r}: None gives "
+                "every id its row"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -464,9 +464,9 @@ WRONG = {
         "no feature is looked up in ['cities']",
     ),
     "a combiner that is none": (
-        declared(features=[*FEATURES, hkv.Feature("last", "items", "max")]),
+        lambda: hkv.Feature("last", "items", "max"),
         ValueError,
-        "combiner of 'last' must be one of",
+        "Feature 'last': combiner must be one of 'sum', 'mean', 'sqrtn' or None, got 'max'",
     ),
     "an optimizer that mixes rows": (
         lambda: declared([
