@@ -72,6 +72,13 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
 def test_the_code_in_the_guide_runs(tmp_path):
     """Its pieces, given what they speak of: a table with its optimizer, keys, a model, ..."""
     opt = jax_hkv.optim.adagrad(0.1)
+    daily = jax_hkv.Collection(
+        [
+            jax_hkv.TableConfig(name, 256, 4, policy=jax_hkv.Policy.EPOCH_LRU)
+            for name in ("queries", "items")
+        ],
+        [jax_hkv.Feature("query", "queries"), jax_hkv.Feature("item", "items")],
+    )
 
     class Model(nn.Module):
         @nn.compact
@@ -99,6 +106,8 @@ def test_the_code_in_the_guide_runs(tmp_path):
         "item_rows": np.ones((2, 64), np.float32),
         "gradients": np.ones((3, 4), np.float32),
         "folder": tmp_path,
+        "daily": daily,
+        "of_days": daily.group_of("items").create(),
     }
     blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
     assert len(blocks) >= 5
@@ -128,6 +137,12 @@ def test_the_code_in_the_guide_runs(tmp_path):
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)
     assert after["logits"].shape == (2,)
+    entries, keys = after["entries"], jax_hkv.Keys.from_numpy(after["entries"].keys)
+    _, rows = after["dequantised"](after["int8"], keys)
+    steps = np.abs(entries.values).max(axis=1, keepdims=True) / 127
+    assert (
+        np.isnan(after["packed"]).any() and (np.abs(rows - entries.values) <= 0.501 * steps).all()
+    )
 
 
 def test_the_code_about_many_devices_runs(capsys, tmp_path):
