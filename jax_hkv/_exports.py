@@ -203,9 +203,10 @@ def _cut(
     check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
     common = join_entries([common_of(_trained(part)) for part in parts])
     left = _size_of(parts)
-    most = max(1, left) if most is None else most
-    chunks = (chunk for part in parts for chunk in _chunks(call, part, most, lowest))
-    return _filled(common, chunks, most, left)
+    # Not by how many there are: a program is compiled for each number of slots.
+    read = MOST if most is None else most
+    chunks = (chunk for part in parts for chunk in _chunks(call, part, read, lowest))
+    return _filled(common, chunks, max(1, left) if most is None else most, left)
 
 
 def _filled(
