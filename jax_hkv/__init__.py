@@ -1,6 +1,7 @@
 """Dynamic embedding tables with cache semantics for JAX."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from jax_hkv import _serialization as _serialization
@@ -148,4 +149,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXTRAS})
+    """With the extras that are installed: whoever asks for all that is listed gets it."""
+    needs = {"flax": "flax", "plots": "matplotlib"}
+    has = {extra: importlib.util.find_spec(name) is not None for extra, name in needs.items()}
+    return sorted({*globals(), *(name for name, extra in _EXTRAS.items() if has.get(extra, True))})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -290,8 +291,10 @@ def load_changes(path: Any) -> Changes:
     """
 
     def read(saved: Any) -> Changes:
-        since = saved["since"].tolist()
+        since = [operator.index(time) for time in saved["since"]]
         entries = _entry_files.entries_of_arrays(saved)
-        return Changes(entries, saved["removed"], *(since or [None]), keys=None)
+        changes = Changes(entries, saved["removed"], *(since or [None]), keys=None)
+        _check("it", changes, "")
+        return changes
 
     return _entry_files.load_arrays("changes", path, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import shutil
 import uuid
@@ -91,12 +92,12 @@ def _name_of(call: str, path: Any) -> str:
 def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
     """Writes all of a file, or none."""
     path = _name_of(call, path)
-    if os.path.isdir(path):
+    if os.path.isdir(path) or not os.path.basename(path):
         raise IsADirectoryError(
             f"{call}: path must be that of a file, got the directory {path!r}: name a file in it"
         )
     path = os.path.realpath(path)  # a link stays one
-    unfinished = f"{path}.{uuid.uuid4().hex}.writing"  # others may write there, too
+    unfinished = f"{path}.{uuid.uuid4().hex[:8]}.writing"  # others may write there, too
     try:
         with open(unfinished, "xb") as file:  # NumPy would put .npz behind a name
             np.savez(file, **arrays)
@@ -145,9 +146,10 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
                 return read(saved)
     # Of files of other formats, with other arrays, and damaged ones nearly everything comes.
     except Exception as error:
-        is_from_outside = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if is_from_outside or isinstance(error, MemoryError):
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
+        if isinstance(error, MemoryError):
+            raise MemoryError(f"{call}: {path!r} needs more memory than there is") from error
         raise ValueError(
             f"{expected}, got {path!r}, which is another one or not whole "
             f"({type(error).__name__}: {error}): save it again, or copy all of it"
@@ -179,12 +181,12 @@ def entries_of_arrays(saved: Any) -> Exported:
         values=rows["values"],
         optimizer=leaves(_OPTIMIZER),
         shared=leaves(_SHARED),
-        clock=int(saved["clock"]),
-        epoch=int(saved["epoch"]),
+        clock=operator.index(saved["clock"][()]),
+        epoch=operator.index(saved["epoch"][()]),
         counters=rows.get("counters"),
-        policy=int(saved["policy"]),
+        policy=operator.index(saved["policy"][()]),
         namespace=saved.get("namespace"),
-        seed=int(saved["seed"]) if "seed" in saved else None,
+        seed=operator.index(saved["seed"][()]) if "seed" in saved else None,
     )
     _entries.check_exported("it", "exported", exported, "")
     return exported

@@ -92,7 +92,7 @@ def export_chunks(
     Together the chunks are that export, in its order. Each is one by itself, with the time and what
     rows share, and goes to :func:`save_entries` and :func:`import_entries`; imported one after the
     other into a table with room for all, they make the table that one import makes. The host holds
-    the chunk that the caller has and the next one, and one program reads all of them.
+    the chunk that the caller has, the next one, and what is being read for it.
 
     Chunks are of the tables as they were given, whatever becomes of the tables that operations
     return meanwhile. Operations that use those up (donate them) come behind the last chunk, or get
@@ -149,6 +149,7 @@ def lowest_score(
         raise ValueError(
             f"{call}: changed_since makes a min_score, got one of {min_score} too: give one of them"
         )
+    check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
     return _first_change(call, list(map(_trained, parts)), changed_since)
 
 

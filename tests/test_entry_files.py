@@ -77,7 +77,14 @@ def test_a_file_with_other_contents_is_named(kind, tmp_path):
     save(tmp_path / "file", SAVED[kind])
     with np.load(tmp_path / "file") as file:
         arrays = dict(file)
+    of_changes = (
+        ({"removed": np.zeros((2, 2), np.uint64)}, "removed must be uint64"),
+        ({"removed": np.zeros(2, ">u8")}, "removed must be uint64"),
+        ({"since": np.array([1.5])}, "TypeError"),
+    )
     for own, message in (
+        *(of_changes if kind == "changes" else ()),
+        ({"clock": np.float32(3.5)}, "TypeError"),
         ({"keys": arrays["keys"][:3]}, "same entries, scores"),
         ({"keys": arrays["keys"].astype(np.float32)}, "keys as uint64"),
         ({"policy": np.uint64(77)}, "policy must be .* got 77"),
@@ -151,6 +158,12 @@ def test_a_file_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == before
+
+
+def test_a_path_that_ends_as_a_directorys_makes_no_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match="must be that of a file, got the directory"):
+        sharding.save_entries(f"{tmp_path}/backup/", EXPORTED)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):

@@ -187,8 +187,9 @@ def test_chunks_are_of_the_table_as_it_was_given():
     with pytest.raises(RuntimeError, match="export_chunks: table was used up .* take all chunks"):
         list(chunks)
     for call in (sharding.export_chunks, sharding.export_entries):
-        with pytest.raises(RuntimeError, match=f"{call.__name__}: table was used up"):
-            call(table)
+        for options in ({}, {"changed_since": exported}):
+            with pytest.raises(RuntimeError, match=f"{call.__name__}: table was used up"):
+                call(table, **options)
 
 
 def test_what_is_wrong_with_chunks_is_named_before_the_first():
@@ -210,7 +211,7 @@ def test_what_is_wrong_with_chunks_is_named_before_the_first():
         sharding.export_chunks(TABLE, changed_since=later)
 
 
-def test_the_host_holds_two_chunks_and_never_two_exports():
+def test_the_host_holds_a_few_chunks_and_never_two_exports():
     """Of NumPy's memory; a chunk's share of the device's is smaller still."""
     table = hkv.create(2**14, 64)
     for ids in np.split(np.arange(2**13, dtype=np.int32), 8):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import sys
@@ -60,6 +61,7 @@ def test_what_an_extra_needs_is_told_with_the_extra(name, needed, extra, monkeyp
     message = rf"jax_hkv\.{name} needs {needed}.*pip install 'jax_hkv\[{extra}\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         getattr(jax_hkv, name)
+    assert name not in dir(jax_hkv) and inspect.getmembers(jax_hkv)
 
 
 def test_the_package_says_that_it_is_typed():
