@@ -178,12 +178,6 @@ HKV_HOST_DEVICE uint16_t to_bfloat16_stochastic(float value, uint64_t random) {
   return static_cast<uint16_t>((bits + static_cast<uint32_t>(random >> 48)) >> 16);
 }
 
-// An element of a gradient within bounds, as FBGEMM's max_gradient and optax.clip have it; a NaN stays.
-HKV_HOST_DEVICE float clipped(float gradient, float bound) {
-  const float from_below = gradient < -bound ? -bound : gradient;
-  return from_below > bound ? bound : from_below;
-}
-
 template <class Rule>
 struct UpdateRows {
   static constexpr const char* kName = Rule::kName;
@@ -295,9 +289,10 @@ struct UpdateRows {
         }
         // Last: the others are on their way meanwhile.
         terms.sum_of(key, span, column, columns, gradient);
+        clip(gradient);
         for (int c = 0; c < kBlock; ++c) {
           float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
-          rule(row[c], own, clipped(gradient[c], max_gradient), learning_rate, scale);
+          rule(row[c], own, gradient[c], learning_rate, scale);
           row[c] = same_nan(row[c]);
           state[0][c] = same_nan(own[0]);
           state[1][c] = same_nan(own[1]);
@@ -320,6 +315,19 @@ struct UpdateRows {
     }
 
    private:
+    HKV_HOST_DEVICE bool is_bounded() const { return max_gradient < std::numeric_limits<float>::infinity(); }
+
+    // As FBGEMM's max_gradient and optax.clip have it; a NaN stays. Not in the loop of the rule, which most
+    // run without a bound.
+    template <int kBlock>
+    HKV_HOST_DEVICE void clip(float (&gradient)[kBlock]) const {
+      if (!is_bounded()) return;
+      for (float& element : gradient) {
+        element = element < -max_gradient ? -max_gradient : element;
+        element = element > max_gradient ? max_gradient : element;
+      }
+    }
+
     HKV_HOST_DEVICE StepScales scales_at(uint32_t step) const {
       if constexpr (kHasScales<Rule>) {
         return counts_rows ? rule.scales(step) : *scales;
@@ -341,10 +349,11 @@ struct UpdateRows {
                                   float learning_rate, const StepScales& scale) const {
       float sum[kBlock];
       const float* gradient = terms.only_term(span);
-      if (gradient != nullptr) {
+      if (gradient != nullptr && !is_bounded()) {
         gradient += column;
       } else {
         terms.sum_of(key, span, column, kBlock, sum);
+        clip(sum);
         gradient = sum;
       }
       const auto type_of = [](const RowsView& rows) { return kIsPlain ? RowType::kFloat32 : rows.type; };
@@ -360,7 +369,7 @@ struct UpdateRows {
         float own[kMostStates] = {};
         for (int i = 0; i < Rule::kStates; ++i) own[i] = state[i][c];
         float element = row_elements[c];
-        rule(element, own, clipped(gradient[c], max_gradient), learning_rate, scale);
+        rule(element, own, gradient[c], learning_rate, scale);
         row_elements[c] = same_nan(element);
         for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
       }
@@ -395,10 +404,8 @@ struct UpdateRows {
         float squares[kBlock] = {};
         if (left > 0)
           terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), squares);
-        for (float& element : squares) {
-          element = clipped(element, max_gradient);
-          element = element * element;
-        }
+        clip(squares);
+        for (float& element : squares) element = element * element;
         for (int member = 0; member < group.size(); ++member) {
           for (int c = 0; c < kBlock; ++c) {
             const auto square = bit_cast<float>(group.broadcast(bit_cast<int>(squares[c]), member));
