@@ -128,9 +128,10 @@ __all__ = [
     "zero_empty_rows",
 ]
 
-# Most need packages that jax_hkv itself does not, by the name of what installs them; `launch` is a
-# program, too.
-_EXTRAS = {"launch": "", "linen": "flax", "nnx": "flax", "plots": "plots"}
+# What they need that jax_hkv itself does not, and the extra that installs it; `launch`, which is a
+# program too, needs nothing.
+_FLAX, _PLOTS = ("flax", "flax"), ("matplotlib", "plots")
+_EXTRAS = {"launch": None, "linen": _FLAX, "nnx": _FLAX, "plots": _PLOTS}
 
 
 def __getattr__(name: str) -> Any:
@@ -139,17 +140,17 @@ def __getattr__(name: str) -> Any:
     try:
         return importlib.import_module(f"jax_hkv.{name}")
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("jax_hkv"):
+        need = _EXTRAS[name]
+        if need is None or (error.name or "").startswith("jax_hkv"):
             raise
         raise ModuleNotFoundError(
             f"jax_hkv.{name} needs {error.name}, which is not installed: "
-            f"pip install 'jax_hkv[{_EXTRAS[name]}]'",
+            f"pip install 'jax_hkv[{need[1]}]'",
             name=error.name,
         ) from error
 
 
 def __dir__() -> list[str]:
     """With the extras that are installed: whoever asks for all that is listed gets it."""
-    needs = {"flax": "flax", "plots": "matplotlib"}
-    has = {extra: importlib.util.find_spec(name) is not None for extra, name in needs.items()}
-    return sorted({*globals(), *(name for name, extra in _EXTRAS.items() if has.get(extra, True))})
+    has = [n for n, need in _EXTRAS.items() if need is None or importlib.util.find_spec(need[0])]
+    return sorted({*globals(), *has})

@@ -16,7 +16,7 @@ from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
 from jax_hkv._checks import as_bool
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
-from jax_hkv._exports import all_of, lowest_score
+from jax_hkv._exports import all_of
 from jax_hkv._placement import Placement, check_not_used_up
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
@@ -106,8 +106,7 @@ def export_changes(
 
 
 def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
-    call = "sharding.export_entries"
-    return all_of(call, parts, lowest_score(call, parts, None, since))
+    return all_of("sharding.export_entries", parts, None, since)
 
 
 def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:

@@ -229,17 +229,7 @@ def check_scores(call: str, policy: Policy, scores: Any) -> None:
 def as_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
     """Scores as flat pairs; one number is the score of every key."""
     check_scores(call, policy, scores)
-    if scores is None:
-        return None
-    pairs = _pairs_of(call, scores)
-    if pairs.shape not in ((), shape):
-        raise ValueError(
-            f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}: "
-            "give one for each key, or one number for all of them"
-        )
-    if pairs.shape != shape:  # made where it is needed, not on the host
-        pairs = Keys(jnp.broadcast_to(pairs.words, (*shape, 2)))
-    return pairs.reshape(-1)
+    return None if scores is None else _for_each(call, _pairs_of(call, scores), shape)
 
 
 def as_flat_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...]) -> Keys | None:
@@ -248,7 +238,19 @@ def as_flat_scores(call: str, policy: Policy, scores: Any, shape: tuple[int, ...
     if scores is None:
         return None
     pairs = _pairs_of(call, scores)
-    return as_scores(call, policy, pairs.reshape(-1) if pairs.shape else pairs, shape)
+    return _for_each(call, pairs.reshape(-1) if pairs.shape else pairs, shape)
+
+
+def _for_each(call: str, pairs: Keys, shape: tuple[int, ...]) -> Keys:
+    """Flat pairs, one for each key, of as many or of one."""
+    if pairs.shape not in ((), shape):
+        raise ValueError(
+            f"{call}: scores must have the keys' shape {list(shape)}, got {list(pairs.shape)}: "
+            "give one for each key, or one number for all of them"
+        )
+    if pairs.shape != shape:  # made where it is needed, not on the host
+        pairs = Keys(jnp.broadcast_to(pairs.words, (*shape, 2)))
+    return pairs.reshape(-1)
 
 
 def _pairs_of(call: str, scores: Any) -> Keys:

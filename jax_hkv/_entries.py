@@ -363,17 +363,15 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
         dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
         is_form = dtype == np.uint64 and len(shape) == 1 if is_number else _is_of_numbers(leaf)
         if not is_form or not shape or shape[:1] != entries:
-            remedy = (
-                f"give {name}.astype(np.uint64), which keeps the bits of 64 that are signed"
-                if is_number and shape == entries and np.dtype(dtype).kind in "iu"
-                else _in_own_order(leaf)
-                or "whoever leaves entries out takes the same ones of keys, scores, values and "
-                "every optimizer array"
-            )
+            cast = _in_own_order(leaf)
+            if is_number and shape == entries and np.dtype(dtype).kind in "iu":
+                cast = f"give {name}.astype(np.uint64), which keeps the bits of 64 that are signed"
+            same = "whoever leaves entries out takes the same ones of keys, scores, values and "
             raise TypeError(
                 f"{call}: {argument} must have arrays of the same entries, {name} as "
                 f"{'uint64[n]' if is_number else 'numbers [n, ...]'} with n = {list(entries)} as "
-                f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: {remedy}"
+                f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: "
+                f"{cast or same + 'every optimizer array'}"
             )
     for name, leaf in exported.shared.items():
         if not _is_of_numbers(leaf):

@@ -131,7 +131,13 @@ def load_entries(path: Any) -> Exported:
       ValueError: if the file is one of :func:`save_changes`, another one, or not a whole one.
       OSError: if there is none.
     """
-    return load_arrays("entries", path, entries_of_arrays)
+
+    def read(saved: Any) -> Exported:
+        exported = entries_of_arrays(saved)
+        _entries.check_exported("it", "exported", exported, "")
+        return exported
+
+    return load_arrays("entries", path, read)
 
 
 def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
@@ -163,7 +169,7 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
 
 
 def entries_of_arrays(saved: Any) -> Exported:
-    """The inverse of :func:`arrays_of`, of an open file."""
+    """The inverse of :func:`arrays_of`, of an open file; whoever reads looks at what came."""
     types = [entry.rsplit("=", 1) for entry in saved["types"].tolist()]
     files = {_file_of(number, name): kind for number, (name, kind) in enumerate(types)}
     if unknown := set(saved.files) - files.keys() - _OTHERS:
@@ -175,7 +181,7 @@ def entries_of_arrays(saved: Any) -> Exported:
         own = [name for name in rows if name.startswith(kind)]
         return {name.removeprefix(kind): rows[name] for name in own}
 
-    exported = Exported(
+    return Exported(
         keys=saved["keys"],
         scores=saved["scores"],
         values=rows["values"],
@@ -188,8 +194,6 @@ def entries_of_arrays(saved: Any) -> Exported:
         namespace=saved.get("namespace"),
         seed=operator.index(saved["seed"][()]) if "seed" in saved else None,
     )
-    _entries.check_exported("it", "exported", exported, "")
-    return exported
 
 
 def _typed(array: np.ndarray, kind: str) -> np.ndarray:

@@ -425,8 +425,9 @@ def _merged(items: Items) -> tuple[Groups, Items]:
         return None if numbers is None else _index.sum_by_key(groups, numbers)
 
     scores = None if items.scores is None else _index.take(items.scores, groups.last)
-    merged = Items(Keys(groups.keys), _index.all_of(groups), scores, summed(items.occurrences))
-    return groups, merged._replace(admits=summed(items.admits))
+    occurrences, admits = summed(items.occurrences), summed(items.admits)
+    keys = Keys(groups.keys)
+    return groups, Items(keys, _index.all_of(groups), scores, occurrences, admits=admits)
 
 
 def _hop(

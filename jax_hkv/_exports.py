@@ -76,7 +76,7 @@ def export_entries(
     """
     call = "sharding.export_entries"
     parts = _parts_of(call, tables)
-    return all_of(call, parts, lowest_score(call, parts, min_score, changed_since))
+    return all_of(call, parts, min_score, changed_since)
 
 
 @of_one_device
@@ -119,7 +119,7 @@ def export_chunks(
     """
     call = "sharding.export_chunks"
     parts = _parts_of(call, tables)
-    return chunked(call, parts, entries, lowest_score(call, parts, min_score, changed_since))
+    return chunked(call, parts, entries, min_score, changed_since)
 
 
 def _parts_of(call: str, tables: Any) -> list[Table]:
@@ -134,7 +134,7 @@ def _parts_of(call: str, tables: Any) -> list[Table]:
     return parts
 
 
-def lowest_score(
+def _lowest_score(
     call: str,
     parts: Sequence[Table | Tiers],
     min_score: int | None,
@@ -149,7 +149,6 @@ def lowest_score(
         raise ValueError(
             f"{call}: changed_since makes a min_score, got one of {min_score} too: give one of them"
         )
-    check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
     return _first_change(call, list(map(_trained, parts)), changed_since)
 
 
@@ -181,27 +180,42 @@ def _trained(part: Table | Tiers) -> Table:
     return part.cache if isinstance(part, Tiers) else part
 
 
-def all_of(call: str, parts: Sequence[Table | Tiers], lowest: int | None) -> Exported:
+def all_of(
+    call: str,
+    parts: Sequence[Table | Tiers],
+    min_score: int | None,
+    changed_since: Exported | None,
+) -> Exported:
     """The entries of parts, tables or tiers of one device each, as one export."""
-    # How many have some score is not known before, nor whether the memory has room for all.
-    most = None if lowest is None else MOST
-    return join_entries(list(_cut(call, parts, most, lowest)))
+    return join_entries(list(_cut(call, parts, None, min_score, changed_since)))
 
 
 def chunked(
-    call: str, parts: Sequence[Table | Tiers], entries: int, lowest: int | None
+    call: str,
+    parts: Sequence[Table | Tiers],
+    entries: int,
+    min_score: int | None,
+    changed_since: Exported | None,
 ) -> Iterator[Exported]:
     """As :func:`all_of`, so many entries at a time, in any mesh that is set at its turns."""
     most = as_integer(call, "entries", entries, 1, 2**63 - 1)
+    cut = _cut(call, parts, most, min_score, changed_since)
     # An iterator that keeps nothing of what it has given: the caller may be done with it.
-    return iter(functools.partial(of_one_device(next), _cut(call, parts, most, lowest), None), None)
+    return iter(functools.partial(of_one_device(next), cut, None), None)
 
 
 def _cut(
-    call: str, parts: Sequence[Table | Tiers], most: int | None, lowest: int | None
+    call: str,
+    parts: Sequence[Table | Tiers],
+    most: int | None,
+    min_score: int | None,
+    changed_since: Exported | None,
 ) -> Iterator[Exported]:
-    """At least one export, of `most` entries each but for the last; None: one of all."""
+    """At least one export, of `most` entries each but for the last; None: all in one or a few."""
     check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
+    lowest = _lowest_score(call, parts, min_score, changed_since)
+    if most is None and lowest is not None:
+        most = MOST  # how many have some score is not known before, nor whether there is room
     common = join_entries([common_of(_trained(part)) for part in parts])
     left = _size_of(parts)
     # Not by how many there are: a program is compiled for each number of slots.

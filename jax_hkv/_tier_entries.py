@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jax_hkv import _entries, _tier_parts, _tiers
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
-from jax_hkv._exports import MOST, all_of, chunked, lowest_score
+from jax_hkv._exports import MOST, all_of, chunked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers
 from jax_hkv.table import Counts
@@ -49,7 +49,7 @@ def export_entries(
     """
     call = "tiered.export_entries"
     parts = _tier_parts.between_steps(call, tiers, placement)
-    return all_of(call, parts, lowest_score(call, parts, min_score, changed_since))
+    return all_of(call, parts, min_score, changed_since)
 
 
 @of_one_device
@@ -87,8 +87,7 @@ def export_chunks(
     """
     call = "tiered.export_chunks"
     parts = _tier_parts.between_steps(call, tiers, placement)
-    lowest = lowest_score(call, parts, min_score, changed_since)
-    return chunked(call, parts, entries, lowest)
+    return chunked(call, parts, entries, min_score, changed_since)
 
 
 @of_one_device

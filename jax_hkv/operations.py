@@ -56,7 +56,8 @@ def _batch(
     return given, _checks.as_mask(call, "valid", valid, given.shape)
 
 
-def _as_rows(call: str, values: Any, table: Table, keys: _Given) -> jax.Array:
+def rows_of(call: str, values: Any, table: Table, keys: Any) -> jax.Array:
+    """Rows for keys, one for each, as a caller gave them."""
     return _checks.as_rows(call, "values", values, (*keys.shape, table.dim), table.dtype)
 
 
@@ -353,7 +354,7 @@ def find_or_insert(
     pairs = _checks.as_scores("find_or_insert", table.policy, scores, given.shape)
     offered = None
     if values is not None:
-        offered = _as_rows("find_or_insert", values, table, given)
+        offered = rows_of("find_or_insert", values, table, given)
     own = _checks.as_mask("find_or_insert", "admit", admit, given.shape)
     evicted = _checks.as_bool("find_or_insert", "return_evicted", return_evicted)
     return _find_or_insert(table, given, mask, pairs, offered, own, evicted=evicted)
@@ -433,7 +434,7 @@ def _write_through(
 ) -> tuple[Table, WriteResult]:
     given, mask = _batch(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _as_rows(call, values, table, given)
+    rows = rows_of(call, values, table, given)
     return _insert_or_assign(table, given, mask, pairs, rows, evicted=evicted)
 
 
@@ -490,7 +491,7 @@ def accum_or_assign(
     call = "accum_or_assign"
     given, mask = _batch(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _as_rows(call, values, table, given)
+    rows = rows_of(call, values, table, given)
     believed = _checks.as_flags(call, "exists", exists, given.shape)
     return _accum_or_assign(table, given, mask, pairs, rows, believed)
 
@@ -539,7 +540,7 @@ def assign(
     pairs = None
     if scores is not None:
         pairs = _checks.as_scores("assign", table.policy, scores, given.shape)
-    rows = None if values is None else _as_rows("assign", values, table, given)
+    rows = None if values is None else rows_of("assign", values, table, given)
     return _assign(table, given, mask, pairs, rows)
 
 

@@ -68,7 +68,7 @@ from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import Bagged, concatenate
 from jax_hkv.index import Status
-from jax_hkv.operations import as_number, fill_of
+from jax_hkv.operations import as_number, fill_of, rows_of
 from jax_hkv.table import Entries, Table, WriteResult, check_one_device, no_counts
 
 __all__ = [
@@ -275,11 +275,11 @@ def find_or_insert(
     call = "sharding.find_or_insert"
     exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
-    pairs, offered = _checks.as_scores(call, table.policy, scores, given.shape), None
+    pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     own = _checks.as_mask(call, "admit", admit, given.shape)
+    offered = None
     if values is not None:
-        offered = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
-        offered = offered.reshape(-1, table.dim)
+        offered = rows_of(call, values, table, given).reshape(-1, table.dim)
     table, result, _ = _sharded.look_up(
         *(exchange, table, flat),
         train=True,
@@ -330,7 +330,7 @@ def insert_or_assign(
     call = "sharding.insert_or_assign"
     exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+    rows = rows_of(call, values, table, given)
 
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
     act = partial(_inserts.insert_or_assign, evicted=evicted)
@@ -375,7 +375,7 @@ def accum_or_assign(
     call = "sharding.accum_or_assign"
     exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+    rows = rows_of(call, values, table, given)
     believed = _checks.as_flags(call, "exists", exists, given.shape)
 
     def act(table: Table, keys: Keys, valid: Any, scores: Any, sent: Any, is_ticked: bool) -> Any:
@@ -426,7 +426,7 @@ def assign(
     if scores is not None:
         pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     if values is not None:
-        rows = _checks.as_rows(call, "values", values, (*given.shape, table.dim), table.dtype)
+        rows = rows_of(call, values, table, given)
         rows = rows.reshape(-1, table.dim)
     table, result = _sharded_writes.write(
         exchange, table, *batch, _inserts.assign, scores=pairs, values=rows
