@@ -115,11 +115,11 @@ run_tests() { # NAME WORKERS TESTS...
 
 suite() { # with the CPU as JAX's default, for meshes of eight; all that is called twice is a CUDA graph then
   XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_graph_min_graph_size=1" JAX_PLATFORMS=cpu,cuda \
-    run_tests suite 8 --needs-gpu -k 'gpu and not gpu_program'
+    run_tests suite 12 --needs-gpu -k 'gpu and not gpu_program'
 }
 
 others() {
-  JAX_PLATFORMS=cpu,cuda run_tests others 8 -k 'not gpu or gpu_program'
+  JAX_PLATFORMS=cpu,cuda run_tests others 12 -k 'not gpu or gpu_program'
 }
 
 layers() { # XLA's products are to be those of float32, as on a CPU
@@ -128,7 +128,7 @@ layers() { # XLA's products are to be those of float32, as on a CPU
     pooled training transformations two_tower; do
     files+=("tests/test_$name.py")
   done
-  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest run_tests layers 8 -k 'not cpu and not gpu' \
+  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest run_tests layers 12 -k 'not cpu and not gpu' \
     "${files[@]}"
 }
 
@@ -226,6 +226,7 @@ benchmarks() {
   fi
   export XLA_PYTHON_CLIENT_PREALLOCATE=true # a process at a time has the device
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
+  benchmark profile_table "$python" benchmarks/profile_table.py --dims 8 --choices 1 || count $?
   benchmark table table || count $?
   benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?

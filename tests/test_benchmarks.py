@@ -176,6 +176,7 @@ def test_a_check_on_a_gpu_goes_on_where_it_stopped(check, tmp_path):
     """Benchmarks that are done are not run again."""
     everything = [
         "profile_step.py",
+        "profile_table.py",
         "table.py",
         "train_step.py",
         "skew.py",
@@ -284,6 +285,37 @@ def test_steps_are_profiled(tmp_path):
     sizes = ["--capacity", "1024", "--dim", "4", "--batch", "16", "--steps", "30"]
     record = run("profile_step.py", tmp_path / "profile_step.json", *sizes)
     assert record["table_bytes"] == 1024 * 4 * 4 and record["devices"] == 0
+
+
+def test_the_kernels_of_a_tables_operations_are_told_apart(tmp_path, monkeypatch):
+    sizes = ["--slots", "8192", "--batch", "128", "--dims", "8", "--loads", "0.5", "--choices", "2"]
+    record = run("profile_table.py", tmp_path / "profile_table.json", *sizes)
+    (case,) = record["cases"]
+    assert len(case["operations"]) == 14 and not any(case["operations"].values())  # no kernels here
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    profile_table = importlib.import_module("profile_table")
+    scan = "void cub::CUB_300001_SM_900::detail::scan::DeviceScanKernel<cub::policy_hub<int>>(int)"
+    names = {
+        "void hkv::run_step<hkv::FillOrEvict>(long, hkv::FillOrEvict)": "FillOrEvict",
+        "void hkv::run_step<hkv::Strided<hkv::UpdateRows<hkv::SgdRule>::Step> >(long)": (
+            "Strided<hkv::UpdateRows<hkv::SgdRule>::Step>"
+        ),
+        scan: "DeviceScanKernel",
+        "loop_add_fusion": "loop_add_fusion",
+    }
+    assert {name: profile_table.name_of(name) for name in names} == names
+    finds = [{"count": 8, "seconds": 4e-6}, {"count": 4, "seconds": 2e-6}]
+    found = {"events": dict(zip([scan, scan.replace("int>>", "long>>")], finds, strict=True))}
+    monkeypatch.setattr(profile_table.profile_step, "of_profile", lambda profile: found)
+    calls = []
+
+    def call(table, keys):
+        calls.append(keys)
+        return table + 1, jax.numpy.ones(1)
+
+    kernels, table = profile_table.kernels_of(call, 0, [1, 2, 3, 4, 5], ())
+    assert table == 5 and calls == [1, 2, 3, 4, 5]
+    assert kernels == {"DeviceScanKernel": {"launches": 3.0, "microseconds": pytest.approx(1.5)}}
 
 
 def test_the_plain_gather_of_random_rows_compiles(tmp_path):

@@ -15,22 +15,29 @@ namespace hkv {
 // and last position, in whatever order they come; then the keys are numbered. `i` is a position.
 namespace distinct {
 
-// Of one key, from when its first position came until the end; positions only get better.
+// Of one key, from when its first position came until the end; positions only get better. Both words are
+// read, and the first time written, as one: of distinct keys each takes a single atomic then.
 struct alignas(8) Cell {
   uint32_t first;  // the complement of the first position so far; 0: empty
   uint32_t last;   // the last position so far
 };
+static_assert(sizeof(Cell) == sizeof(uint64_t));
 
 struct Scratch {
   template <class Executor>
   static Scratch take(Arena& arena, int64_t n) {
     const int64_t cells = cells_for(n);
-    return {cells, arena.take<Cell>(cells), arena.take<int32_t>(n), arena.take<int32_t>(n),
+    return {cells,
+            arena.take<Cell>(cells),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(n),
+            arena.take<int32_t>(n),
             arena.take<char>(Executor::scan_bytes(n))};
   }
   int64_t cell_count;  // a power of two
   Cell* cells;
   int32_t* places;         // of i: the cell of its key, or -1
+  int32_t* firsts;         // of i: the first position of its key, or -1
   int32_t* firsts_before;  // of i: first occurrences before it, the numbers of the keys
   char* others;
 
@@ -64,11 +71,6 @@ struct State : Scratch {
     while (std::gcd(stride, blocks) != 1) ++stride;
     return stride;
   }
-
-  // The first position of the key of i, or -1.
-  HKV_HOST_DEVICE int64_t first_of(int64_t i) const {
-    return places[i] < 0 ? int64_t{-1} : int64_t{~cells[places[i]].first};
-  }
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
@@ -84,33 +86,46 @@ struct Claim {
       state.places[i] = -1;
       return;
     }
-    const uint64_t cell = cell_of(~static_cast<uint32_t>(i), i);
-    state.places[i] = static_cast<int32_t>(cell);
-    uint32_t* last = &state.cells[cell].last;
-    if (atomic_read(last) < static_cast<uint32_t>(i)) atomic_max(last, static_cast<uint32_t>(i));
+    state.places[i] = static_cast<int32_t>(claim({~static_cast<uint32_t>(i), static_cast<uint32_t>(i)}, i));
   }
 
  private:
-  HKV_HOST_DEVICE uint64_t cell_of(uint32_t own, int64_t i) const {
+  HKV_HOST_DEVICE uint64_t claim(Cell own, int64_t i) const {
+    constexpr uint64_t kFree = 0;
     const Key key = state.keys[i].value();
     const auto mask = static_cast<uint64_t>(state.cell_count - 1);
-    for (uint64_t cell = hash_of(key) & mask;; cell = (cell + 1) & mask) {
-      uint32_t* occupant = &state.cells[cell].first;
-      uint32_t found = atomic_read(occupant);
-      if (found == 0) found = atomic_compare_and_swap(occupant, 0, own);
-      if (found == 0) return cell;
-      if (state.keys[~found].value() != key) continue;
-      if (found < own) atomic_max(occupant, own);
-      return cell;
+    for (uint64_t place = hash_of(key) & mask;; place = (place + 1) & mask) {
+      Cell& cell = state.cells[place];
+      auto* both = reinterpret_cast<uint64_t*>(&cell);
+      uint64_t found = atomic_read(both);
+      if (found == kFree) found = atomic_compare_and_swap(both, kFree, bit_cast<uint64_t>(own));
+      if (found == kFree) return place;
+      const auto occupant = bit_cast<Cell>(found);
+      if (state.keys[~occupant.first].value() != key) continue;
+      if (occupant.first < own.first) atomic_max(&cell.first, own.first);
+      if (occupant.last < own.last) atomic_max(&cell.last, own.last);
+      return place;
     }
+  }
+};
+
+// By all positions at once: what reads them in order, as a scan does, would wait for one cell after the
+// other.
+struct NoteFirst {
+  static constexpr int kGroup = 1;
+  State state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    const int32_t place = state.places[i];
+    state.firsts[i] = place < 0 ? -1 : static_cast<int32_t>(~state.cells[place].first);
   }
 };
 
 // 1 at the first occurrence of a key.
 struct IsFirst {
-  State state;
+  const int32_t* firsts;
 
-  HKV_HOST_DEVICE int32_t operator()(int64_t i) const { return state.first_of(i) == i ? 1 : 0; }
+  HKV_HOST_DEVICE int32_t operator()(int64_t i) const { return firsts[i] == i ? 1 : 0; }
 };
 
 struct NumberKeys {
@@ -118,10 +133,10 @@ struct NumberKeys {
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    const int64_t count = total_of(state.n, IsFirst{state}, state.firsts_before);
+    const int64_t count = total_of(state.n, IsFirst{state.firsts}, state.firsts_before);
     if (i == 0) *state.out.count = static_cast<int32_t>(count);
     if (i >= count) state.out.set_none(i);
-    const int64_t first = state.first_of(i);
+    const int32_t first = state.firsts[i];
     const int32_t number = first < 0 ? -1 : state.firsts_before[first];
     state.out.inverse[i] = number;
     if (first == i) state.out.set(number, state.keys[i], i, state.cells[state.places[i]].last);
@@ -140,7 +155,8 @@ void run(Executor& executor, int64_t n, const Words* keys, Mask valid, const Uni
   const int64_t ahead = std::min(n / 16, kMostAhead);
   executor.each(ahead, Claim{0, state});
   executor.each(n - ahead, Claim{ahead, state});
-  executor.scan(n, IsFirst{state}, state.firsts_before, state.others);
+  executor.each(n, NoteFirst{state});
+  executor.scan(n, IsFirst{state.firsts}, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
 }
 

@@ -71,6 +71,12 @@ HKV_HOST_DEVICE void prefetch_scores(const TableView& table, int64_t bucket) {
   for (int byte = 0; byte < kLanes * static_cast<int>(sizeof(Words)); byte += kLine) prefetch(scores + byte);
 }
 
+// The lowest unpinned entry of a bucket, as a Candidate; read and written at once.
+struct alignas(16) Victim {
+  Score score;
+  int64_t lane;
+};
+
 // Called by one member; the lane is empty or its entry has been noted.
 HKV_HOST_DEVICE void write_entry(const TableView& table, Slot slot, Key key, Score score) {
   table.digests[slot] = digest_of(hash_of(key));

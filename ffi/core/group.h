@@ -20,6 +20,7 @@ struct LaneMask {
   HKV_HOST_DEVICE int lowest() const {
     return words[0] ? count_trailing_zeros(words[0]) : 64 + count_trailing_zeros(words[1]);
   }
+  HKV_HOST_DEVICE int count() const { return count_ones(words[0]) + count_ones(words[1]); }
   HKV_HOST_DEVICE LaneMask others() const { return {{~words[0], ~words[1]}}; }
   HKV_HOST_DEVICE void add(int lane) {
     words[0] |= lane < 64 ? bit(lane) : 0;
@@ -268,6 +269,7 @@ struct TileGroup {
   }
 
   HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) const {
+    if (ballot(target >= 0 && source >= 0) == 0) return;
     const auto alignment =
         reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes);
     if (alignment % sizeof(Vector) == 0) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #define HKV_HOST_DEVICE __host__ __device__ __forceinline__
@@ -63,7 +64,8 @@ HKV_HOST_DEVICE void atomic_or(uint32_t* address, uint32_t bits) {
 }
 
 // A word that other workers may be writing to.
-HKV_HOST_DEVICE uint32_t atomic_read(const uint32_t* address) {
+template <class Word>
+HKV_HOST_DEVICE Word atomic_read(const Word* address) {
 #ifdef __CUDA_ARCH__
   return __ldcg(address);
 #else
@@ -72,9 +74,11 @@ HKV_HOST_DEVICE uint32_t atomic_read(const uint32_t* address) {
 }
 
 // Writes `value` if the word is `expected`; what it was.
-HKV_HOST_DEVICE uint32_t atomic_compare_and_swap(uint32_t* address, uint32_t expected, uint32_t value) {
+template <class Word>
+HKV_HOST_DEVICE Word atomic_compare_and_swap(Word* address, Word expected, Word value) {
 #ifdef __CUDA_ARCH__
-  return atomicCAS(address, expected, value);
+  using Raw = std::conditional_t<sizeof(Word) == sizeof(uint64_t), unsigned long long, unsigned>;
+  return atomicCAS(reinterpret_cast<Raw*>(address), Raw{expected}, Raw{value});
 #else
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
@@ -107,6 +111,14 @@ HKV_HOST_DEVICE int count_trailing_zeros(uint64_t bits) {
   return __ffsll(static_cast<long long>(bits)) - 1;
 #else
   return __builtin_ctzll(bits);
+#endif
+}
+
+HKV_HOST_DEVICE int count_ones(uint64_t bits) {
+#ifdef __CUDA_ARCH__
+  return __popcll(bits);
+#else
+  return __builtin_popcountll(bits);
 #endif
 }
 

@@ -227,7 +227,7 @@ struct Groups {
   HKV_HOST_DEVICE int32_t item(int64_t place) const { return items.current[place]; }
   HKV_HOST_DEVICE int64_t target(int64_t place) const { return targets.current[place]; }
   HKV_HOST_DEVICE bool is_in_run(int64_t place, int64_t of_target) const {
-    return place < count && target(place) == of_target;
+    return place >= 0 && place < count && target(place) == of_target;
   }
   HKV_HOST_DEVICE bool has_item(int64_t place) const { return place < count && target(place) != limit; }
 
@@ -235,6 +235,15 @@ struct Groups {
   HKV_HOST_DEVICE int64_t head_target(int64_t place) const {
     const bool is_head = has_item(place) && (place == 0 || target(place - 1) != target(place));
     return is_head ? target(place) : -1;
+  }
+
+  // Where the run begins in which a place is, if it has so many places at most; else -1. Of a run that is
+  // much longer few places look further than the first line.
+  HKV_HOST_DEVICE int64_t head_within(int64_t place, int64_t of_target, int64_t length) const {
+    if (is_in_run(place + length, of_target) || is_in_run(place - length, of_target)) return -1;
+    int64_t head = place;
+    HKV_ROLLED for (; is_in_run(head - 1, of_target); --head) continue;
+    return is_in_run(head + length, of_target) ? -1 : head;
   }
 
   // Once grouped: where those begin that have none.

@@ -417,6 +417,12 @@ struct UpdateRows {
     }
   };
 
+  // Of rows that are wide, by tiles that ask for more of one at once.
+  static constexpr int64_t kWide = 64;
+  struct WideStep : Step {
+    static constexpr int kGroup = 16;
+  };
+
   template <class Executor>
   void reserve(Arena& arena) {
     gradients.reserve<Executor>(arena);
@@ -444,7 +450,11 @@ struct UpdateRows {
               scales,
               gradients.terms()};
     for (int i = 0; i < Rule::kStates; ++i) step.states[i] = states[i];
-    executor.each(CountOnDevice{gradients.count.data, slots.rows}, step);
+    const CountOnDevice count{gradients.count.data, slots.rows};
+    if constexpr (Executor::kHasTiles) {
+      if (values.width >= kWide) return executor.each(count, WideStep{step});
+    }
+    executor.each(count, step);
   }
 };
 

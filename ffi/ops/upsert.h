@@ -176,12 +176,11 @@ struct Upsert {
   void run(Executor& executor) const {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
+    executor.each(n, ProbeKey{n, state});
     if (admit != 0) {
-      prepare(executor, state);
-      executor.each(n, ProbeKey{n, state}, TellBuckets{n, state});
       insert(executor, state, n);
-    } else {
-      executor.each(n, ProbeKey{n, state});
+    } else if (Executor::kHasTiles && write_scores != 0) {
+      executor.each(n, TellBuckets{n, state});
     }
     executor.each(n > 0 ? n : 1, ReportPosition{n, state, slots.data, status.data, new_slots.data_or_null()});
     if (evicted > 0) report_evicted(executor, state, n);
@@ -222,23 +221,28 @@ struct Upsert {
     return state;
   }
 
+  // Zeroed where they are used next: 16 bytes a bucket, which what the probe reads would drive out of the L2.
   template <class Executor>
-  void prepare(Executor& executor, const UpsertState& state) const {
+  void tell_buckets(Executor& executor, const UpsertState& state, int64_t n) const {
     executor.zero(state.pins, 2 * state.table.buckets * static_cast<int64_t>(sizeof(uint64_t)));
     if (choices == 2) {
       executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(int32_t)));
     }
     executor.each(pinned.rows, PinSlots{state, pinned.data});
+    executor.each(n, TellBuckets{n, state});
   }
 
   template <class Executor>
   void insert(Executor& executor, UpsertState state, int64_t n) const {
-    if (choices == 2) executor.each(n, ChooseByLoad{state});
-    executor.group(state.groups, scratch);
     if (choices == 1) {
+      executor.group(state.groups, scratch);
+      tell_buckets(executor, state, n);
       executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
       return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
     }
+    tell_buckets(executor, state, n);
+    executor.each(n, ChooseByLoad{state});
+    executor.group(state.groups, scratch);
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseOther{state});
     executor.group(state.groups, scratch);

@@ -6,12 +6,6 @@
 
 namespace hkv {
 
-// The lowest unpinned entry of a bucket, as a Candidate; read and written at once.
-struct alignas(16) Victim {
-  Score score;
-  int64_t lane;
-};
-
 // What the steps of an upsert share.
 struct UpsertState {
   TableView table;
@@ -28,7 +22,7 @@ struct UpsertState {
   const int32_t* inverse;
   const int32_t* first;
   const int32_t* last;
-  const int32_t* order;    // for policies that count
+  const int32_t* order;  // for policies that count
   const int32_t* offsets;  // likewise
   const Words* scores;  // by position, or null
 
@@ -36,7 +30,7 @@ struct UpsertState {
   Slot* unique_slots;
   int32_t* unique_status;  // until the report, "refused" with a slot: it has taken an empty lane
   LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
-  int32_t* named;         // with two candidates: the bucket of the first round
+  int32_t* named;  // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
   Score* highest_scores;  // of a stretch of places (NoteHighestScores), where a policy refuses by score
   Words* evicted_keys;
@@ -65,6 +59,12 @@ struct UpsertState {
 
   HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
     return table.candidate(hash_of(unique_keys[u].value()), choice);
+  }
+
+  HKV_HOST_DEVICE void score_hit(Slot slot, uint64_t given) const {
+    Words& score = table.scores[slot];
+    const Score old = scoring().counts() ? score.value() : 0;  // a load that others need not wait for
+    score = Words::of(scoring().of_hit(old, given));
   }
 
   // The empty lanes of every member's own bucket, or of -1. A full one's digests are not read.
@@ -152,6 +152,11 @@ struct PinSlots {
 template <Group G>
 inline constexpr bool kNotesEmptyLanes = G::size() > 1;
 
+// The scores of hits are written by the probe, which brings them near, or (where many workers look for their
+// keys side by side) by TellBuckets: behind a search each would wait for the members that search longest.
+template <Group G>
+inline constexpr bool kScoresInProbe = G::size() == 1;
+
 // Looks a key up: a hit has a score at once, who is absent waits for a slot.
 struct ProbeKey {
   static constexpr int kGroup = 8;
@@ -170,29 +175,29 @@ struct ProbeKey {
     note(group, u, u < *state.count, find_slot(state.table, matches, state.unique_keys[u].value()));
   }
 
-  // The slot of a hit.
   template <Group G>
-  HKV_HOST_DEVICE Slot operator()(const G& group, int64_t u) const {
+  HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
     const bool exists = u < *state.count;
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
-    return note(group, u, exists, slot);
+    note(group, u, exists, slot);
   }
 
  private:
   template <Group G>
-  HKV_HOST_DEVICE Slot note(const G& group, int64_t u, bool exists, Slot slot) const {
+  HKV_HOST_DEVICE void note(const G& group, int64_t u, bool exists, Slot slot) const {
     const bool is_pending = exists && slot < 0 && state.admit;
-    const uint64_t given = state.given_each(group, u, is_pending || (slot >= 0 && state.write_scores));
+    const bool is_scored = kScoresInProbe<G> && slot >= 0 && state.write_scores;
+    const uint64_t given = state.given_each(group, u, is_pending || is_scored);
     if (kNotesEmptyLanes<G> && state.table.choices == 1) note_empty_lanes(group, u, is_pending);
-    if (u >= n) return kNoSlot;
+    if (u >= n) return;
     state.unique_slots[u] = slot;
     if (state.admit && state.table.choices == 1) choose(u, is_pending);
+    if (is_scored) state.score_hit(slot, given);
     if (slot >= 0) {
-      hit(u, slot, given);
+      state.unique_status[u] = static_cast<int32_t>(Status::kFound);
     } else {
       miss(u, is_pending, given);
     }
-    return slot;
   }
 
   // Now that the digests are near.
@@ -200,13 +205,6 @@ struct ProbeKey {
   HKV_HOST_DEVICE void note_empty_lanes(const G& group, int64_t u, bool is_pending) const {
     const LaneMask lanes = state.find_empty_lanes(group, is_pending ? state.candidate(u, 0) : -1);
     if (is_pending) state.empty_lanes[u] = lanes;
-  }
-
-  HKV_HOST_DEVICE void hit(int64_t u, Slot slot, uint64_t given) const {
-    state.unique_status[u] = static_cast<int32_t>(Status::kFound);
-    if (!state.write_scores) return;
-    Words& score = state.table.scores[slot];
-    score = Words::of(state.scoring().of_hit(score.value(), given));
   }
 
   HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, uint64_t given) const {
@@ -236,13 +234,14 @@ struct TellBuckets {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    (*this)(group, u, u < n ? state.unique_slots[u] : kNoSlot);
-  }
-
-  template <Group G>
-  HKV_HOST_DEVICE void operator()(const G&, int64_t u, Slot slot) const {
+    const Slot slot = u < n ? state.unique_slots[u] : kNoSlot;
+    if (!kScoresInProbe<G> && state.write_scores) {
+      const uint64_t given = state.given_each(group, u, slot >= 0);
+      if (slot >= 0) state.score_hit(slot, given);
+    }
+    if (!state.admit || u >= n) return;
     if (slot >= 0) return state.pin(slot);
-    if (state.table.choices == 2 && u < n && state.is_pending(u)) announce(u);
+    if (state.table.choices == 2 && state.is_pending(u)) announce(u);
   }
 
  private:
@@ -406,10 +405,10 @@ struct FillBucket {
   // no empty lane, or -1.
   HKV_HOST_DEVICE int32_t fill(int64_t i, int64_t bucket, LaneMask empty) const {
     const Groups& groups = state.groups;
-    const bool has_room = empty.any();
+    const bool has_room = bucket >= 0 && empty.any();
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     int64_t place = i;
-    for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
+    for (; has_room && empty.any() && groups.is_in_run(place, bucket); ++place) {
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
@@ -421,6 +420,14 @@ struct FillBucket {
       state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     }
     return bucket >= 0 && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
+  }
+
+  // One key of a run that fits, whoever takes the others.
+  HKV_HOST_DEVICE void fill_one(int64_t place, int64_t head, int64_t bucket, LaneMask empty) const {
+    HKV_ROLLED for (int64_t before = head; before < place; ++before) empty.remove(empty.lowest());
+    insert(state.groups.item(place), slot_of(bucket, empty.lowest()));
+    if (state.groups.is_in_run(place + 1, bucket)) return;
+    state.table.occupancy[bucket] += static_cast<int32_t>(place - head + 1);
   }
 
  private:
@@ -644,7 +651,9 @@ struct EvictFromBucket {
   }
 };
 
-// Both, one after the other: with one candidate bucket.
+// Both, one after the other: with one candidate bucket. On a GPU every place of a run that fits is a thread's
+// own: what it writes goes to memory beside what others write, not behind it. Such a bucket evicts nobody, so
+// that nobody asks for its pins.
 struct FillOrEvict {
   static constexpr int kGroup = FillBucket::kGroup;
   static constexpr bool kOwnIndex = true;
@@ -662,21 +671,27 @@ struct FillOrEvict {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-    const UpsertState& state = filling.state;
-    const int64_t bucket = state.groups.head_target(i);
-    const int32_t first = filling.fill(i, bucket, empty_lanes(group, i, bucket));
+    const int32_t first = fill(group, i);
     group.sync();  // before the others read what a member has pinned and written
     evicting.evict(group, first);
   }
 
  private:
   template <Group G>
-  HKV_HOST_DEVICE LaneMask empty_lanes(const G& group, int64_t i, int64_t bucket) const {
+  HKV_HOST_DEVICE int32_t fill(const G& group, int64_t i) const {
     const UpsertState& state = filling.state;
+    const Groups& groups = state.groups;
     if constexpr (kNotesEmptyLanes<G>) {
-      return bucket >= 0 ? state.empty_lanes[state.groups.item(i)] : LaneMask{};
+      if (!groups.has_item(i)) return -1;
+      const int64_t bucket = groups.target(i);
+      const LaneMask empty = state.empty_lanes[groups.item(i)];
+      const int64_t head = groups.head_within(i, bucket, empty.count());
+      if (head < 0) return filling.fill(i, groups.head_target(i), empty);
+      filling.fill_one(i, head, bucket, empty);
+      return -1;
     } else {
-      return state.find_empty_lanes(group, bucket);
+      const int64_t bucket = groups.head_target(i);
+      return filling.fill(i, bucket, state.find_empty_lanes(group, bucket));
     }
   }
 };

@@ -132,12 +132,36 @@ struct InitRows {
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
-      const Slot own = i < count ? slots[i] : kNoSlot;
+      const Slot own = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
       const int64_t first = i - group.rank();
-      for_each_member(group, own >= 0 && own < values.count, [&](int member) {
+      if (G::size() > 1 && values.width <= kBlockOf<G> * group.size() / 2) {
+        return write_narrow(group, keys + first, own);
+      }
+      for_each_member(group, own >= 0, [&](int member) {
         write_initial_row(group, initializer, keys[first + member].value(), values,
                           group.broadcast(own, member));
       });
+    }
+
+   private:
+    // As many members share a row as it has blocks, or a few more, so that rows go side by side.
+    template <Group G>
+    HKV_HOST_DEVICE void write_narrow(const G& group, const Words* of_members, Slot own) const {
+      constexpr int kBlock = kBlockOf<G>;
+      if (group.ballot(own >= 0) == 0) return;
+      int shift = 0;  // 2^shift members
+      while ((int64_t{kBlock} << shift) < values.width) ++shift;
+      const int64_t column = int64_t{kBlock} * (group.rank() & ((1 << shift) - 1));
+      const int64_t left = values.width - column;
+      HKV_ROLLED for (int begin = 0; begin < group.size(); begin += group.size() >> shift) {
+        const int member = begin + (group.rank() >> shift);
+        const Slot slot = group.broadcast(own, member);
+        if (slot < 0 || left <= 0) continue;
+        float block[kBlock];
+        const int columns = static_cast<int>(left < kBlock ? left : kBlock);
+        initializer.elements(initializer.base(of_members[member].value()), column, columns, block);
+        store_block(values.type, values.row(slot), column, columns, block);
+      }
     }
   };
 

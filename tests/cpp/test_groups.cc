@@ -61,7 +61,19 @@ void groups(Checks& checks, int64_t n, int64_t limit, double hot) {
     is_same = is_same && groups.target(place) == target && groups.item(place) == item;
     ++place;
   }
-  checks.expect(is_same, std::to_string(n) + " items, " + std::to_string(limit) + " targets");
+  const std::string what = std::to_string(n) + " items, " + std::to_string(limit) + " targets";
+  checks.expect(is_same, what);
+  bool knows_heads = true;
+  for (int64_t head = 0, run = 0; head < groups.count; head += run) {
+    const int64_t target = groups.target(head);
+    run = static_cast<int64_t>(expected.count(target));
+    for (const int64_t of : {head, head + run / 2, head + run - 1}) {
+      for (const int64_t length : {int64_t{0}, int64_t{1}, run - 1, run, run + 1, int64_t{128}}) {
+        knows_heads = knows_heads && groups.head_within(of, target, length) == (run <= length ? head : -1);
+      }
+    }
+  }
+  checks.expect(knows_heads, what + ": the heads of runs that are no longer than that");
 }
 
 // The positions of every distinct key.

@@ -1,0 +1,106 @@
+"""Which kernels the time of a table's operations goes to, by JAX's profiler.
+
+    python benchmarks/profile_table.py [--dims 8 64] [--loads 1 .75] [--out results/profile.json]
+
+Tables, batches and operations are those of table.py. Each operation is called with several batches,
+one after the other on one table: what inserts, evicts or erases finds a table that the call before
+it has left. Seconds are those of the device, kernel by kernel; what lies between kernels is not in
+them. Elsewhere than on a GPU there is nothing to see, as the record says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import measure
+import numpy as np
+import profile_step
+import table as of_table
+
+
+def name_of(kernel: str) -> str:
+    """What tells a kernel from others: of ours the step, of CUB's the function."""
+    ours = re.search(r"run_step<hkv::(.*?)\s?>\(", kernel)
+    cub = re.search(r"::(Device\w+Kernel|\w+Kernel)<", kernel)
+    return ours[1] if ours else cub[1] if cub else kernel
+
+
+def kernels_of(call: Any, table: Any, keys: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
+    """Microseconds of a call's kernels, and the table after the calls."""
+    table, result = call(table, keys[0], *rest)
+    jax.block_until_ready((table, result))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for batch in keys[1:]:
+                table, result = call(table, batch, *rest)
+            jax.block_until_ready((table, result))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        events = profile_step.of_profile(jax.profiler.ProfileData.from_file(str(path)))["events"]
+    calls = len(keys) - 1
+    found: dict[str, Any] = {}
+    for name, event in events.items():
+        own = found.setdefault(name_of(name), {"launches": 0.0, "microseconds": 0.0})
+        own["launches"] += event["count"] / calls
+        own["microseconds"] += 1e6 * event["seconds"] / calls
+    return found, table
+
+
+def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:
+    """Of one table, operation by operation."""
+    slots = of_table.slots_for(case.dim, options)
+    rng = np.random.default_rng(0)
+    table, offered = of_table.filled(case, slots, options.batch)
+    record: dict[str, Any] = {**case._asdict(), "slots": table.capacity, "operations": {}}
+    fresh = offered
+    for operation in of_table.operations(case.dim, options.batch):
+        draw = functools.partial(of_table.batches, operation.pattern, table)
+        numbers = range(of_table.BATCHES + 1)
+        if operation.pattern == "absent":  # to all operations before this one, too
+            keys = [draw(fresh, options.batch, rng, number) for number in numbers]
+            fresh += len(keys) * options.batch
+        else:
+            keys = [draw(offered, options.batch, rng, number) for number in numbers]
+        if any(each.shape[0] < options.batch for each in keys):
+            continue
+        call = jax.jit(operation.does, donate_argnums=0)
+        found, table = kernels_of(call, table, keys, operation.rest)
+        record["operations"][operation.name] = found
+        total = sum(kernel["microseconds"] for kernel in found.values())
+        print(f"  {operation.name}: {total:.0f} us", flush=True)
+        for name, kernel in found.items():
+            print(f"    {kernel['launches']:5.1f} x {kernel['microseconds']:8.1f} us  {name[:90]}")
+    return record
+
+
+def main() -> None:
+    """Records and prints case by case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dims", type=int, nargs="+", default=[8, 64])
+    add("--loads", type=float, nargs="+", default=[1.0, 0.75])
+    add("--choices", type=int, nargs="+", default=[1, 2])
+    add("--slots", type=int, default=2**27, help="half as many from dim 64 on (%(default)s)")
+    add("--batch", type=int, default=2**20)
+    add("--out", type=Path, default=measure.RESULTS / "profile_table.json")
+    options = parser.parse_args()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {profile_step.AS_ALWAYS}".strip()
+    os.environ["XLA_FLAGS"] = flags
+    record = measure.apart(measure.surroundings) | {"batch": options.batch, "cases": []}
+    for choices in options.choices:
+        for dim in options.dims:
+            for load in options.loads:
+                case = of_table.Case(dim, load, choices)
+                print(f"dim {dim}, load factor {load}, {choices} choice(s)", flush=True)
+                record["cases"].append(measure.apart(profiled, case, options))
+                measure.write(options.out.stem, record, options.out.parent)
+
+
+if __name__ == "__main__":
+    main()
