@@ -16,7 +16,7 @@
 # Python needs jax with its CUDA plugin, the build and test requirements of pyproject.toml, and nvcc. Where time on
 # the device is short, `benchmarks/gpu_check.sh OUTDIR prepare` compiles for an H200 beforehand, on any machine
 # with nvcc and such a Python, 3.12 or newer (whose wheel serves all newer ones): what it leaves in wheelhouse/ is
-# taken there for the same sources. COMMIT names the commit where there is no repository.
+# taken there for the same sources. COMMIT, if it is set, names the commit instead of the repository.
 set -uo pipefail
 
 if (($# == 0)); then
@@ -36,8 +36,7 @@ python=${PYTHON:-python3}
 work=${TMPDIR:-/tmp}/jax_hkv_gpu_check # what is compiled stays here: OUTDIR is for reading
 site=$work/site
 mkdir -p "$work"
-commit=$(git rev-parse HEAD 2>/dev/null)
-export COMMIT=${commit:-${COMMIT:-}}
+commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the device
 export XLA_PYTHON_CLIENT_MEM_FRACTION=.9   # and the largest of them may have nearly all of it
@@ -292,7 +291,7 @@ summary() {
     device=$(nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader)
   fi
   printf '{\n  "sources": "%s",\n  "commit": "%s",\n  "device": "%s",\n  "parts": {' "$built $tested $measured" \
-    "$COMMIT" "$(head -n 1 <<<"$device")"
+    "$commit" "$(head -n 1 <<<"$device")"
   for part in "${PARTS[@]}"; do
     printf '%s\n    "%s": "%s"' "$separator" "$part" "$(verdict_of "$part")"
     separator=,

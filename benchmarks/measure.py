@@ -81,6 +81,7 @@ def surroundings() -> dict[str, Any]:
     """Device, versions and commit."""
     packages = ("jax_hkv", "jax", "jaxlib", "numpy", "optax")
     here = Path(__file__).parent
+    named = os.environ.get("COMMIT")  # of sources that lie in another repository, or in none
     commit = _first_line("git", "-C", str(here), "rev-parse", "HEAD")
     changed = _first_line("git", "-C", str(here), "status", "--porcelain", "../ffi", "../jax_hkv")
     return {
@@ -90,8 +91,8 @@ def surroundings() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
-        "commit": commit or os.environ.get("COMMIT", ""),  # where there is no repository
-        "uncommitted": bool(changed) if commit else None,
+        "commit": named or commit,
+        "uncommitted": bool(changed) if commit and not named else None,
     }
 
 

@@ -51,7 +51,7 @@ def of_profile(profile: Any) -> dict[str, Any]:
             name = re.sub(r" \(CudaGraph:\d+\)", "", event.name)
             if is_device:
                 stats = dict(event.stats)
-                if "memcpy_details" not in stats and "kernel_details" not in stats:
+                if not stats.keys() & {"kernel_details", "memcpy_details", "memset_details"}:
                     continue  # lines that XLA derives: steps, modules, operations
                 counts[name] += 1
                 nanoseconds[name] += int(event.duration_ns)

@@ -107,7 +107,9 @@ inline const LoadedKernels& load_kernels_of(int device) {
   }
   std::call_once(own->once, [own, device] {
     int before = 0;
-    if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
+    int count = 0;  // asked, not tried: a tool that watches tells of calls that fail
+    if (cudaGetDeviceCount(&count) == cudaSuccess && device < count &&
+        cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) {
       own->kernels = KernelLoader::load();
       (void)cudaSetDevice(before);
     }

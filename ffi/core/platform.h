@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #ifdef __CUDACC__
 #define HKV_HOST_DEVICE __host__ __device__ __forceinline__
@@ -64,8 +63,7 @@ HKV_HOST_DEVICE void atomic_or(uint32_t* address, uint32_t bits) {
 }
 
 // A word that other workers may be writing to.
-template <class Word>
-HKV_HOST_DEVICE Word atomic_read(const Word* address) {
+HKV_HOST_DEVICE uint64_t atomic_read(const uint64_t* address) {
 #ifdef __CUDA_ARCH__
   return __ldcg(address);
 #else
@@ -74,11 +72,9 @@ HKV_HOST_DEVICE Word atomic_read(const Word* address) {
 }
 
 // Writes `value` if the word is `expected`; what it was.
-template <class Word>
-HKV_HOST_DEVICE Word atomic_compare_and_swap(Word* address, Word expected, Word value) {
+HKV_HOST_DEVICE uint64_t atomic_compare_and_swap(uint64_t* address, uint64_t expected, uint64_t value) {
 #ifdef __CUDA_ARCH__
-  using Raw = std::conditional_t<sizeof(Word) == sizeof(uint64_t), unsigned long long, unsigned>;
-  return atomicCAS(reinterpret_cast<Raw*>(address), Raw{expected}, Raw{value});
+  return atomicCAS(reinterpret_cast<unsigned long long*>(address), expected, value);
 #else
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
@@ -89,7 +85,7 @@ HKV_HOST_DEVICE void atomic_max(uint32_t* address, uint32_t value) {
 #ifdef __CUDA_ARCH__
   atomicMax(address, value);
 #else
-  uint32_t found = atomic_read(address);
+  uint32_t found = __atomic_load_n(address, __ATOMIC_RELAXED);
   while (found < value &&
          !__atomic_compare_exchange_n(address, &found, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }

@@ -237,8 +237,8 @@ struct Groups {
     return is_head ? target(place) : -1;
   }
 
-  // Where the run begins in which a place is, if it has so many places at most; else -1. Of a run that is
-  // much longer few places look further than the first line.
+  // Where the run begins in which a place is, if it has so many places at most; else -1. In a run of
+  // twice as many or more no place looks further than the first line.
   HKV_HOST_DEVICE int64_t head_within(int64_t place, int64_t of_target, int64_t length) const {
     if (is_in_run(place + length, of_target) || is_in_run(place - length, of_target)) return -1;
     int64_t head = place;

@@ -157,7 +157,7 @@ inline constexpr bool kNotesEmptyLanes = G::size() > 1;
 template <Group G>
 inline constexpr bool kScoresInProbe = G::size() == 1;
 
-// Looks a key up: a hit has a score at once, who is absent waits for a slot.
+// Looks a key up: a hit has a slot (and on a CPU a score) at once, who is absent waits for one.
 struct ProbeKey {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
@@ -219,9 +219,9 @@ struct ProbeKey {
   }
 };
 
-// Buckets are told of hits, which keep their slots, and with two candidates of keys that may come. A step of
-// its own because on a CPU an atomic waits for all that its thread has stored: it must not come between the
-// misses of the probe.
+// Buckets are told of hits, which keep their slots (and get their scores from tiles), and with two candidates
+// of keys that may come. A step of its own because on a CPU an atomic waits for all that its thread has
+// stored: it must not come between the misses of the probe.
 struct TellBuckets {
   static constexpr int kGroup = ProbeKey::kGroup;
   static constexpr bool kOwnIndex = true;
@@ -404,11 +404,12 @@ struct FillBucket {
   // By one member, of the bucket whose run begins here, or of -1. The first place of the run whose key found
   // no empty lane, or -1.
   HKV_HOST_DEVICE int32_t fill(int64_t i, int64_t bucket, LaneMask empty) const {
+    if (bucket < 0) return -1;
     const Groups& groups = state.groups;
-    const bool has_room = bucket >= 0 && empty.any();
+    const bool has_room = empty.any();
     LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     int64_t place = i;
-    for (; has_room && empty.any() && groups.is_in_run(place, bucket); ++place) {
+    for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
       const int lane = empty.lowest();
       empty.remove(lane);
       pinned.add(lane);
@@ -419,7 +420,7 @@ struct FillBucket {
       state.set_pinned(bucket, pinned);
       state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     }
-    return bucket >= 0 && groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
+    return groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
   }
 
   // One key of a run that fits, whoever takes the others.

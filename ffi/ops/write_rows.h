@@ -134,8 +134,8 @@ struct InitRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot own = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
       const int64_t first = i - group.rank();
-      if (G::size() > 1 && values.width <= kBlockOf<G> * group.size() / 2) {
-        return write_narrow(group, keys + first, own);
+      if constexpr (G::size() > 1) {
+        if (values.width <= kBlockOf<G> * group.size() / 2) return write_narrow(group, keys + first, own);
       }
       for_each_member(group, own >= 0, [&](int member) {
         write_initial_row(group, initializer, keys[first + member].value(), values,

@@ -23,6 +23,8 @@ void small_batches(Checks& checks) {
   const std::vector<int64_t> batches = {40, 0, 140, 60, 1, 90, 60};
   run_scenarios(machines, checks, all_forms(1, 180, kNarrow), batches, kSeed);
   run_scenarios(machines, checks, all_forms(2, 330, kNarrow), batches, kSeed + 1000);
+  // Rows whose steps on tiles are others: updates from 64 elements on, first rows up to 16 of them.
+  run_scenarios(machines, checks, all_forms(2, 330, {12, 64, 20}), {60, 140}, kSeed + 1500);
   // More keys than a bucket has lanes, of which most are refused.
   const Form crowded = {Policy::kCustom, 1, 1, RowType::kFloat32, 4, 5000};
   run_scenarios(machines, checks, {crowded}, {700, 700}, kSeed + 3000);
