@@ -14,6 +14,7 @@ import collections
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ def of_profile(profile: Any) -> dict[str, Any]:
     }
 
 
+def profile_of(run: Callable[[], Any]) -> dict[str, Any]:
+    """What a profile has of a call, until its result is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        return of_profile(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def launch_as_always() -> None:
+    """Before JAX begins."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {AS_ALWAYS}".strip()
+
+
 def complaints(found: dict[str, Any], steps: int, table_bytes: int) -> list[str]:
     """What a profile of so many steps shows that must not be."""
     wrong = []
@@ -134,13 +149,14 @@ def recorded(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     (table,) = jax.tree.leaves(state.tables, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
     table_bytes = table.values.nbytes
     del table
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for number in range(options.steps):
-                state, info = step(state, *batches[number % len(batches)])
-            jax.block_until_ready((state, info))
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        return of_profile(jax.profiler.ProfileData.from_file(str(path))), table_bytes
+
+    def steps() -> Any:
+        nonlocal state
+        for number in range(options.steps):
+            state, info = step(state, *batches[number % len(batches)])
+        return state, info
+
+    return profile_of(steps), table_bytes
 
 
 def main() -> None:
@@ -153,7 +169,7 @@ def main() -> None:
     add("--steps", type=int, default=50)
     add("--out", type=Path, default=measure.RESULTS / "profile_step.json")
     options = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {AS_ALWAYS}".strip()
+    launch_as_always()
     found, table_bytes = recorded(options)
     settings = {name: getattr(options, name) for name in ("capacity", "dim", "batch", "steps")}
     record = measure.surroundings() | {"settings": settings, "table_bytes": table_bytes} | found

@@ -1,6 +1,6 @@
 """Which kernels the time of a table's operations goes to, by JAX's profiler.
 
-    python benchmarks/profile_table.py [--dims 8 64] [--loads 1 .75] [--out results/profile.json]
+    python benchmarks/profile_table.py [--dims 8 64] [--out results/profile_table.json]
 
 Tables, batches and operations are those of table.py. Each operation is called with several batches,
 one after the other on one table: what inserts, evicts or erases finds a table that the call before
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +32,18 @@ def name_of(kernel: str) -> str:
 
 def kernels_of(call: Any, table: Any, keys: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
     """Microseconds of a call's kernels, and the table after the calls."""
-    table, result = call(table, keys[0], *rest)
-    jax.block_until_ready((table, result))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for batch in keys[1:]:
-                table, result = call(table, batch, *rest)
-            jax.block_until_ready((table, result))
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        events = profile_step.of_profile(jax.profiler.ProfileData.from_file(str(path)))["events"]
+
+    def after(batches: list[Any]) -> Any:
+        nonlocal table
+        for batch in batches:
+            table, result = call(table, batch, *rest)
+        return table, result
+
+    jax.block_until_ready(after(keys[:1]))
+    profile = profile_step.profile_of(lambda: after(keys[1:]))
     calls = len(keys) - 1
     found: dict[str, Any] = {}
-    for name, event in events.items():
+    for name, event in profile["events"].items():
         own = found.setdefault(name_of(name), {"launches": 0.0, "microseconds": 0.0})
         own["launches"] += event["count"] / calls
         own["microseconds"] += 1e6 * event["seconds"] / calls
@@ -60,13 +58,11 @@ def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:
     record: dict[str, Any] = {**case._asdict(), "slots": table.capacity, "operations": {}}
     fresh = offered
     for operation in of_table.operations(case.dim, options.batch):
+        is_absent = operation.pattern == "absent"  # to all operations before this one, too
         draw = functools.partial(of_table.batches, operation.pattern, table)
-        numbers = range(of_table.BATCHES + 1)
-        if operation.pattern == "absent":  # to all operations before this one, too
-            keys = [draw(fresh, options.batch, rng, number) for number in numbers]
-            fresh += len(keys) * options.batch
-        else:
-            keys = [draw(offered, options.batch, rng, number) for number in numbers]
+        first = fresh if is_absent else offered
+        keys = [draw(first, options.batch, rng, number) for number in range(of_table.BATCHES + 1)]
+        fresh += len(keys) * options.batch if is_absent else 0
         if any(each.shape[0] < options.batch for each in keys):
             continue
         call = jax.jit(operation.does, donate_argnums=0)
@@ -90,8 +86,7 @@ def main() -> None:
     add("--batch", type=int, default=2**20)
     add("--out", type=Path, default=measure.RESULTS / "profile_table.json")
     options = parser.parse_args()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {profile_step.AS_ALWAYS}".strip()
-    os.environ["XLA_FLAGS"] = flags
+    profile_step.launch_as_always()
     record = measure.apart(measure.surroundings) | {"batch": options.batch, "cases": []}
     for choices in options.choices:
         for dim in options.dims:

@@ -268,6 +268,14 @@ struct TileGroup {
     return best.score == Candidate{}.score ? first_outside(excluded) : best;
   }
 
+  // 2^this many members share a row of so many units: as many as it has, or a few more, so that narrow rows
+  // go side by side.
+  static HKV_HOST_DEVICE int sharing(int64_t units) {
+    int shift = 0;
+    while ((2 << shift) <= kSize && (1 << shift) < units) ++shift;
+    return shift;
+  }
+
   HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) const {
     if (ballot(target >= 0 && source >= 0) == 0) return;
     const auto alignment =
@@ -302,15 +310,13 @@ struct TileGroup {
     uint32_t words[4];
   };
 
-  // As many members share a row as it has units, or a few more, so that narrow rows go side by side; and
-  // several rows are read before the first of them is written.
+  // Several rows are read before the first of them is written.
   template <class Unit>
   HKV_HOST_DEVICE void copy_each_as(char* to, Slot target, const char* from, Slot source,
                                     int64_t bytes) const {
     constexpr int kInFlight = sizeof(Unit) == sizeof(Vector) ? 4 : 1;
     const auto units = bytes / static_cast<int64_t>(sizeof(Unit));
-    int shift = 0;  // 2^shift members share a row
-    while ((2 << shift) <= kSize && (1 << shift) < units) ++shift;
+    const int shift = sharing(units);
     const int rows = kSize >> shift;
     HKV_ROLLED for (int begin = 0; begin < kSize; begin += kInFlight * rows) {
       const Unit* sources[kInFlight];

@@ -22,7 +22,7 @@ struct UpsertState {
   const int32_t* inverse;
   const int32_t* first;
   const int32_t* last;
-  const int32_t* order;  // for policies that count
+  const int32_t* order;    // for policies that count
   const int32_t* offsets;  // likewise
   const Words* scores;  // by position, or null
 
@@ -30,7 +30,7 @@ struct UpsertState {
   Slot* unique_slots;
   int32_t* unique_status;  // until the report, "refused" with a slot: it has taken an empty lane
   LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
-  int32_t* named;  // with two candidates: the bucket of the first round
+  int32_t* named;         // with two candidates: the bucket of the first round
   Score* new_scores;  // of those that are pending, unless all have the same
   Score* highest_scores;  // of a stretch of places (NoteHighestScores), where a policy refuses by score
   Words* evicted_keys;

@@ -144,13 +144,12 @@ struct InitRows {
     }
 
    private:
-    // As many members share a row as it has blocks, or a few more, so that rows go side by side.
+    // Side by side.
     template <Group G>
     HKV_HOST_DEVICE void write_narrow(const G& group, const Words* of_members, Slot own) const {
       constexpr int kBlock = kBlockOf<G>;
       if (group.ballot(own >= 0) == 0) return;
-      int shift = 0;  // 2^shift members
-      while ((int64_t{kBlock} << shift) < values.width) ++shift;
+      const int shift = G::sharing((values.width + kBlock - 1) / kBlock);
       const int64_t column = int64_t{kBlock} * (group.rank() & ((1 << shift) - 1));
       const int64_t left = values.width - column;
       HKV_ROLLED for (int begin = 0; begin < group.size(); begin += group.size() >> shift) {
