@@ -508,6 +508,31 @@ def test_a_read_without_copies_is_checked_without_a_warning():
         assert warnings.filters[0][0] == "error"
 
 
+def native_upsert(policy):
+    """The call of an upsert below what checks its arguments, and its operands by their names."""
+    keys = hkv.Keys.from_numpy(IDS)
+    table = hkv.create(256, DIM, policy=hkv.Policy[policy], name="ads")
+    groups = _index.unique(keys, None)
+    given = groups._asdict() | _index.occurrences(groups)._asdict() | vars(table.index)
+    given |= {"unique_keys": groups.keys, "batch_scores": keys.words}
+    given["pinned"] = jnp.zeros(0, jnp.int32)
+    [upsert] = [one for one in _ffi.signatures() if one.name == "upsert"]
+    defaults = {
+        "policy": int(table.policy),
+        "choices": 1,
+        "admit": 1,
+        "write_scores": 1,
+        "ticks": 1,
+    }
+
+    def call(*operands, **attributes):
+        return _ffi.call(
+            "upsert", *operands, table="ads", **defaults | {"e": 0, "m": 0} | attributes
+        )
+
+    return call, {one.name: given[one.name] for one in upsert.operands}
+
+
 @pytest.mark.parametrize(
     ("policy", "left_out", "message"),
     [
@@ -520,20 +545,50 @@ def test_a_native_call_without_what_its_policy_asks_for_is_refused(
     platform, policy, left_out, message
 ):
     """Of operands that may be absent some are what the policy makes its scores of."""
-    keys = hkv.Keys.from_numpy(IDS)
-    table = hkv.create(256, DIM, policy=hkv.Policy[policy], name="ads")
-    index, groups = table.index, _index.unique(keys, None)
-    operands = groups._asdict() | _index.occurrences(groups)._asdict() | vars(index)
-    operands |= {"unique_keys": groups.keys, "batch_scores": keys.words}
-    operands["pinned"] = jnp.zeros(0, jnp.int32)
-    [upsert] = [one for one in _ffi.signatures() if one.name == "upsert"]
-    given = [operands[one.name] for one in upsert.operands]
-    without = [operands[one.name][: 0 if one.name in left_out else None] for one in upsert.operands]
-    attributes = {"policy": int(index.policy), "choices": 1, "admit": 1, "write_scores": 1}
-    call = functools.partial(_ffi.call, "upsert", table="ads", ticks=1, e=0, m=0, **attributes)
-    jax.block_until_ready(call(*given))
+    call, operands = native_upsert(policy)
+    jax.block_until_ready(call(*operands.values()))
+    without = [each[: 0 if name in left_out else None] for name, each in operands.items()]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'upsert on "ads": {message}'):
         jax.block_until_ready(call(*without))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"e": len(IDS) - 1}, "e: expected 0, or, of an upsert that admits, the size of the batch"),
+        ({"e": len(IDS), "admit": 0}, "e: expected 0"),
+        ({"m": len(IDS) + 1}, "m: expected 0 or the size of the batch"),
+    ],
+)
+def test_a_native_call_with_results_of_another_size_is_refused(platform, attributes, message):
+    call, operands = native_upsert("LRU")
+    jax.block_until_ready(call(*operands.values(), e=len(IDS), m=len(IDS)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'upsert on "ads": {message}'):
+        jax.block_until_ready(call(*operands.values(), **attributes))
+
+
+def test_a_native_update_with_counts_of_some_rows_is_refused(platform):
+    table = hkv.optim.adam(0.1, count_per_row=True).init(hkv.create(256, DIM, name="ads"))
+    table, result = hkv.find_or_insert(table, IDS)
+    keys, groups = hkv.Keys(result.groups.keys), result.groups
+    assert table.optimizer is not None
+    [update] = [one for one in _ffi.signatures() if one.name == "update_adam"]
+    operands = groups._asdict() | _index.occurrences(groups)._asdict()
+    operands |= {"clock": table.index.clock, "values": table.values, "keys": keys.words}
+    operands |= {"first_state": table.values, "second_state": table.values}
+    operands |= {"slots": result.unique_slots, "rate": jnp.ones(1), "gradients": result.values}
+    operands |= {"sources": jnp.zeros(0, jnp.int32), "weights": jnp.zeros(0)}
+    attributes = {name: dtype.type(0) for name, dtype in update.attributes.items()}
+
+    def call(counts):
+        given = operands | {"steps": jnp.zeros(counts, jnp.uint32)}
+        values = [given[one.name] for one in update.operands]
+        return jax.block_until_ready(_ffi.call("update_adam", *values, table="ads", **attributes))
+
+    call(1)
+    call(table.capacity)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="steps: expected one number, or one for"):
+        call(table.capacity - 1)
 
 
 def layer_of(api, layer, **options):

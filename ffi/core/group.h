@@ -12,8 +12,8 @@
 namespace hkv {
 
 // A set of lanes of one bucket. (Words are chosen by a comparison: an index that is known only at run time
-// would put them into memory.)
-struct LaneMask {
+// would put them into memory.) Read and written at once.
+struct alignas(16) LaneMask {
   uint64_t words[2] = {0, 0};
 
   HKV_HOST_DEVICE bool any() const { return (words[0] | words[1]) != 0; }

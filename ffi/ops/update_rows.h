@@ -217,6 +217,11 @@ struct UpdateRows {
     gradients.describe(binder, "gradients");
   }
 
+  const char* complaint() const {
+    const bool fits = steps.rows == 1 || steps.rows == values.count;
+    return fits ? nullptr : "steps: expected one number, or one for every row of values";
+  }
+
   struct Prepare {
     static constexpr int kGroup = 1;
     Rule rule;
@@ -234,7 +239,7 @@ struct UpdateRows {
     bool is_stochastic;
     bool counts_rows;
     uint64_t seed;
-    float max_gradient;
+    double max_gradient;  // not yet float32: a thread of XLA's may flush subnormal numbers
     RowsView values;
     RowsView states[kMostStates];
     uint32_t* steps;
@@ -315,16 +320,17 @@ struct UpdateRows {
     }
 
    private:
-    HKV_HOST_DEVICE bool is_bounded() const { return max_gradient < std::numeric_limits<float>::infinity(); }
+    HKV_HOST_DEVICE bool is_bounded() const { return max_gradient <= std::numeric_limits<float>::max(); }
 
     // As FBGEMM's max_gradient and optax.clip have it; a NaN stays. Not in the loop of the rule, which most
     // run without a bound.
     template <int kBlock>
     HKV_HOST_DEVICE void clip(float (&gradient)[kBlock]) const {
       if (!is_bounded()) return;
+      const auto bound = static_cast<float>(max_gradient);
       for (float& element : gradient) {
-        element = element < -max_gradient ? -max_gradient : element;
-        element = element > max_gradient ? max_gradient : element;
+        element = element < -bound ? -bound : element;
+        element = element > bound ? bound : element;
       }
     }
 
@@ -440,7 +446,7 @@ struct UpdateRows {
               stochastic != 0,
               counts_rows,
               static_cast<uint64_t>(seed),
-              static_cast<float>(max_gradient),
+              max_gradient,
               values,
               {},
               steps.data,

@@ -36,12 +36,15 @@ struct ReportPosition {
     return status == Status::kInserted || status == Status::kEvicted;
   }
 
+  // Of a key's positions the first alone reads its status, which it may change.
   HKV_HOST_DEVICE Status settle(int32_t u, Slot slot, bool is_first) const {
-    if (slot >= 0 && !is_first) return Status::kFound;
+    const Status absent = state.admit ? Status::kRefused : Status::kMissing;
+    if (!is_first) return slot < 0 ? absent : Status::kFound;
     const auto status = static_cast<Status>(state.unique_status[u]);
-    if (slot < 0 || status != Status::kRefused) return status;
-    state.unique_status[u] = static_cast<int32_t>(Status::kInserted);
-    return Status::kInserted;
+    const Status present = status == Status::kRefused ? Status::kInserted : status;
+    const Status settled = slot < 0 ? absent : present;
+    if (settled != status) state.unique_status[u] = static_cast<int32_t>(settled);
+    return settled;
   }
 };
 
@@ -67,8 +70,9 @@ struct ReportEvicted {
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     if (has_evicted(u)) {
-      keys[places[u]] = state.evicted_keys[u];
-      scores[places[u]] = Words::of(state.evicted_scores[u]);
+      const Replaced replaced = state.replaced[u];
+      keys[places[u]] = replaced.key;
+      scores[places[u]] = replaced.score;
       slots[places[u]] = state.unique_slots[u];
     }
     if (u < total_of(count, has_evicted, places)) return;
@@ -136,9 +140,15 @@ struct Upsert {
     binder.out("new_slots", new_slots, "m");
   }
 
-  // What an operand may be left out for: of a policy whose scores nothing is asked of the batch.
+  // What an operand may be left out for: of a policy whose scores nothing is asked of the batch. And results
+  // have a place for each key, or none.
   const char* complaint() const {
-    if ((admit == 0 && write_scores == 0) || unique_keys.rows == 0) return nullptr;
+    const int64_t n = unique_keys.rows;
+    if (evicted != 0 && (evicted != n || admit == 0)) {
+      return "e: expected 0, or, of an upsert that admits, the size of the batch";
+    }
+    if (inserted != 0 && inserted != n) return "m: expected 0 or the size of the batch";
+    if ((admit == 0 && write_scores == 0) || n == 0) return nullptr;
     if (static_cast<Policy>(policy) == Policy::kCustom && scores.rows == 0) {
       return "batch_scores: policy CUSTOM has no others, got shape [0 2]";
     }
@@ -156,15 +166,14 @@ struct Upsert {
     // What no step asks for is not taken: on a CPU large workspaces are new pages in every call.
     workspace.new_scores = arena.take<Score>(scoring().takes_given() ? n : 0);
     workspace.highest_scores = arena.take<Score>(noted_stretches<Executor>(n));
-    workspace.groups = Groups::take(arena, n, buckets);
-    workspace.pins = arena.take<uint64_t>(2 * buckets);
+    workspace.groups = Groups::take(arena, n, marks_full<Executor>() ? 2 * buckets : buckets);
+    workspace.pins = arena.take<LaneMask>(buckets);
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
     workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
     workspace.victims = arena.take<Victim>(choices == 1 ? 0 : notes_victims() ? buckets : n);
     if (evicted > 0) {
-      workspace.evicted_keys = arena.take<Words>(n);
-      workspace.evicted_scores = arena.take<Score>(n);
+      workspace.replaced = arena.take<Replaced>(n);
       places = arena.take<int32_t>(n);
     }
     const int64_t grouping = Executor::group_bytes(n);
@@ -193,6 +202,14 @@ struct Upsert {
   template <class Executor>
   int64_t noted_stretches(int64_t places) const {
     return Executor::kHasTiles && scoring().can_refuse() ? places / kStretch : 0;
+  }
+
+  // Whether full buckets have targets of their own, a bit more: unless it costs a sort of 8 bits a pass one.
+  template <class Executor>
+  bool marks_full() const {
+    const auto passes = [](int64_t limit) { return (std::bit_width(static_cast<uint64_t>(limit)) + 7) / 8; };
+    const int64_t buckets = index.digests.rows;
+    return Executor::kHasTiles && choices == 1 && passes(buckets) == passes(2 * buckets);
   }
 
   // Of two candidate buckets: whether their victims are found for all buckets, not for every key. With twice
@@ -224,7 +241,7 @@ struct Upsert {
   // Zeroed where they are used next: 16 bytes a bucket, which what the probe reads would drive out of the L2.
   template <class Executor>
   void tell_buckets(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.zero(state.pins, 2 * state.table.buckets * static_cast<int64_t>(sizeof(uint64_t)));
+    executor.zero(state.pins, state.table.buckets * static_cast<int64_t>(sizeof(LaneMask)));
     if (choices == 2) {
       executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(int32_t)));
     }

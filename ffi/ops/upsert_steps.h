@@ -2,139 +2,9 @@
 // where there are none. Sections 3.1 to 3.4.
 #pragma once
 
-#include "ops/operation.h"
+#include "ops/upsert_state.h"
 
 namespace hkv {
-
-// What the steps of an upsert share.
-struct UpsertState {
-  TableView table;
-  Policy policy;
-  bool admit;
-  bool write_scores;
-  uint32_t* clock;
-  uint32_t ticks;  // from there to the time of the batch
-  const uint32_t* epoch;
-
-  // The batch: distinct keys, and who their occurrences are.
-  const Words* unique_keys;
-  const int32_t* count;
-  const int32_t* inverse;
-  const int32_t* first;
-  const int32_t* last;
-  const int32_t* order;    // for policies that count
-  const int32_t* offsets;  // likewise
-  const Words* scores;  // by position, or null
-
-  // Per distinct key.
-  Slot* unique_slots;
-  int32_t* unique_status;  // until the report, "refused" with a slot: it has taken an empty lane
-  LaneMask* empty_lanes;  // with one candidate, of those that are pending: of the bucket, as it was found
-  int32_t* named;         // with two candidates: the bucket of the first round
-  Score* new_scores;  // of those that are pending, unless all have the same
-  Score* highest_scores;  // of a stretch of places (NoteHighestScores), where a policy refuses by score
-  Words* evicted_keys;
-  Score* evicted_scores;
-
-  // Per bucket.
-  uint64_t* pins;  // two words of lanes
-  int32_t* loads;
-
-  // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
-  Groups groups;
-
-  // In round 3 with two candidates: of the buckets (NoteVictims), or of the distinct keys in the bucket that
-  // each names (ChooseByScore).
-  Victim* victims;
-
-  HKV_HOST_DEVICE uint64_t time() const { return Words{clock[0], clock[1]}.value() + ticks; }
-
-  HKV_HOST_DEVICE void set_clock() const {
-    const Words now = Words::of(time());
-    clock[0] = now.low;
-    clock[1] = now.high;
-  }
-
-  HKV_HOST_DEVICE Scoring scoring() const { return {policy, time(), epoch[0]}; }
-
-  HKV_HOST_DEVICE int64_t candidate(int64_t u, int choice) const {
-    return table.candidate(hash_of(unique_keys[u].value()), choice);
-  }
-
-  HKV_HOST_DEVICE void score_hit(Slot slot, uint64_t given) const {
-    Words& score = table.scores[slot];
-    const Score old = scoring().counts() ? score.value() : 0;  // a load that others need not wait for
-    score = Words::of(scoring().of_hit(old, given));
-  }
-
-  // The empty lanes of every member's own bucket, or of -1. A full one's digests are not read.
-  template <Group G>
-  HKV_HOST_DEVICE LaneMask find_empty_lanes(const G& group, int64_t bucket) const {
-    const bool has_room = bucket >= 0 && table.occupancy[bucket] < kLanes;
-    return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
-  }
-
-  // Absent, and without a slot: refused, unless a later step lets the key in.
-  HKV_HOST_DEVICE bool is_pending(int64_t u) const {
-    return unique_slots[u] < 0 && unique_status[u] == static_cast<int32_t>(Status::kRefused);
-  }
-
-  HKV_HOST_DEVICE LaneMask pinned(int64_t bucket) const { return {{pins[2 * bucket], pins[2 * bucket + 1]}}; }
-
-  HKV_HOST_DEVICE Score new_score(int64_t u) const {
-    return scoring().takes_given() ? new_scores[u] : scoring().of_new(0);
-  }
-
-  // The bucket of round 3, unless its victim's score refuses the key: later victims' are no lower.
-  HKV_HOST_DEVICE void name_by_score(int64_t u, int64_t bucket, Score victim) const {
-    if (scoring().can_refuse() && new_score(u) < victim) return groups.leave_out(u);
-    groups.set(u, bucket);
-  }
-
-  // Several workers may pin lanes of one bucket.
-  HKV_HOST_DEVICE void pin(Slot slot) const { atomic_or(pin_word(slot), uint32_t{1} << (slot & 31)); }
-
-  HKV_HOST_DEVICE uint32_t* pin_word(Slot slot) const {
-    return reinterpret_cast<uint32_t*>(pins) + (slot >> 5);
-  }
-
-  // One worker owns the bucket.
-  HKV_HOST_DEVICE void set_pinned(int64_t bucket, const LaneMask& mask) const {
-    pins[2 * bucket] = mask.words[0];
-    pins[2 * bucket + 1] = mask.words[1];
-  }
-
-  // What the occurrences of every member's own key say of its score, merged, if it wants that; a long list is
-  // added up by all members.
-  template <Group G>
-  HKV_HOST_DEVICE uint64_t given_each(const G& group, int64_t u, bool is_wanted) const {
-    constexpr int32_t kLong = 32;
-    if (!adds_up()) return is_wanted ? last_or_count(u) : 0;
-    const bool is_long = is_wanted && offsets[u + 1] - offsets[u] > kLong;
-    uint64_t own = is_wanted && !is_long ? sum(SerialGroup{}, u) : 0;
-    for_each_member(group, is_long, [&](int member) {
-      const uint64_t of_member = sum(group, group.broadcast(static_cast<int>(u), member));
-      if (member == group.rank()) own = of_member;
-    });
-    return own;
-  }
-
- private:
-  HKV_HOST_DEVICE bool adds_up() const { return scoring().counts() && scores != nullptr; }
-
-  HKV_HOST_DEVICE uint64_t last_or_count(int64_t u) const {
-    if (policy == Policy::kCustom) return scores[last[u]].value();
-    return scoring().counts() ? static_cast<uint64_t>(offsets[u + 1] - offsets[u]) : 0;
-  }
-
-  template <Group G>
-  HKV_HOST_DEVICE uint64_t sum(const G& group, int64_t u) const {
-    const int32_t* occurrences = order + offsets[u];
-    const Words* terms = scores;
-    return group.saturating_sum(offsets[u + 1] - offsets[u],
-                                [occurrences, terms](int64_t i) { return terms[occurrences[i]].value(); });
-  }
-};
 
 // Slots that the caller pins besides the batch's own.
 struct PinSlots {
@@ -188,34 +58,39 @@ struct ProbeKey {
     const bool is_pending = exists && slot < 0 && state.admit;
     const bool is_scored = kScoresInProbe<G> && slot >= 0 && state.write_scores;
     const uint64_t given = state.given_each(group, u, is_pending || is_scored);
-    if (kNotesEmptyLanes<G> && state.table.choices == 1) note_empty_lanes(group, u, is_pending);
+    bool is_marked = false;
+    if (kNotesEmptyLanes<G> && state.table.choices == 1) is_marked = note_empty_lanes(group, u, is_pending);
     if (u >= n) return;
     state.unique_slots[u] = slot;
-    if (state.admit && state.table.choices == 1) choose(u, is_pending);
+    if (state.admit && state.table.choices == 1) choose(u, is_pending, is_marked);
     if (is_scored) state.score_hit(slot, given);
     if (slot >= 0) {
       state.unique_status[u] = static_cast<int32_t>(Status::kFound);
     } else {
-      miss(u, is_pending, given);
+      miss(u, is_pending, is_marked, given);
     }
   }
 
-  // Now that the digests are near.
+  // Now that the digests are near. Whether the key's target is to say instead that there are none.
   template <Group G>
-  HKV_HOST_DEVICE void note_empty_lanes(const G& group, int64_t u, bool is_pending) const {
+  HKV_HOST_DEVICE bool note_empty_lanes(const G& group, int64_t u, bool is_pending) const {
     const LaneMask lanes = state.find_empty_lanes(group, is_pending ? state.candidate(u, 0) : -1);
-    if (is_pending) state.empty_lanes[u] = lanes;
+    if (!is_pending) return false;
+    if (!lanes.any() && state.marks_full()) return true;
+    state.empty_lanes[u] = lanes;
+    return false;
   }
 
-  HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, uint64_t given) const {
-    state.unique_status[u] = static_cast<int32_t>(is_pending ? Status::kRefused : Status::kMissing);
+  HKV_HOST_DEVICE void miss(int64_t u, bool is_pending, bool is_marked, uint64_t given) const {
+    const Status waiting = is_marked ? Status::kEvicted : Status::kRefused;
+    state.unique_status[u] = static_cast<int32_t>(is_pending ? waiting : Status::kMissing);
     if (!is_pending) return;
     if (state.scoring().takes_given()) state.new_scores[u] = state.scoring().of_new(given);
   }
 
-  HKV_HOST_DEVICE void choose(int64_t u, bool is_pending) const {
+  HKV_HOST_DEVICE void choose(int64_t u, bool is_pending, bool is_marked) const {
     if (!is_pending) return state.groups.leave_out(u);
-    state.groups.set(u, state.candidate(u, 0));
+    state.groups.set(u, state.candidate(u, 0) + (is_marked ? state.table.buckets : 0));
   }
 };
 
@@ -508,15 +383,15 @@ struct EvictFromBucket {
     int held = 0;  // members that hold one
     HKV_ROLLED while (run.place != kNone || heads != 0) {
       if (run.place == kNone) {
-        begin(run, group.broadcast(first, count_trailing_zeros(heads)));
+        begin(group, run, group.broadcast(first, count_trailing_zeros(heads)));
         heads &= heads - 1;
       }
       const Candidate victim = next_victim(group, run);
       const int place = victim.lane < 0 ? kNone : next_place(group, run, victim.score);
-      run.place = place != kNone && state.groups.is_in_run(place + 1, run.bucket) ? place + 1 : kNone;
+      run.place = place != kNone && state.groups.is_in_run(place + 1, run.target) ? place + 1 : kNone;
       if (place == kNone) continue;
       run.pinned.add(victim.lane);
-      if (group.rank() == held) own = {place, slot_of(run.bucket, victim.lane), victim.score};
+      if (group.rank() == held) own = {place, slot_of(bucket_of(run), victim.lane)};
       if (++held == group.size()) {
         write(group, own);
         held = 0;
@@ -532,42 +407,47 @@ struct EvictFromBucket {
   template <class G>
   struct Run {
     int place = kNone;  // of the next key; none: the run is at its end
-    int64_t bucket = 0;
+    uint32_t target = 0;
     LaneMask pinned;
-    bool has_known_victim = false;
-    bool has_scores = false;
+    int victims = 0;  // that were asked for
     typename G::Scores scores = {};
   };
 
   struct Replacement {
     int place = kNone;
     Slot slot = kNoSlot;
-    Score old_score = 0;
   };
 
   template <class G>
-  HKV_HOST_DEVICE void begin(Run<G>& run, int place) const {
+  HKV_HOST_DEVICE int64_t bucket_of(const Run<G>& run) const {
+    return kKnowsVictims ? int64_t{run.target} : state.bucket_of(run.target);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void begin(const G& group, Run<G>& run, int place) const {
     run.place = place;
-    run.bucket = state.groups.target(place);
-    run.pinned = state.pinned(run.bucket);
-    run.has_known_victim = kKnowsVictims;
-    run.has_scores = false;
+    run.target = static_cast<uint32_t>(state.groups.target(place));
+    run.pinned = state.pinned(bucket_of(run));
+    run.victims = 0;
+    if (!kKnowsVictims) read_scores(group, run);
+  }
+
+  template <Group G>
+  HKV_HOST_DEVICE void read_scores(const G& group, Run<G>& run) const {
+    run.scores = group.scores_of(state.table.scores + bucket_of(run) * kLanes);
+    group.sync();  // before a member writes what the others have read; and all reads are on their way
   }
 
   // The lowest unpinned entry. Who has chosen the bucket by it has left it: pins are what they were then, and
   // those that chose one bucket saw the same.
   template <Group G>
   HKV_HOST_DEVICE Candidate next_victim(const G& group, Run<G>& run) const {
-    if (kKnowsVictims && run.has_known_victim) {
-      run.has_known_victim = false;
-      const Victim victim = state.victims[are_of_buckets ? run.bucket : state.groups.item(run.place)];
+    const int before = run.victims++;
+    if (kKnowsVictims && before == 0) {
+      const Victim victim = state.victims[are_of_buckets ? bucket_of(run) : state.groups.item(run.place)];
       return {victim.score, static_cast<int>(victim.lane)};
     }
-    if (!run.has_scores) {
-      run.scores = group.scores_of(state.table.scores + run.bucket * kLanes);
-      run.has_scores = true;
-      group.sync();  // before a member writes what the others have read; and all reads are on their way
-    }
+    if (kKnowsVictims && before == 1) read_scores(group, run);
     return group.lowest_score({run.scores}, {run.pinned});
   }
 
@@ -577,14 +457,13 @@ struct EvictFromBucket {
   HKV_HOST_DEVICE int next_place(const G& group, const Run<G>& run, Score victim) const {
     if (!state.scoring().can_refuse()) return run.place;
     const auto count = static_cast<uint32_t>(state.groups.count);
-    const auto bucket = static_cast<uint32_t>(run.bucket);
     auto begin = static_cast<uint32_t>(run.place);
     HKV_ROLLED while (begin < count) {
       const uint32_t next = kNotesHighestScores<G> ? (begin / kStretch + 1) * kStretch : count;
       const uint32_t end = next < count ? next : count;
-      const uint32_t place = next_place_before(group, begin, end, bucket, victim);
+      const uint32_t place = next_place_before(group, begin, end, run.target, victim);
       if (place != end) return static_cast<int>(place);
-      begin = end < count ? pass_over(group, end, bucket, victim) : count;
+      begin = end < count ? pass_over(group, end, run.target, victim) : count;
     }
     return kNone;
   }
@@ -593,20 +472,20 @@ struct EvictFromBucket {
   // on there. Each member looks at some in steps of the group, whose numbers are on their way together, and
   // then their scores: no branch lies between.
   template <Group G>
-  HKV_HOST_DEVICE uint32_t next_place_before(const G& group, uint32_t begin, uint32_t end, uint32_t bucket,
+  HKV_HOST_DEVICE uint32_t next_place_before(const G& group, uint32_t begin, uint32_t end, uint32_t target,
                                              Score victim) const {
     constexpr uint32_t kAtOnce = G::size() > 1 ? 2 : 1;
     const uint32_t* targets = state.groups.targets.current;
     const int32_t* numbers = state.groups.items.current;
     uint32_t found = kNone;
     uint32_t own = begin + static_cast<uint32_t>(group.rank());
-    HKV_ROLLED while (found == kNone && own < end && targets[own] == bucket) {
+    HKV_ROLLED while (found == kNone && own < end && targets[own] == target) {
       int32_t items[kAtOnce];
       bool is_in_run[kAtOnce];
       for (uint32_t k = 0; k < kAtOnce; ++k) {
         const uint32_t further = own + k * G::size();
         const uint32_t place = further < end ? further : end - 1;
-        is_in_run[k] = (further < end) & (targets[place] == bucket);
+        is_in_run[k] = (further < end) & (targets[place] == target);
         items[k] = numbers[place];
       }
       Score scores[kAtOnce];  // of policies that can refuse: given
@@ -623,11 +502,11 @@ struct EvictFromBucket {
 
   // From a stretch on, the beginning of the first that is not of the run alone, or has a key that is let in.
   template <Group G>
-  HKV_HOST_DEVICE uint32_t pass_over(const G& group, uint32_t begin, uint32_t bucket, Score victim) const {
+  HKV_HOST_DEVICE uint32_t pass_over(const G& group, uint32_t begin, uint32_t target, Score victim) const {
     HKV_ROLLED for (;; begin += kStretch * G::size()) {
       const uint32_t own = begin + kStretch * static_cast<uint32_t>(group.rank());
       const bool is_refused = own + kStretch <= state.groups.count &&
-                              state.groups.targets.current[own] == bucket &&
+                              state.groups.targets.current[own] == target &&
                               state.highest_scores[own / kStretch] < victim;
       const uint32_t others = group.ballot(!is_refused);
       if (others != 0) return begin + kStretch * static_cast<uint32_t>(count_trailing_zeros(others));
@@ -636,19 +515,19 @@ struct EvictFromBucket {
 
   template <Group G>
   HKV_HOST_DEVICE void write(const G& group, Replacement& own) const {
-    if (own.place != kNone) replace(state.groups.item(own.place), own.slot, own.old_score);
+    if (own.place != kNone) replace(state.groups.item(own.place), own);
     own.place = kNone;
     group.sync();  // before others read these scores: a run whose first victim was known reads them only now
   }
 
-  HKV_HOST_DEVICE void replace(int64_t u, Slot slot, Score old_score) const {
-    if (state.evicted_keys != nullptr) {
-      state.evicted_keys[u] = state.table.keys[slot];
-      state.evicted_scores[u] = old_score;
+  HKV_HOST_DEVICE void replace(int64_t u, const Replacement& own) const {
+    if (state.replaced != nullptr) {
+      state.replaced[u] = {state.table.keys[own.slot], state.table.scores[own.slot]};
     }
-    write_entry(state.table, slot, state.unique_keys[u].value(), state.new_score(u));
-    state.unique_slots[u] = slot;
-    state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
+    write_entry(state.table, own.slot, state.unique_keys[u].value(), state.new_score(u));
+    state.unique_slots[u] = own.slot;
+    const bool is_told = !kKnowsVictims && state.is_of_full(state.groups.target(own.place));
+    if (!is_told) state.unique_status[u] = static_cast<int32_t>(Status::kEvicted);
   }
 };
 
@@ -685,9 +564,13 @@ struct FillOrEvict {
     if constexpr (kNotesEmptyLanes<G>) {
       if (!groups.has_item(i)) return -1;
       const int64_t bucket = groups.target(i);
-      const LaneMask empty = state.empty_lanes[groups.item(i)];
-      const int64_t head = groups.head_within(i, bucket, empty.count());
-      if (head < 0) return filling.fill(i, groups.head_target(i), empty);
+      if (state.is_of_full(bucket)) return groups.head_target(i) < 0 ? -1 : static_cast<int32_t>(i);
+      // A run reads what its first key noted.
+      const int64_t head = groups.head_within(i, bucket, kLanes);
+      const LaneMask empty = state.empty_lanes[groups.item(head < 0 ? i : head)];
+      if (head < 0 || groups.is_in_run(head + empty.count(), bucket)) {
+        return filling.fill(i, groups.head_target(i), empty);
+      }
       filling.fill_one(i, head, bucket, empty);
       return -1;
     } else {

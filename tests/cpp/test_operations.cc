@@ -31,6 +31,9 @@ void small_batches(Checks& checks) {
   run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3000);
   // Full buckets with some new keys each: a tile has several runs, whose keys it takes together.
   run_scenarios(machines, checks, full_forms(), full_batches(15), kSeed + 5000);
+  // Full ones that have no targets of their own: that would be 9 bits to sort by.
+  const Form unmarked = {Policy::kLru, 1, 130, RowType::kOther, 1, 100000, true};
+  run_scenarios(machines, checks, {unmarked}, {24000, 24000, 500, 500}, kSeed + 6001);
   machines.expect_all_called();
 }
 
