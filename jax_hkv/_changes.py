@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
-from jax_hkv._checks import as_bool
+from jax_hkv._checks import as_bool, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._exports import all_of
-from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, Table, check_one_device, no_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -289,3 +290,45 @@ def _unsigned(call: str, scores: Any) -> Any:
     if not is_signed:
         return scores
     return scores.astype(np.dtype(f"uint{8 * dtype.itemsize}"))
+
+
+def check_not_used_up(
+    call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
+) -> None:
+    """Raises if one of a state's leaves was donated to an earlier step."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            again = ""
+            if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
+                again = " (or by this one, in which JAX has found a NaN or an infinity)"
+            raise RuntimeError(
+                f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
+                f"donated: go on with the {argument} that it returned, or "
+                f"{remedy or 'make the step with donate=False'}"
+            )
+
+
+def check_known(call: str, leaf: Any, argument: str = "table") -> None:
+    """Raises inside of jit, where what a function looks at on the host is not known yet."""
+    if is_traced(leaf):
+        raise TypeError(
+            f"{call}: {argument} must be outside of jit, got what is traced: call this between "
+            "steps"
+        )
+
+
+def check_held_once(call: str, state: Any, argument: str) -> None:
+    """Raises where a state that a step uses up has an array twice; for a step that failed."""
+    known: dict[Any, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(leaf, jax.Array) or is_traced(leaf) or not leaf.size:
+            continue
+        own = tuple(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
+        place = argument + jax.tree_util.keystr(path)
+        first = known.setdefault(own, place)
+        if first != place:
+            raise ValueError(
+                f"{call}: {argument} must hold every array once, since a step uses it up, got one "
+                f"at {first} and at {place}: copy one of them, jax.tree.map(jnp.copy, ...), or let "
+                "layers share what is to be the same"
+            )

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_bool, as_integer, as_list
+from jax_hkv._checks import as_bool, as_integer, as_list, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
-from jax_hkv._placement import Placement, check_not_used_up, check_placement
+from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
     Counts,

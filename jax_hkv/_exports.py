@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_hkv import _tiers
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_integer, check_known, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import (
     LATE,
@@ -24,7 +24,6 @@ from jax_hkv._entries import (
     padded,
     slots_at_once,
 )
-from jax_hkv._placement import check_not_used_up
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
 from jax_hkv.table import Table, check_one_device, check_table
@@ -213,6 +212,7 @@ def _cut(
 ) -> Iterator[Exported]:
     """At least one export, of `most` entries each but for the last; None: all in one or a few."""
     check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
+    check_known(call, jax.tree.leaves(parts[0])[0])
     lowest = _lowest_score(call, parts, min_score, changed_since)
     if most is None and lowest is not None:
         most = MOST  # how many have some score is not known before, nor whether there is room

@@ -124,6 +124,11 @@ class _Axes:
                     f"jax_hkv {signature.name}: {argument.name} must be {dtype}{list(shape)} "
                     f"({argument.shape}), got {operand.dtype}{list(operand.shape)}"
                 )
+            if is_fixed(operand.shape) and operand.shape[0] >= 2**31:
+                raise ValueError(
+                    f"jax_hkv {signature.name}: {argument.name} must have fewer than 2**31 "
+                    f"positions, got {operand.dtype}{list(operand.shape)}: give the batch in parts"
+                )
 
     def shape(self, argument: Argument) -> tuple[int, ...]:
         sizes: list[int] = []
@@ -214,11 +219,12 @@ def _batch(
             "operation once with all keys (keys of any leading shape are accepted), or loop with "
             "jax.lax.scan."
         )
+    begins = ", with which all that changes a table begins" if signature.name == "unique" else ""
     raise NotImplementedError(
-        f"jax.vmap of {signature.name}: it looks at a batch as a whole, and several batches are "
-        "not one. Call the operation once with all keys, or loop over the batches: with "
-        "jax.lax.map, or, where they change a table (changes to one table need an order), with "
-        "jax.lax.scan."
+        f"jax.vmap of {signature.name}{begins}: it looks at a batch as a whole, and several "
+        "batches are not one. Call the operation once with all keys, or loop over the batches: "
+        "with jax.lax.map, or, where they change a table (changes to one table need an order), "
+        "with jax.lax.scan."
     )
 
 
@@ -325,7 +331,8 @@ def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
         "differentiated function, pass result.values in, and give its gradient to "
         "jax_hkv.optim.sparse(...).update. A table, or a gradient for an update, that comes out of "
         "something differentiated goes through jax.lax.stop_gradient first; of pooled lookups and "
-        "of Unique.expand there is no second derivative (jax_hkv.pool has one)."
+        "of Unique.expand there is no second derivative. jax_hkv.pool has one, reverse over "
+        "reverse (jax.jacrev of jax.grad); forward mode (jax.jvp, jax.hessian) nothing of this has."
     )
 
 

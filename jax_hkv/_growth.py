@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_integer
+from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import is_traced
-from jax_hkv._placement import Placement, check_not_used_up, check_placement
+from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Counts, Table, check_one_device, check_table
 from jax_hkv.whole_table import resize, size

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jax_hkv._compat import is_fixed, replicated
+from jax_hkv._compat import is_fixed, is_traced, replicated
 
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
@@ -165,8 +165,8 @@ class Keys:
     def __getitem__(self, index: Any) -> Keys:
         parts = index if isinstance(index, tuple) else (index,)
         # NumPy's words cannot be asked for positions that are traced.
-        is_traced = any(isinstance(part, jax.Array) for part in parts)
-        words = jnp.asarray(self.words) if is_traced else self.words
+        is_on_device = any(isinstance(part, jax.Array) for part in parts)
+        words = jnp.asarray(self.words) if is_on_device else self.words
         return Keys(_read_only(words[(*parts, slice(None))]))
 
     def __len__(self) -> int:
@@ -241,6 +241,12 @@ OF_FLOATS = (
 def _integers(ids: Any) -> np.ndarray:
     """What a caller gave as ids, as an array of integers."""
     check_unmasked("Keys.from_numpy: ids", ids)
+    if is_traced(ids):
+        raise TypeError(
+            f"Keys.from_numpy: ids must be on the host, got {ids.dtype}{list(ids.shape)} traced "
+            "inside of jit: operations take integers of up to 32 bits as they are; make Keys of "
+            "wider ones before, and pass them in"
+        )
     try:
         array = np.asarray(ids)
     except ValueError as error:

@@ -18,14 +18,14 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
-from jax_hkv._checks import as_bool, as_mask
+from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import check_keys, would_cut
 from jax_hkv._layer_arguments import check_dtype
 from jax_hkv._mapped import mapped
-from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._placement import Placement
 from jax_hkv._warnings import lookup_of_layer, warn
 from jax_hkv.features import (
     Bagged,
@@ -50,7 +50,8 @@ class StepInfo(NamedTuple):
     Attributes:
       loss: of the batch, not scaled.
       aux: what the loss function returned beside it.
-      tables: the metrics of each physical table, by its path.
+      tables: the metrics of each physical table, by its path; of several lookups (layers that share
+        one, micro-batches) the sums, see :class:`jax_hkv.metrics.Metrics`.
       counts: what became of the ids of each table of a collection, by the collection's path and the
         table's name; see :meth:`jax_hkv.collection.Group.counts`.
       finite: whether the step was taken: gradients were finite, and a strict exchange had room;
@@ -132,6 +133,8 @@ def host_checked(
                     "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit). "
                     "And in nnx loss_fn is to call its argument, not the model outside of it"
                 )
+            elif "donate the same buffer" in text:
+                check_held_once("train_step", values_of(state), "state")
             elif "donated" in text:
                 error.add_note(
                     "train_step: an argument must not hold arrays of the state, which a step uses "

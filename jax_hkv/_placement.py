@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._checks import as_bool, as_list, check_function
+from jax_hkv._checks import as_bool, as_list, check_function, check_held_once, check_not_used_up
 from jax_hkv._compat import (
     check_elements,
     is_traced,
@@ -552,7 +552,9 @@ class _Checked:
         try:
             with without_rematerialization():
                 return self._compiled(state, *batch)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RuntimeError) as error:
+            if "donate the same buffer" in str(error):
+                check_held_once(self._call, state, "state")
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
             if _explicit_of(self._placement.mesh, self._placement.axes):
                 self._placement.check_put(self._call, batch, error)
@@ -619,22 +621,6 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
             f"{type(placement).__name__}: "
             f"{remedy or 'make one of a mesh, jax_hkv.sharding.Placement(mesh)'}"
         )
-
-
-def check_not_used_up(
-    call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
-) -> None:
-    """Raises if one of a state's leaves was donated to an earlier step."""
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
-            again = ""
-            if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
-                again = " (or by this one, in which JAX has found a NaN or an infinity)"
-            raise RuntimeError(
-                f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
-                f"donated: go on with the {argument} that it returned, or "
-                f"{remedy or 'make the step with donate=False'}"
-            )
 
 
 def _is_from_host(leaves: Sequence[Any]) -> bool:

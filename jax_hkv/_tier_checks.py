@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from jax_hkv import _checks, _tiers
+from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced
 from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
-from jax_hkv._placement import check_not_used_up
 from jax_hkv._tiers import Tiers
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded

@@ -16,10 +16,11 @@ import numpy as np
 
 from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
+from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange, Items, outward, plan_of
 from jax_hkv._keys import Keys
-from jax_hkv._placement import Placement, check_not_used_up
+from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.table import Table, check_table

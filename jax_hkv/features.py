@@ -278,6 +278,11 @@ _FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array
 def _words(what: str, ids: Any) -> np.ndarray:
     """Ids as 64-bit words; errors begin with what they are."""
     check_unmasked(what, ids)
+    if isinstance(ids, Keys):
+        raise TypeError(
+            f"{what} must be a list or an array of integers, got Keys: give ids.to_numpy(), or "
+            "Keys of all bags to Jagged.from_lengths(keys, lengths)"
+        )
     if hasattr(ids, "__array__"):
         ids = np.asarray(ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64

@@ -243,7 +243,8 @@ class EmbedBag(Embed):
         """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
 
         Args:
-          ids: ``[*batch, hotness]``, or a :class:`jax_hkv.Padded` or :class:`jax_hkv.Jagged`.
+          ids: ``[*batch, hotness]`` (one axis is one bag, and an error in training), or a
+            :class:`jax_hkv.Padded` or :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
           valid: ``bool`` of the ids' shape; masked ids are not in their bag.
           weights: ``float32`` of the ids' shape; differentiable.
@@ -554,9 +555,9 @@ def train_step(
         share (single numbers are for all parts); a ``jax.random.key`` is split; a
         :class:`jax_hkv.Jagged` is one of each part, put together by
         :func:`jax_hkv.sharding.concatenate` (over devices those of one device after those of the
-        other). Parameters, tables and optimizers make one step, by the mean of the parts' losses: a
-        loss over valid examples divides by a number that is the same for all parts, not by a part's
-        own. `aux` has a leading axis for the parts (over devices behind theirs).
+        other). Parameters and optimizers make one step, by the mean of the parts' losses (one over
+        valid examples divides by a number that is the same for all parts); of a table each part is
+        a time of its own. `aux` has a leading axis for the parts (over devices behind theirs).
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and

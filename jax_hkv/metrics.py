@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jax_hkv._checks import as_counts
+from jax_hkv._checks import as_counts, check_known
 from jax_hkv._compat import agreed, is_inside
 from jax_hkv.index import LANES, total_of
 from jax_hkv.table import (
@@ -19,8 +19,8 @@ from jax_hkv.table import (
     InsertResult,
     Table,
     WriteResult,
+    check_live,
     check_one_device,
-    check_table,
     is_one_result,
     no_counts,
 )
@@ -35,9 +35,12 @@ _CHUNK_BUCKETS = 16384
 class Metrics(NamedTuple):
     """What became of the distinct keys of a step, and the state of the table; scalars.
 
-    A pytree, to be returned from a train step. `overflow` counts keys that found no room in a
-    buffer of static size, `skipped` the stale rows that the optimizer has ever left out. Over
-    several devices all numbers are those of all of them.
+    A pytree, to be returned from a train step. Of a step that looks a table up several times (from
+    several layers, or in micro-batches) every lookup has its distinct keys, and the counts are
+    summed: a new key that two of them hold is inserted once and hit once. `overflow` counts keys
+    that found no room in a buffer of static size, `skipped` the stale rows that the optimizer has
+    ever left out, since the table was made. Over several devices all numbers are those of all of
+    them.
     """
 
     hits: Int32[Array, ""]
@@ -76,7 +79,7 @@ def of(
       >>> int(metrics.unique), int(metrics.inserted), float(metrics.load_factor)
       (2, 2, 0.015625)
     """
-    check_table("metrics.of", table)
+    check_live("metrics.of", table)
     is_one = is_one_result(result)
     results: list[Any] = [result] if is_one else list(result)  # pyright: ignore[reportArgumentType]
     for each in results:
@@ -205,6 +208,7 @@ def summarize(table: Table) -> Summary:
       total bytes      8,468
     """
     check_one_device("metrics.summarize", table)
+    check_known("metrics.summarize", table.occupancy)
     occupancy = np.asarray(table.occupancy)
     size = int(occupancy.sum(dtype=np.int64))
     return Summary(

@@ -257,7 +257,8 @@ class EmbedBag(Embed):
         """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
 
         Args:
-          ids: ``[*batch, hotness]``, or a :class:`jax_hkv.Padded` or :class:`jax_hkv.Jagged`.
+          ids: ``[*batch, hotness]`` (one axis is one bag, and an error in training), or a
+            :class:`jax_hkv.Padded` or :class:`jax_hkv.Jagged`.
           train: see :class:`Embed`.
           valid: ``bool`` of the ids' shape; masked ids are not in their bag.
           weights: ``float32`` of the ids' shape; differentiable.

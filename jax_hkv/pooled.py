@@ -61,8 +61,8 @@ def find_pooled(
 
     Args:
       table: to look in.
-      ids: ``[*batch, hotness]``, Keys or an integer array; or a :class:`Padded` or :class:`Jagged`,
-        which bring their own weights and padding.
+      ids: ``[*batch, hotness]``, Keys or an integer array (one axis is one bag); or a
+        :class:`Padded` or :class:`Jagged`, which bring their own weights and padding.
       combiner: what becomes of the rows of a bag, with a weight ``w`` each (1 without weights):
         "sum": sum(w * row); "mean": that divided by sum(w); "sqrtn": that divided by
         sqrt(sum(w**2)). A bag without ids, or whose divisor is 0, gets zeros.

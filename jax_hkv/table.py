@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_float_dtype, as_initializer, as_integer
+from jax_hkv._checks import as_float_dtype, as_initializer, as_integer, check_not_used_up
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
@@ -385,6 +385,12 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
     raise TypeError(f"{call}: {argument} must be a jax_hkv Table, got {kind}{remedy}")
 
 
+def check_live(call: str, table: Any) -> None:
+    """Raises unless `table` is a Table that no step has used up."""
+    check_table(call, table)
+    check_not_used_up(call, [table.clock], "table")
+
+
 def check_dim(call: str, table: Any, argument: str, dim: int) -> None:
     """Raises unless `table`, which a caller has put there, is a Table of rows of that length."""
     check_table(call, table, argument)
@@ -417,7 +423,7 @@ def check_one_device(call: str, table: Any) -> None:
 
     A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
     """
-    check_table(call, table)
+    check_live(call, table)
     if table.clock.shape != (2,):
         raise TypeError(
             f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "

@@ -22,8 +22,8 @@ from jax_hkv.table import (
     Entries,
     Table,
     buckets_of,
+    check_live,
     check_one_device,
-    check_table,
     entries_at,
     gather_values,
     jitted,
@@ -313,7 +313,7 @@ def halve_sightings(table: Table) -> Table:
       >>> int(table.admission.counters.max()), int(halve_sightings(table).admission.counters.max())
       (5, 2)
     """
-    check_table("halve_sightings", table)
+    check_live("halve_sightings", table)
     admission = table.admission
     if admission is None or admission.counters is None:
         raise ValueError(
@@ -341,7 +341,7 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
       >>> int(table.epoch[0]), int(advance_epoch(table, 20).epoch[0])
       (1, 20)
     """
-    check_table("advance_epoch", table)
+    check_live("advance_epoch", table)
     old = table.index.epoch
     if epoch is None:
         new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
@@ -378,13 +378,13 @@ def size(table: Table) -> Int32[Array, ""]:
       >>> int(size(table)), float(load_factor(table))
       (2, 0.015625)
     """
-    check_table("size", table)
+    check_live("size", table)
     return jnp.sum(table.index.occupancy, dtype=jnp.int32)
 
 
 def load_factor(table: Table) -> Float[Array, ""]:
     """Entries by slots, 0 to 1; see :func:`size`."""
-    check_table("load_factor", table)
+    check_live("load_factor", table)
     return _load_factor(table)
 
 

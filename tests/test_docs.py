@@ -69,6 +69,13 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
     assert "policy           LFU, 2 candidate bucket(s)" in printed
 
 
+def test_the_code_for_those_who_come_from_another_library_runs():
+    """Its blocks check what they claim."""
+    blocks = blocks_of("docs/migration.md", FENCED)
+    assert len(blocks) == 3 and all("assert" in block for block in blocks)
+    run("docs/migration.md", blocks, {"__name__": "migration"})
+
+
 def test_the_code_in_the_guide_runs(tmp_path):
     """Its pieces, given what they speak of: a table with its optimizer, keys, a model, ..."""
     opt = jax_hkv.optim.adagrad(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import re
@@ -65,6 +66,14 @@ def test_a_slice_reads_no_more_than_itself(where):
         many = jax.ShapeDtypeStruct((10_000, 2), jnp.uint32)
         text = str(jax.make_jaxpr(lambda words: hkv.Keys(words)[:7].words)(many))
         assert "u32[10000]" not in text and "u32[7,2]" in text
+
+
+@pytest.mark.parametrize("call", [hkv.find, hkv.contains, hkv.find_or_insert, hkv.find_pooled])
+def test_a_batch_of_more_positions_than_int32_counts_is_refused(call):
+    shape = (2**31, 1, 2) if call is hkv.find_pooled else (2**31, 2)
+    keys = hkv.Keys(jax.ShapeDtypeStruct(shape, jnp.uint32))
+    with pytest.raises(ValueError, match=r"must have fewer than 2\*\*31 positions, got uint32\["):
+        jax.eval_shape(functools.partial(call, hkv.create(128, 4)), keys)
 
 
 def test_an_index_of_too_many_axes_is_refused():

@@ -626,6 +626,18 @@ def test_a_bound_of_gradients_clips_their_sum_by_element(name):
             np.testing.assert_array_equal(actual, wanted)
 
 
+def test_a_subnormal_bound_of_gradients_is_kept():
+    """As a subnormal gradient is, whatever thread of XLA's begins the call."""
+    bound, small = np.float32(1e-40), np.float32(1e-41)
+    opt = hkv.optim.sgd(1.0, max_gradient=float(bound))
+    table = opt.init(hkv.create(128, 3, init=hkv.initializers.constant(0)))
+    table, result = hkv.find_or_insert(table, np.array([5], np.int32))
+    table = opt.update(table, result, np.array([[1.0, -1.0, small]], np.float32))
+    rows = hkv.find(table, np.array([5], np.int32))[1].values
+    bits = np.array([[-bound, bound, -small]], np.float32).view(np.uint32)
+    np.testing.assert_array_equal(np.asarray(rows).view(np.uint32), bits)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl"])
 def test_a_bound_of_gradients_that_is_none_is_named(name):
     for wrong in (0, -1.0, np.nan, np.inf, 1e39, 1e-50, "1", True, [1.0]):
