@@ -100,6 +100,14 @@ class FusedOptimizer:
     rule: _Rule
     learning_rate: LearningRate
 
+    def __repr__(self) -> str:
+        rate, rule = self.learning_rate, self.rule
+        given = ["rate by a schedule" if callable(rate) else f"rate {rate}"]
+        starts = [(f"{name} from", start) for name, start in rule.starts if start]
+        constants = [*rule.constants, *starts]
+        given += [f"{name} {number:g}" for name, number in constants if math.isfinite(number)]
+        return f"<{rule.form}, {', '.join(given)}>"
+
     def init(self, table: Table) -> Table:
         """The table with this optimizer's rows, fresh for every slot.
 

@@ -122,6 +122,15 @@ class Group:
     features: tuple[Feature, ...]
     bits: int
 
+    def __repr__(self) -> str:
+        config = self.tables[0]
+        capacities = {each.name: each.capacity for each in self.tables}
+        return (
+            f"Group({self.name!r}, dim={config.dim}, {np.dtype(config.dtype).name}, "
+            f"{config.policy.name}, tables={capacities}, features="
+            f"{[feature.name for feature in self.features]}, optimizer={config.optimizer})"
+        )
+
     @property
     def optimizer(self) -> Any:
         """Of all its tables."""

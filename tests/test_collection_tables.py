@@ -429,6 +429,21 @@ def test_tiers_are_refused_where_tables_are_looked_up():
         collection.on_tables(hkv.tiered.find, {"words": wrong}, {"words": IDS["users"]})
 
 
+def test_groups_and_optimizers_say_in_one_line_what_they_are():
+    adagrad = hkv.optim.adagrad(0.05, eps=0.5)
+    configs = [hkv.TableConfig(name, 1000, 8, optimizer=adagrad) for name in ("users", "items")]
+    features = [hkv.Feature("user", "users"), hkv.Feature("clicked", "items", "mean")]
+    (group,) = hkv.Collection(configs, features).groups
+    rule = "<adagrad (sum_of_squares in float32), rate 0.05, eps 0.5, sum_of_squares from 0.1>"
+    assert repr(adagrad) == rule
+    assert repr(group) == (
+        "Group('users+items', dim=8, float32, LRU, tables={'users': 1000, 'items': 1000}, "
+        f"features=['user', 'clicked'], optimizer={rule})"
+    )
+    scheduled = hkv.optim.sgd(lambda step: 0.1, max_gradient=2)
+    assert repr(scheduled) == "<sgd (no rows in float32), rate by a schedule, max_gradient 2>"
+
+
 def test_tables_may_differ_from_their_groups_in_size_and_not_in_tables_that_came_behind():
     """With keys of those they would be taken for tables that have none."""
     collection = hkv.Collection(TABLES[::2], FEATURES[::2], table_bits=4)

@@ -128,7 +128,8 @@ struct TellBuckets {
   }
 };
 
-// Round 1 with two candidates: the emptier one.
+// Round 1 with two candidates: the emptier one. Where that is full nobody finds a lane, and who does not go
+// there need not be sorted.
 struct ChooseByLoad {
   static constexpr int kGroup = 1;
   UpsertState state;
@@ -137,14 +138,13 @@ struct ChooseByLoad {
     if (!state.is_pending(u)) return state.groups.leave_out(u);
     const int64_t first = state.candidate(u, 0);
     const int64_t second = state.candidate(u, 1);
-    const int64_t bucket = load(second) < load(first) ? second : first;
+    const int64_t in_first = state.table.occupancy[first];
+    const int64_t in_second = state.table.occupancy[second];
+    const bool is_second = in_second + state.loads[second] < in_first + state.loads[first];
+    const int64_t bucket = is_second ? second : first;
     state.named[u] = static_cast<int32_t>(bucket);
+    if ((is_second ? in_second : in_first) >= kLanes) return state.groups.leave_out(u);
     state.groups.set(u, bucket);
-  }
-
- private:
-  HKV_HOST_DEVICE int64_t load(int64_t bucket) const {
-    return int64_t{state.table.occupancy[bucket]} + state.loads[bucket];
   }
 };
 
@@ -156,8 +156,9 @@ struct ChooseOther {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
     if (!state.is_pending(u)) return state.groups.leave_out(u);
     const int64_t first = state.candidate(u, 0);
-    const bool named_first = state.named[u] == first;
-    state.groups.set(u, named_first ? state.candidate(u, 1) : first);
+    const int64_t bucket = state.named[u] == first ? state.candidate(u, 1) : first;
+    if (state.table.occupancy[bucket] >= kLanes) return state.groups.leave_out(u);
+    state.groups.set(u, bucket);
   }
 };
 
