@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jax_hkv._compat import is_traced, replicated
+from jax_hkv._compat import is_traced, replicated, trace_state_clean
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, check_unmasked, keys_of, would_cut
 from jax_hkv._keys import as_bool as as_bool
@@ -309,21 +309,22 @@ def check_not_used_up(
 
 
 def check_known(call: str, leaf: Any, argument: str = "table") -> None:
-    """Raises inside of jit, where what a function looks at on the host is not known yet."""
-    if is_traced(leaf):
+    """Raises inside of jit, where nothing can be looked at on the host."""
+    if is_traced(leaf) or not trace_state_clean():
         raise TypeError(
-            f"{call}: {argument} must be outside of jit, got what is traced: call this between "
-            "steps"
+            f"{call}: {argument} must be looked at outside of jit, got a call that is traced: make "
+            "it between steps"
         )
 
 
 def check_held_once(call: str, state: Any, argument: str) -> None:
-    """Raises where a state that a step uses up has an array twice; for a step that failed."""
+    """Raises where a state that a step uses up has an array twice, which JAX names by a number."""
     known: dict[Any, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not isinstance(leaf, jax.Array) or is_traced(leaf) or not leaf.size:
             continue
-        own = tuple(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
+        shards = leaf.addressable_shards
+        own = tuple(shard.data.unsafe_buffer_pointer() for shard in shards) or id(leaf)
         place = argument + jax.tree_util.keystr(path)
         first = known.setdefault(own, place)
         if first != place:

@@ -30,6 +30,7 @@ __all__ = [
     "on_one_device",
     "replicated",
     "result_aval",
+    "trace_state_clean",
     "vary",
     "without_rematerialization",
 ]

@@ -105,7 +105,7 @@ class FusedOptimizer:
         given = ["rate by a schedule" if callable(rate) else f"rate {rate}"]
         starts = [(f"{name} from", start) for name, start in rule.starts if start]
         constants = [*rule.constants, *starts]
-        given += [f"{name} {number:g}" for name, number in constants if math.isfinite(number)]
+        given += [f"{name} {number}" for name, number in constants if math.isfinite(number)]
         return f"<{rule.form}, {', '.join(given)}>"
 
     def init(self, table: Table) -> Table:

@@ -441,7 +441,7 @@ def test_groups_and_optimizers_say_in_one_line_what_they_are():
         f"features=['user', 'clicked'], optimizer={rule})"
     )
     scheduled = hkv.optim.sgd(lambda step: 0.1, max_gradient=2)
-    assert repr(scheduled) == "<sgd (no rows in float32), rate by a schedule, max_gradient 2>"
+    assert repr(scheduled) == "<sgd (no rows in float32), rate by a schedule, max_gradient 2.0>"
 
 
 def test_tables_may_differ_from_their_groups_in_size_and_not_in_tables_that_came_behind():

@@ -84,8 +84,12 @@ def test_one_table_in_two_places_of_a_model_is_named_in_nnx():
         hkv.nnx.train_step(loss_fn)(state, IDS)
 
 
-def test_one_array_in_two_places_of_a_placed_state_is_named():
-    placement = hkv.sharding.Placement(jax.make_mesh((1,), ("device",)))
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_array_in_two_places_of_a_placed_state_is_named(devices, mode):
+    """Before JAX is asked: jaxlib ends the process, on a mesh of CPU devices."""
+    mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices("cpu")[:devices])
+    placement = hkv.sharding.Placement(mesh, mode=mode)
     table = placement.create(lambda: hkv.create(128, DIM))
 
     def step(state, ids):
@@ -97,6 +101,8 @@ def test_one_array_in_two_places_of_a_placed_state_is_named():
 
     with pytest.raises(ValueError, match=r"Placement.step: state must hold every array once.*'b'"):
         placement.step(step)({"a": table, "b": table}, placement.put(IDS))
+    after, _ = placement.step(step, donate=False)({"a": table, "b": table}, placement.put(IDS))
+    assert int(after["a"].occupancy.sum()) == int(after["b"].occupancy.sum()) == len(IDS)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +113,12 @@ def test_one_array_in_two_places_of_a_placed_state_is_named():
     ],
 )
 def test_what_looks_at_a_table_on_the_host_is_refused_inside_of_jit(name, call):
-    message = rf"{name}: table must be outside of jit, got what is traced: call this between steps"
+    message = f"{name}: table must be looked at outside of jit, got a call that is traced: make it"
+    table = hkv.create(128, DIM)
     with pytest.raises(TypeError, match=message):
-        jax.jit(call)(hkv.create(128, DIM))
+        jax.jit(call)(table)
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda: call(table))()
 
 
 def test_keys_are_not_made_of_traced_numbers_on_the_host():

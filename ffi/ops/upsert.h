@@ -204,7 +204,8 @@ struct Upsert {
     return Executor::kHasTiles && scoring().can_refuse() ? places / kStretch : 0;
   }
 
-  // Whether full buckets have targets of their own, a bit more: unless it costs a sort of 8 bits a pass one.
+  // Whether full buckets have targets of their own: these are a bit longer, which must not cost the sort, of
+  // 8 bits a pass, one pass more.
   template <class Executor>
   bool marks_full() const {
     const auto passes = [](int64_t limit) { return (std::bit_width(static_cast<uint64_t>(limit)) + 7) / 8; };

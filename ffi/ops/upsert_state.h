@@ -78,7 +78,7 @@ struct UpsertState {
     return group.match_each(table.digests, Probe{has_room, bucket, kEmpty, 0});
   }
 
-  // Absent, and without a slot: refused, unless a later step lets the key in.
+  // With two candidates: absent, and without a slot: refused, unless a later step lets the key in.
   HKV_HOST_DEVICE bool is_pending(int64_t u) const {
     return unique_slots[u] < 0 && unique_status[u] == static_cast<int32_t>(Status::kRefused);
   }

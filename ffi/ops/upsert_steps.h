@@ -338,9 +338,9 @@ struct NoteHighestScores {
   HKV_HOST_DEVICE void operator()(const G& group, int64_t stretch) const {
     const Groups& groups = state.groups;
     const int64_t begin = kStretch * stretch;
-    const int64_t bucket = groups.target(begin);
+    const int64_t target = groups.target(begin);
     Score highest = ~Score{0};  // of several buckets' keys: nobody passes over them
-    if (bucket != groups.limit && groups.target(begin + kStretch - 1) == bucket) {
+    if (target != groups.limit && groups.target(begin + kStretch - 1) == target) {
       constexpr int kAtOnce = 4;
       highest = 0;
       HKV_ROLLED for (int64_t i = begin + group.rank(); i < begin + kStretch; i += kAtOnce * group.size()) {
@@ -543,7 +543,7 @@ struct FillOrEvict {
 
   HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
     const UpsertState& state = filling.state;
-    const int64_t bucket = state.groups.head_target(i);
+    const int64_t bucket = state.groups.head_target(i);  // on a CPU, which marks none
     if (bucket < 0) return;
     const int64_t room = kLanes - state.table.occupancy[bucket];
     if (room > 0) prefetch(state.table.line(bucket));
@@ -564,8 +564,9 @@ struct FillOrEvict {
     const Groups& groups = state.groups;
     if constexpr (kNotesEmptyLanes<G>) {
       if (!groups.has_item(i)) return -1;
-      const int64_t bucket = groups.target(i);
-      if (state.is_of_full(bucket)) return groups.head_target(i) < 0 ? -1 : static_cast<int32_t>(i);
+      const int64_t target = groups.target(i);
+      if (state.is_of_full(target)) return groups.head_target(i) < 0 ? -1 : static_cast<int32_t>(i);
+      const int64_t bucket = target;
       // A run reads what its first key noted.
       const int64_t head = groups.head_within(i, bucket, kLanes);
       const LaneMask empty = state.empty_lanes[groups.item(head < 0 ? i : head)];
