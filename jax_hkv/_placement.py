@@ -543,7 +543,8 @@ class _Checked:
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
-        if self._donates and len({id(leaf) for leaf in leaves}) < len(leaves):
+        arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+        if self._donates and len(set(arrays)) < len(arrays):
             check_held_once(self._call, state, "state")
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
