@@ -543,8 +543,7 @@ class _Checked:
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
-        arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-        if self._donates and len(set(arrays)) < len(arrays):
+        if self._donates and _has_twins(leaves):
             check_held_once(self._call, state, "state")
         for leaf in jax.tree.leaves(batch):
             _check_not_cut(self._call, leaf)
@@ -623,6 +622,12 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
             f"{type(placement).__name__}: "
             f"{remedy or 'make one of a mesh, jax_hkv.sharding.Placement(mesh)'}"
         )
+
+
+def _has_twins(leaves: Sequence[Any]) -> bool:
+    """Whether an array is among the leaves twice: without a look at its buffers, in every step."""
+    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+    return len(set(arrays)) < len(arrays)
 
 
 def _is_from_host(leaves: Sequence[Any]) -> bool:
