@@ -230,7 +230,7 @@ benchmarks() {
   benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark tiers "$python" benchmarks/tiers.py || count $?
-  benchmark soak "$python" benchmarks/soak.py --seconds 60 || count $?
+  benchmark soak "$python" benchmarks/soak.py --resume --seconds 60 || count $?
   benchmark scaling "$python" benchmarks/scaling.py --resume --budget 100 || count $?
   ((failures == 0)) || return 1
   ((unfinished == 0)) || return "$OUT_OF_TIME"

@@ -1,12 +1,13 @@
 """Random operations on a GPU against the same ones on the CPU, bit for bit, a million by default.
 
-    python benchmarks/soak.py [--steps N] [--seconds BUDGET] [--out results/soak.json]
+    python benchmarks/soak.py [--steps N] [--seconds BUDGET] [--resume] [--out results/soak.json]
 
 Each step is one of ten operations, drawn with its keys, masks and rows from the step's number.
 Both machines run chunks of steps in one compiled loop; after each chunk the digests of the table,
 and of every result since the beginning, must be equal. The record says how far it came, and what
-the memory in use was after the first chunk and after the last, which must be equal too. Without a
-GPU two CPU devices are compared, to try the script.
+the memory in use was after the first chunk of each run and after its last, which must be equal too.
+The tables are kept beside it, so that `--resume` goes on where another run's budget ended. Without
+a GPU two CPU devices are compared, to try the script.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 import jax
 import jax.numpy as jnp
 import measure
+import numpy as np
 
 import jax_hkv as hkv
 from jax_hkv.sharding import digest
@@ -126,6 +128,24 @@ def machines() -> tuple[jax.Device, jax.Device]:
         return host[1], host[0]
 
 
+def save(path: Path, states: list[Any], steps: int) -> None:
+    """Keeps the states of all machines and how many steps they have behind them."""
+    unfinished = path.with_suffix(".unfinished.npz")
+    np.savez(unfinished, *map(np.asarray, jax.tree.leaves(states)), steps=steps)
+    unfinished.replace(path)
+
+
+def load(path: Path, states: list[Any]) -> tuple[list[Any], int]:
+    """What was saved, each array where the one is that it takes the place of."""
+    leaves, tree = jax.tree.flatten(states)
+    with np.load(path) as saved:
+        leaves = [
+            jax.device_put(saved[f"arr_{number}"], leaf.sharding)
+            for number, leaf in enumerate(leaves)
+        ]
+        return tree.unflatten(leaves), int(saved["steps"])
+
+
 def main() -> None:
     """Runs until a difference, the last step, or the end of the budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -133,26 +153,41 @@ def main() -> None:
     add("--steps", type=int, default=1_000_000)
     add("--chunk", type=int, default=1000, help="steps of one compiled loop (%(default)s)")
     add("--seconds", type=float, default=500.0, help="budget (%(default)s)")
+    add("--resume", action="store_true", help="go on with what --out and its tables have")
     add("--out", type=Path, default=measure.RESULTS / "soak.json")
     options = parser.parse_args()
     begin, compared = time.perf_counter(), machines()
+    kept, steps = options.out.with_suffix(".npz"), 0
     states = [start(device) for device in compared]
-    record = measure.surroundings() | {"compared": [str(d) for d in compared], "steps": 0}
-    while record["steps"] < options.steps and time.perf_counter() - begin < options.seconds:
-        first = jnp.int32(record["steps"])
-        states = [run(state, jax.device_put(first, d), steps=options.chunk)
-                  for state, d in zip(states, compared, strict=True)]  # fmt: skip
+    record = measure.begun(options.out, options.resume and kept.exists(), {"runs": []})
+    if record["runs"]:
+        states, steps = load(kept, states)
+    record |= measure.surroundings() | {"compared": [str(device) for device in compared]}
+    this: dict[str, Any] = {"first": steps}
+    record["runs"].append(this)
+
+    def write() -> None:
+        record["left_out"] = [f"steps from {steps}"] if steps < options.steps else []
+        measure.write(options.out.stem, record, options.out.parent)
+
+    while steps < options.steps and time.perf_counter() - begin < options.seconds:
+        states = [run(state, jax.device_put(jnp.int32(steps), device), steps=options.chunk)
+                  for state, device in zip(states, compared, strict=True)]  # fmt: skip
+        steps += options.chunk
         seen = [(digest(table).tolist(), results.tolist()) for table, results in states]
         if seen[0] != seen[1]:
-            raise SystemExit(f"different after step {record['steps'] + options.chunk}: {seen}")
-        record["steps"] += options.chunk
-        record |= {"digest": seen[0], "seconds": time.perf_counter() - begin}
-        record.setdefault("bytes_in_use", [in_use(compared[0])] * 2)[1] = in_use(compared[0])
-        measure.write(options.out.stem, record, options.out.parent)
-    before, after = record["bytes_in_use"]
+            raise SystemExit(f"different after step {steps}: {seen}")
+        used = in_use(compared[0])
+        this |= {"seconds": time.perf_counter() - begin}
+        this |= {"bytes_in_use": [this.get("bytes_in_use", [used])[0], used]}
+        record |= {"steps": steps, "digest": seen[0]}
+        save(kept, states, steps)
+        write()
+    write()
+    before, after = this.get("bytes_in_use", [None, None])
     if before is not None and after > before + MOST_UNFREED:
         raise SystemExit(f"the memory in use went from {before} to {after} bytes")
-    print(f"{record['steps']:,} steps, no difference; {options.out}")
+    print(f"{steps:,} steps, no difference; {options.out}")
 
 
 if __name__ == "__main__":

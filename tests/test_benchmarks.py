@@ -111,6 +111,18 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
     assert record["steps"] == 96 and len(record["compared"]) == 2
     assert record["digest"][0] != record["digest"][1]
+    assert record["left_out"] == [] and [begun["first"] for begun in record["runs"]] == [0]
+
+
+def test_a_soak_goes_on_where_its_time_ended(tmp_path):
+    chunks = ["--resume", "--chunk", "32", "--steps"]
+    whole = run("soak.py", tmp_path / "whole.json", *chunks, "96")
+    run("soak.py", tmp_path / "parts.json", *chunks, "64")
+    record = run("soak.py", tmp_path / "parts.json", *chunks, "96")
+    assert [begun["first"] for begun in record["runs"]] == [0, 64]
+    assert record["steps"] == 96 and record["digest"] == whole["digest"]
+    record = run("soak.py", tmp_path / "parts.json", *chunks, "128", "--seconds", "0")
+    assert record["steps"] == 96 and record["left_out"] == ["steps from 96"]
 
 
 STAND_IN = """#!/usr/bin/env bash
