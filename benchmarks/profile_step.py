@@ -27,7 +27,7 @@ import optax
 
 import jax_hkv as hkv
 
-MOST_NAMES = 40
+MOST_NAMES = 400
 OUR_KERNELS = "hkv::"  # in their names
 # While it is watched XLA launches one kernel after the other, if it is not told to do as always.
 AS_ALWAYS = "--xla_enable_command_buffers_during_profiling=true"
@@ -77,6 +77,23 @@ def of_profile(profile: Any) -> dict[str, Any]:
         "captures": sum(n for name, n in calls.items() if name.startswith("cuStreamBeginCapture")),
         "synchronisations": sum(n for name, n in calls.items() if name.endswith("Synchronize")),
     }
+
+
+def name_of(kernel: str) -> str:
+    """What tells a kernel from others: of ours the step, of CUB's the function."""
+    ours = re.search(r"run_step<hkv::(.*?)\s?>\(", kernel)
+    cub = re.search(r"::(Device\w+Kernel|\w+Kernel)<", kernel)
+    return ours[1] if ours else cub[1] if cub else kernel
+
+
+def by_kernel(profile: dict[str, Any], calls: int) -> dict[str, dict[str, float]]:
+    """Launches and microseconds of each kernel in one of so many calls."""
+    found: dict[str, dict[str, float]] = {}
+    for name, event in profile["events"].items():
+        own = found.setdefault(name_of(name), {"launches": 0.0, "microseconds": 0.0})
+        own["launches"] += event["count"] / calls
+        own["microseconds"] += 1e6 * event["seconds"] / calls
+    return found
 
 
 def profile_of(run: Callable[[], Any]) -> dict[str, Any]:

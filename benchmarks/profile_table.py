@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ import measure
 import numpy as np
 import profile_step
 import table as of_table
-
-
-def name_of(kernel: str) -> str:
-    """What tells a kernel from others: of ours the step, of CUB's the function."""
-    ours = re.search(r"run_step<hkv::(.*?)\s?>\(", kernel)
-    cub = re.search(r"::(Device\w+Kernel|\w+Kernel)<", kernel)
-    return ours[1] if ours else cub[1] if cub else kernel
 
 
 def kernels_of(call: Any, table: Any, keys: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
@@ -41,13 +33,7 @@ def kernels_of(call: Any, table: Any, keys: list[Any], rest: Any) -> tuple[dict[
 
     jax.block_until_ready(after(keys[:1]))
     profile = profile_step.profile_of(lambda: after(keys[1:]))
-    calls = len(keys) - 1
-    found: dict[str, Any] = {}
-    for name, event in profile["events"].items():
-        own = found.setdefault(name_of(name), {"launches": 0.0, "microseconds": 0.0})
-        own["launches"] += event["count"] / calls
-        own["microseconds"] += 1e6 * event["seconds"] / calls
-    return found, table
+    return profile_step.by_kernel(profile, len(keys) - 1), table
 
 
 def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ its result is there (wall), and in one program that makes a row of calls (device
 starts a row and not a call: memory of other addresses has XLA record a CUDA graph anew. The calls
 of a row take turns with several batches, so that nothing can be done once for all of them; each
 turn is written out, since cutting a batch out of an array would be timed with the call. Calls
-that change what they measure start from a fresh copy of the table, which is not timed, and each has
-a batch of its own: at load factor .75 a row of them ends at .78 in 2^27 slots, at .81 in 2^26. What
+that change what they measure start from a fresh copy of the table, which is not timed and lies
+where the one before it lay (a training step, too, finds its table there), and each has a batch of
+its own: at load factor .75 a row of them ends at .78 in 2^27 slots, at .81 in 2^26. What
 it takes to start a row and to hear of its end is not taken off: "start" in the record, of which
 each of 64 calls has its share, and of those that change the table each of 4.
 
@@ -74,6 +75,12 @@ def keys_of(numbers: np.ndarray) -> hkv.Keys:
 def copy_of(table: hkv.Table) -> hkv.Table:
     """In memory of its own, so that it can be donated."""
     return jax.block_until_ready(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), table))
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def copied_over(used: hkv.Table, table: hkv.Table) -> hkv.Table:
+    """A copy of a table in the memory of one that has been used."""
+    return jax.tree.map(jnp.copy, table)
 
 
 def created(case: Case, slots: int) -> hkv.Table:
@@ -177,14 +184,16 @@ def timed(
     def seconds(run: Callable[[hkv.Table], Any]) -> list[float]:
         nonlocal table
         times = []
+        used = copy_of(table) if is_fresh else table
         for _ in range(measure.WARM_UPS + options.runs):
-            start_from = copy_of(table) if is_fresh else table
+            used = jax.block_until_ready(copied_over(used, table)) if is_fresh else used
             start = time.perf_counter()
-            after = jax.block_until_ready(run(start_from))
+            after = jax.block_until_ready(run(used))
             times.append(time.perf_counter() - start)
-            if not is_fresh:
-                table = after[0]
-            del after, start_from
+            used = after[0]
+            del after
+        if not is_fresh:
+            table = used
         return times[measure.WARM_UPS :]
 
     wall = seconds(lambda table: call.once(table, batches[0], *rest))

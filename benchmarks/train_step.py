@@ -6,10 +6,11 @@ Ten tables: dim 128, 1,048,570 ids a step from a power law, forward, backward an
 and with Adam; the gradients of the rows are given, and a sample of the rows is compared with double
 precision after the last step. Beside them, on the same ids: a dense array of XLA's with a scatter
 for SGD, and with ``--peer-python`` PyTorch's ``nn.EmbeddingBag`` with SGD and SparseAdam, each with
-a row for every id there may be. DLRM-DCNv2: the model of examples/dcnv2.py in
-bfloat16 with float32 rows, fused Adagrad, ids made on the device. What it leaves out: the input
-pipeline, all but one device, and rows beyond `--capacity-factor` (MLPerf's 40 million rows a table
-do not fit beside their optimizer's; ids of rows that were evicted start anew).
+a row for every id there may be. DLRM-DCNv2: the model of examples/dcnv2.py in bfloat16 with float32
+rows, fused Adagrad, ids made on the device. What it leaves out: the input pipeline, all but one
+device, and rows beyond `--capacity-factor` (MLPerf's 40 million rows a table do not fit beside
+their optimizer's; ids of rows that were evicted start anew). After the steps that are timed some
+are watched by JAX's profiler: which kernels their time goes to.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 import optax
+import profile_step
 
 import jax_hkv as hkv
 
@@ -70,6 +72,19 @@ def in_a_row(step: Callable[[Any, int], Any], state: Any, runs: int) -> tuple[li
         jax.block_until_ready(state)
         times.append((time.perf_counter() - start) / IN_A_ROW)
     return times, state
+
+
+def watched(step: Callable[[Any, int], Any], state: Any) -> tuple[dict[str, Any], Any]:
+    """What a step's kernels take, by JAX's profiler, and the state after some."""
+
+    def steps() -> Any:
+        nonlocal state
+        for number in range(IN_A_ROW):
+            state = step(state, number % BATCHES)
+        return state
+
+    profile = profile_step.profile_of(steps)
+    return profile_step.by_kernel(profile, IN_A_ROW), state
 
 
 def make_ids(options: argparse.Namespace) -> jax.Array:
@@ -125,7 +140,8 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     table = collection.create()[group.name]
     start = sampled(table)
-    runs, (table, _) = in_a_row(run, (table, jnp.zeros(gradients.shape)), options.runs)
+    runs, state = in_a_row(run, (table, jnp.zeros(gradients.shape)), options.runs)
+    kernels, (table, _) = watched(run, state)
     assert int(table.optimizer.skipped[0]) == 0
     if options.ids == IDS and options.positions == POSITIONS:
         assert abs(int(unique[0]) / DISTINCT - 1) < 0.005, int(unique[0])
@@ -134,7 +150,8 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
     should = expect(start, (sums[number] for number in order), RATE)
     error = float(np.max(np.abs(sampled(table) - should) / (1 + np.abs(should))))
     assert error < LARGEST_ERROR, error
-    return {"seconds": runs, "unique": int(unique[0]), "rows": should.shape[0], "error": error}
+    found = {"unique": int(unique[0]), "rows": should.shape[0], "error": error}
+    return {"seconds": runs, **found, "kernels": kernels}
 
 
 def sampled_sums(
@@ -220,6 +237,7 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
         return state
 
     runs, state = in_a_row(run, state, options.runs)
+    kernels, state = watched(run, state)
     assert float(losses[-1]) < float(losses[0]), "it does not learn its batches"
     (table,) = jax.tree.leaves(state.tables, is_leaf=lambda leaf: isinstance(leaf, hkv.Table))
     return {
@@ -228,6 +246,7 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
         "capacity": table.capacity,
         "load": float(hkv.load_factor(table)),
         "left_out": "input pipeline, several devices, rows beyond the capacity",
+        "kernels": kernels,
     }
 
 
@@ -244,6 +263,7 @@ def main() -> None:
     add("--resume", action="store_true", help="go on with what --out has")
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
+    profile_step.launch_as_always()
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     record = measure.begun(options.out, options.resume, {})
     if record.get("settings") != settings:

@@ -315,7 +315,7 @@ def test_the_kernels_of_a_tables_operations_are_told_apart(tmp_path, monkeypatch
         scan: "DeviceScanKernel",
         "loop_add_fusion": "loop_add_fusion",
     }
-    assert {name: profile_table.name_of(name) for name in names} == names
+    assert {name: profile_table.profile_step.name_of(name) for name in names} == names
     finds = [{"count": 8, "seconds": 4e-6}, {"count": 4, "seconds": 2e-6}]
     found = {"events": dict(zip([scan, scan.replace("int>>", "long>>")], finds, strict=True))}
     monkeypatch.setattr(profile_table.profile_step, "of_profile", lambda profile: found)
