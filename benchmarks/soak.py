@@ -4,10 +4,10 @@
 
 Each step is one of ten operations, drawn with its keys, masks and rows from the step's number.
 Both machines run chunks of steps in one compiled loop; after each chunk the digests of the table,
-and of every result since the beginning, must be equal. The record says how far it came, and what
-the memory in use was after the first chunk of each run and after its last, which must be equal too.
-The tables are kept beside it, so that `--resume` goes on where another run's budget ended. Without
-a GPU two CPU devices are compared, to try the script.
+and of every result since the beginning, must be equal. The record says how far it came, and of each
+run where it began, on what, and the memory in use after its first chunk and after its last, which
+must not have grown. The tables are kept beside it, so that `--resume` goes on where another run's
+budget ended. Without a GPU two CPU devices are compared, to try the script.
 """
 
 from __future__ import annotations
@@ -162,9 +162,10 @@ def main() -> None:
     record = measure.begun(options.out, options.resume and kept.exists(), {"runs": []})
     if record["runs"]:
         states, steps = load(kept, states)
-    record |= measure.surroundings() | {"compared": [str(device) for device in compared]}
-    this: dict[str, Any] = {"first": steps}
-    record["runs"].append(this)
+    record["compared"] = [str(device) for device in compared]
+    this: dict[str, Any] = {"first": steps} | measure.surroundings()
+    if steps < options.steps:
+        record["runs"].append(this)
 
     def write() -> None:
         record["left_out"] = [f"steps from {steps}"] if steps < options.steps else []
@@ -184,9 +185,10 @@ def main() -> None:
         save(kept, states, steps)
         write()
     write()
-    before, after = this.get("bytes_in_use", [None, None])
-    if before is not None and after > before + MOST_UNFREED:
-        raise SystemExit(f"the memory in use went from {before} to {after} bytes")
+    for each in record["runs"]:
+        before, after = each.get("bytes_in_use", [None, None])
+        if before is not None and after > before + MOST_UNFREED:
+            raise SystemExit(f"the memory in use went from {before} to {after} bytes")
     print(f"{steps:,} steps, no difference; {options.out}")
 
 

@@ -25,6 +25,7 @@ from jax_hkv.table import (
     WriteResult,
     entries_at,
     forms_of,
+    gather_values,
     scatter_optimizer,
     scatter_values,
     with_clock,
@@ -356,12 +357,16 @@ def erase(
 
 
 class Inserted(NamedTuple):
-    """What became of a batch: of the keys let in; those seen are more if some were not admitted."""
+    """What became of a batch: of the keys let in; those seen are more if some were not admitted.
+
+    And the rows of its positions, if they were read.
+    """
 
     groups: Groups
     seen: Groups
     upserted: _index.Upserted
     evicted: Entries | None
+    values: jax.Array | None
 
 
 def insert_rows(
@@ -376,6 +381,7 @@ def insert_rows(
     occurrences: jax.Array | None = None,
     pinned: jax.Array | None = None,
     is_ticked: bool = False,
+    reads: bool = False,
 ) -> tuple[Table, Inserted]:
     """Inserts absent keys with their initial or the given rows, and refreshes the others.
 
@@ -390,6 +396,8 @@ def insert_rows(
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.
       pinned: slots that must not be evicted, besides those of the keys.
       is_ticked: whether the clock already stands at the time of this batch.
+      reads: whether the rows of the positions are wanted: initial ones where they got none, zeros
+        where masked.
     """
     groups = seen = _index.unique(keys, valid)
     if table.admission is not None or admit is not None:
@@ -398,26 +406,32 @@ def insert_rows(
     table, upserted, entries = upsert(
         table, groups, scores, evicted, pinned=pinned, is_ticked=is_ticked
     )
-    inserted = Inserted(groups, seen, upserted, entries)
+    slots, new, values = upserted.slots, upserted.new_slots, None
+    start = (table.initializer, table.seed)
     if offered is not None:
-        return scatter_values(table, upserted.new_slots, groups.first, offered), inserted
-    clock, values = _rows.initialize(
-        table.index.clock,
-        table.values,
-        upserted.new_slots,
-        Keys(groups.keys),
-        table.initializer,
-        table.seed,
-        name=table.name,
-    )
-    return dataclasses.replace(with_clock(table, clock), values=values), inserted
+        table = scatter_values(table, new, groups.first, offered)
+        if reads:
+            table, values = gather_values(table, slots, initial=(*start, keys, valid))
+        return table, Inserted(groups, seen, upserted, entries, values)
+    if reads:
+        clock, stored, values = _rows.gather_or_init(
+            *(table.index.clock, table.values, slots, groups.inverse, groups.first, new),
+            *(keys, valid, *start),
+            name=table.name,
+        )
+    else:
+        clock, stored = _rows.initialize(
+            *(table.index.clock, table.values, new, Keys(groups.keys), *start), name=table.name
+        )
+    table = dataclasses.replace(with_clock(table, clock), values=stored)
+    return table, Inserted(groups, seen, upserted, entries, values)
 
 
 def insert_result(
     values: jax.Array, keys: Keys, inserted: Inserted, bags: Bags | None = None
 ) -> InsertResult:
     """What became of the flat keys of a batch, with the rows that were read for them."""
-    groups, seen, upserted, entries = inserted
+    groups, seen, upserted, entries, _ = inserted
     result = InsertResult(
         values=values,
         keys=keys,

@@ -445,8 +445,14 @@ def _round(
     """What the owner does with the keys that arrived, and what comes back of it."""
     keys, valid = arrived.keys, arrived.valid
     inserted = None
+    bags = task.bags if task.owners_pool else None
+    if bags is not None and plan.hops:
+        bags = arrived_bags(plan, arrived, task.bag_count)
+    rows = None
     if task.train:
         offered = task.offered
+        # Of replicas the rows of one's own keys alone are read.
+        reads = task.reads and task.initial and bags is None and not (plan.replicas and plan.hops)
         table, inserted = insert_rows(
             table,
             keys,
@@ -457,19 +463,17 @@ def _round(
             admit=None if arrived.admits is None else arrived.admits > 0,
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,
+            reads=reads,
         )
-        slots = inserted.upserted.slots
+        slots, rows = inserted.upserted.slots, inserted.values
     elif task.touches:
         counts = scores_of(table, arrived)
         table, slots = _inserts.touch(table, keys, valid, counts, is_ticked=is_ticked)
     else:
         index, slots = _index.find(table.index, keys, valid)
         table = dataclasses.replace(table, index=index)
-    bags = task.bags if task.owners_pool else None
-    if bags is not None and plan.hops:
-        bags = arrived_bags(plan, arrived, task.bag_count)
     if task.reads:
-        table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags)
+        table, values, rows = _home_rows(task, plan, table, legs, arrived, slots, bags, rows)
     else:
         values = rows = jnp.zeros((task.items.valid.shape[0], 0), table.dtype)
     if inserted is None:
@@ -521,8 +525,12 @@ def _home_rows(
     arrived: Items,
     slots: jax.Array,
     bags: Bags | None,
+    rows: jax.Array | None,
 ) -> tuple[Table, jax.Array, jax.Array]:
-    """The rows of this device's batch, and those that it returned as an owner."""
+    """The rows of this device's batch, and those that it returned as an owner.
+
+    `rows` are those of what arrived, if they were read when it was inserted.
+    """
     keys, valid = arrived.keys, arrived.valid
     if bags is not None:
         table, rows = pooled.pool_stored(table, keys, slots, bags, valid, task.initial)
@@ -531,8 +539,9 @@ def _home_rows(
     room = slots.shape[0]
     if everyones:  # rows of the others' keys are theirs to read
         keys, valid, slots = _own((keys, valid, slots), plan)
-    initial = (table.initializer, table.seed, keys, valid) if task.initial else None
-    table, rows = gather_values(table, slots, initial=initial)
+    if rows is None:
+        initial = (table.initializer, table.seed, keys, valid) if task.initial else None
+        table, rows = gather_values(table, slots, initial=initial)
     if not plan.hops:
         return table, rows, rows
     by_place = rows if everyones else homeward(plan, legs, rows, last=False)

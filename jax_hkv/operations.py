@@ -374,10 +374,10 @@ def _find_or_insert(
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
     admit = None if admit is None else admit.reshape(-1)
-    table, inserted = insert_rows(table, keys, valid, scores, offered, evicted, admit=admit)
-    initial = (table.initializer, table.seed, keys, valid)
-    table, values = gather_values(table, inserted.upserted.slots, initial=initial)
-    result = insert_result(checkpoint_name(values, ROWS_NAME), keys, inserted)
+    table, inserted = insert_rows(
+        table, keys, valid, scores, offered, evicted, admit=admit, reads=True
+    )
+    result = insert_result(checkpoint_name(inserted.values, ROWS_NAME), keys, inserted)
     rows = result.values.reshape(*given.shape, table.dim)
     return table, _shaped(result._replace(values=rows, keys=keys_of(given)), given.shape)
 

@@ -174,8 +174,14 @@ def _find_or_insert_bags(
 def _find_or_insert(
     table: Table, batch: Bagged, scores: Keys | None, initial: bool, evicted: bool
 ) -> Any:
-    table, inserted = insert_rows(table, batch.keys, batch.valid, scores, None, evicted)
-    table, values = _rows_of(table, batch, inserted.upserted.slots, initial)
+    reads = initial and batch.bags is None
+    table, inserted = insert_rows(
+        table, batch.keys, batch.valid, scores, None, evicted, reads=reads
+    )
+    if inserted.values is not None:
+        values = _of_bags_of_one(inserted.values)
+    else:
+        table, values = _rows_of(table, batch, inserted.upserted.slots, initial)
     return table, insert_result(values, batch.keys, inserted, batch.bags)
 
 
@@ -188,7 +194,11 @@ def _rows_of(
         return pool_stored(table, keys, slots, bags, valid, initial)
     of_absent = (table.initializer, table.seed, keys, valid) if initial else None
     table, rows = gather_values(table, slots, initial=of_absent)
-    return table, checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
+    return table, _of_bags_of_one(rows)
+
+
+def _of_bags_of_one(rows: Float[Array, "n dim"]) -> Float32[Array, "n dim"]:
+    return checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
 
 
 def is_initial(call: str, fill: Any) -> bool:

@@ -146,6 +146,44 @@ def initialize(
     return clock, values
 
 
+def gather_or_init(
+    clock: Clock,
+    values: Float[Array, "S ..."],
+    slots: Int32[Array, " n"],
+    inverse: Int32[Array, " n"],
+    first: Int32[Array, " n"],
+    new_slots: Int32[Array, " n"],
+    keys: Keys,
+    mask: Mask,
+    initializer: Initializer,
+    seed: int,
+    *,
+    name: str,
+) -> tuple[Clock, Float[Array, "S ..."], Float[Array, "n ..."]]:
+    """Rows by slot, of a batch whose new keys have none yet: they get their first rows.
+
+    Args:
+      clock: of the table.
+      values: rows by slot.
+      slots: of positions.
+      inverse: of positions: which distinct key theirs is, or -1.
+      first: of distinct keys: their first positions.
+      new_slots: of distinct keys without a row yet, else -1.
+      keys: of positions.
+      mask: of the positions without a slot, those that read a first row, and not zeros.
+      initializer: of first rows.
+      seed: likewise.
+      name: of the table.
+    """
+    clock, values, rows = _ffi.call(
+        "gather_or_init_rows",
+        *(clock, values, slots, inverse, first, new_slots, keys.words, flags(mask)),
+        table=name,
+        **attributes(initializer, seed),
+    )
+    return clock, values, rows
+
+
 def add(
     clock: Clock,
     values: Float[Array, "S ..."],

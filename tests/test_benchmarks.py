@@ -62,6 +62,7 @@ def test_training_steps_are_measured(tmp_path):
     assert 0 < record["ten tables adam"]["unique"] < 1000
     assert record["ten tables sgd"]["rows"] > 100
     assert record["dcnv2"]["samples_per_second"] > 0
+    assert record["dcnv2"]["kernels"] == record["ten tables sgd"]["kernels"] == {}  # none here
 
 
 def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
@@ -123,6 +124,10 @@ def test_a_soak_goes_on_where_its_time_ended(tmp_path):
     assert record["steps"] == 96 and record["digest"] == whole["digest"]
     record = run("soak.py", tmp_path / "parts.json", *chunks, "128", "--seconds", "0")
     assert record["steps"] == 96 and record["left_out"] == ["steps from 96"]
+    record["runs"][0]["bytes_in_use"] = [0, 2**24]  # what has grown is told again by each call
+    (tmp_path / "parts.json").write_text(json.dumps(record))
+    with pytest.raises(AssertionError, match="the memory in use went from 0 to 16777216 bytes"):
+        run("soak.py", tmp_path / "parts.json", *chunks, "96")
 
 
 STAND_IN = """#!/usr/bin/env bash

@@ -36,7 +36,7 @@ struct Scratch {
   }
   int64_t cell_count;  // a power of two
   Cell* cells;
-  int32_t* places;         // of i: the cell of its key, or -1
+  int32_t* places;         // of i: the cell of its key, or -1; after NoteEnds the last position of the key
   int32_t* firsts;         // of i: the first position of its key, or -1
   int32_t* firsts_before;  // of i: first occurrences before it, the numbers of the keys
   char* others;
@@ -110,14 +110,16 @@ struct Claim {
 };
 
 // By all positions at once: what reads them in order, as a scan does, would wait for one cell after the
-// other.
-struct NoteFirst {
+// other. Nobody reads a cell a second time.
+struct NoteEnds {
   static constexpr int kGroup = 1;
   State state;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     const int32_t place = state.places[i];
-    state.firsts[i] = place < 0 ? -1 : static_cast<int32_t>(~state.cells[place].first);
+    const Cell cell = place < 0 ? Cell{} : state.cells[place];
+    state.firsts[i] = place < 0 ? -1 : static_cast<int32_t>(~cell.first);
+    state.places[i] = static_cast<int32_t>(cell.last);
   }
 };
 
@@ -139,7 +141,7 @@ struct NumberKeys {
     const int32_t first = state.firsts[i];
     const int32_t number = first < 0 ? -1 : state.firsts_before[first];
     state.out.inverse[i] = number;
-    if (first == i) state.out.set(number, state.keys[i], i, state.cells[state.places[i]].last);
+    if (first == i) state.out.set(number, state.keys[i], i, state.places[i]);
   }
 };
 
@@ -155,7 +157,7 @@ void run(Executor& executor, int64_t n, const Words* keys, Mask valid, const Uni
   const int64_t ahead = std::min(n / 16, kMostAhead);
   executor.each(ahead, Claim{0, state});
   executor.each(n - ahead, Claim{ahead, state});
-  executor.each(n, NoteFirst{state});
+  executor.each(n, NoteEnds{state});
   executor.scan(n, IsFirst{state.firsts}, state.firsts_before, state.others);
   executor.each(n, NumberKeys{state});
 }

@@ -8,6 +8,7 @@
 #include "ops/export_slots.h"
 #include "ops/find_rows.h"
 #include "ops/find_slots.h"
+#include "ops/gather_or_init_rows.h"
 #include "ops/gather_rows.h"
 #include "ops/list_occurrences.h"
 #include "ops/pool_rows.h"
@@ -32,8 +33,8 @@ struct OperationList {
 using AllOperations =
     OperationList<Unique, ListOccurrences, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear,
                   ReadSlots, ExportSlots, GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows,
-                  InitRows, AddRows, CombineRows, UpdateRows<SgdRule>, UpdateRows<MomentumRule>,
-                  UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>, UpdateRows<AdamRule>,
-                  UpdateRows<FtrlRule>, RouteKeys>;
+                  InitRows, GatherOrInitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
+                  UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
+                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
 
 }  // namespace hkv

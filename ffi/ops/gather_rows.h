@@ -24,13 +24,23 @@ struct InitializerAttributes {
   }
 };
 
-template <Group G>
-HKV_HOST_DEVICE void write_initial_row(const G& group, const Initializer& initializer, Key key,
-                                       const RowsView& rows, int64_t row) {
+// store(column, columns, block) for each block of a key's first row.
+template <Group G, class Store>
+HKV_HOST_DEVICE void for_each_initial_block(const G& group, const Initializer& initializer, Key key,
+                                            int64_t width, const Store& store) {
   const uint64_t base = initializer.base(key);
-  for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
+  for_each_block<G>(group, width, [&]<int kBlock>(int64_t column, int columns) {
     float block[kBlock];
     initializer.elements(base, column, columns, block);
+    store(column, columns, block);
+  });
+}
+
+template <Group G>
+HKV_HOST_DEVICE void fill_row(const G& group, float fill, const RowsView& rows, int64_t row) {
+  for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
+    float block[kBlock];
+    for (float& element : block) element = fill;
     store_block(rows.type, rows.row(row), column, columns, block);
   });
 }
@@ -92,17 +102,16 @@ struct GatherRows {
     template <Group G>
     HKV_HOST_DEVICE void write_without_slot(const G& group, int64_t i) const {
       if (keys != nullptr && initial[i]) {
-        write_initial_row(group, initializer, keys[i].value(), rows, i);
+        for_each_initial_block(group, initializer, keys[i].value(), rows.width,
+                               [&](int64_t column, int columns, const auto& block) {
+                                 store_block(rows.type, rows.row(i), column, columns, block);
+                               });
       } else if (rows.type == RowType::kOther) {
         for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) {
           rows.row(i)[byte] = 0;
         }
       } else {
-        for_each_block<G>(group, rows.width, [&]<int kBlock>(int64_t column, int columns) {
-          float block[kBlock];
-          for (float& element : block) element = fill;
-          store_block(rows.type, rows.row(i), column, columns, block);
-        });
+        fill_row(group, fill, rows, i);
       }
     }
   };

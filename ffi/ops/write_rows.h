@@ -98,6 +98,40 @@ struct FillRows {
   }
 };
 
+// store(member, own, column, columns, block) for each block of the first row of a member's key, where `own`,
+// which is the member's, is not negative. The keys are those from the first member's on; narrow rows come
+// side by side.
+template <Group G, class Store>
+HKV_HOST_DEVICE void for_each_first_row(const G& group, const Initializer& initializer, int64_t width,
+                                        const Words* of_members, Slot own, const Store& store) {
+  constexpr int kBlock = kBlockOf<G>;
+  if constexpr (G::size() > 1) {
+    if (width <= kBlock * group.size() / 2) {
+      if (group.ballot(own >= 0) == 0) return;
+      const int shift = G::sharing((width + kBlock - 1) / kBlock);
+      const int64_t column = int64_t{kBlock} * (group.rank() & ((1 << shift) - 1));
+      const int64_t left = width - column;
+      HKV_ROLLED for (int begin = 0; begin < group.size(); begin += group.size() >> shift) {
+        const int member = begin + (group.rank() >> shift);
+        const Slot of_member = group.broadcast(own, member);
+        if (of_member < 0 || left <= 0) continue;
+        float block[kBlock];
+        const int columns = static_cast<int>(left < kBlock ? left : kBlock);
+        initializer.elements(initializer.base(of_members[member].value()), column, columns, block);
+        store(member, of_member, column, columns, block);
+      }
+      return;
+    }
+  }
+  for_each_member(group, own >= 0, [&](int member) {
+    const Slot of_member = group.broadcast(own, member);
+    for_each_initial_block(group, initializer, of_members[member].value(), width,
+                           [&](int64_t column, int columns, const auto& block) {
+                             store(member, of_member, column, columns, block);
+                           });
+  });
+}
+
 // values[slots[i]] = the first row of keys[i]
 struct InitRows {
   static constexpr const char* kName = "init_rows";
@@ -133,34 +167,10 @@ struct InitRows {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const Slot own = i < count && slots[i] < values.count ? slots[i] : kNoSlot;
-      const int64_t first = i - group.rank();
-      if constexpr (G::size() > 1) {
-        if (values.width <= kBlockOf<G> * group.size() / 2) return write_narrow(group, keys + first, own);
-      }
-      for_each_member(group, own >= 0, [&](int member) {
-        write_initial_row(group, initializer, keys[first + member].value(), values,
-                          group.broadcast(own, member));
-      });
-    }
-
-   private:
-    // Side by side.
-    template <Group G>
-    HKV_HOST_DEVICE void write_narrow(const G& group, const Words* of_members, Slot own) const {
-      constexpr int kBlock = kBlockOf<G>;
-      if (group.ballot(own >= 0) == 0) return;
-      const int shift = G::sharing((values.width + kBlock - 1) / kBlock);
-      const int64_t column = int64_t{kBlock} * (group.rank() & ((1 << shift) - 1));
-      const int64_t left = values.width - column;
-      HKV_ROLLED for (int begin = 0; begin < group.size(); begin += group.size() >> shift) {
-        const int member = begin + (group.rank() >> shift);
-        const Slot slot = group.broadcast(own, member);
-        if (slot < 0 || left <= 0) continue;
-        float block[kBlock];
-        const int columns = static_cast<int>(left < kBlock ? left : kBlock);
-        initializer.elements(initializer.base(of_members[member].value()), column, columns, block);
-        store_block(values.type, values.row(slot), column, columns, block);
-      }
+      for_each_first_row(group, initializer, values.width, keys + (i - group.rank()), own,
+                         [&](int, Slot slot, int64_t column, int columns, const auto& block) {
+                           store_block(values.type, values.row(slot), column, columns, block);
+                         });
     }
   };
 

@@ -72,6 +72,22 @@ class Counted {
     set_width(0);
   }
 
+  // The rows of the batch that was upserted last, in one pass and in two.
+  void count_first_rows() {
+    std::vector<Slot> fresh = store_["unique_slots"].as<Slot>();
+    const auto status = store_["unique_status"].as<int32_t>();
+    for (size_t u = 0; u < fresh.size(); ++u) {
+      const auto own = static_cast<Status>(status[u]);
+      if (own != Status::kInserted && own != Status::kEvicted) fresh[u] = kNoSlot;
+    }
+    store_["fresh_slots"] = Buffer::of(fresh);
+    Names names = {{"new_slots", "fresh_slots"}, {"keys", "batch"}, {"initial", "valid"}, {"rows", "found"}};
+    count_rows<GatherOrInitRows>(names);
+    count_rows<InitRows>({{"slots", "fresh_slots"}, {"keys", "unique_keys"}});
+    names["keys"] = "initial_keys";
+    count_rows<GatherRows>(names);
+  }
+
   template <class Operation>
   void count(const Names& names) {
     ptx::Memory& memory = ptx_memory();
@@ -149,6 +165,7 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
         if (choices == 1 && load != 0.75 && hits != 0.0) counted.count_rows<FindRows>({{"rows", "found"}});
         counted.count<Upsert>({});
         if (choices == 1 && (has_room || evicts)) counted.count_rows<ScatterRows>({});
+        if (choices == 1 && load == 0.75) counted.count_first_rows();
       }
     }
   }

@@ -221,9 +221,7 @@ class Scenario {
   void rows(int64_t n) {
     const Attributes init = initializer();
     machines_.set("some_slots", Buffer::of(written_slots(0.5)));
-    if (form_.type != RowType::kOther) {
-      call<InitRows>(init, {{"slots", "some_slots"}, {"keys", "unique_keys"}});
-    }
+    if (form_.type != RowType::kOther) gather_or_init(init);
     const bool is_in_order = random_.chance(0.4);
     const int64_t sources = !is_in_order ? n / 2 + 1 : random_.chance(0.5) ? 1 : n;
     std::vector<int32_t> chosen;
@@ -238,6 +236,22 @@ class Scenario {
     call<FillRows>({{"S", static_cast<double>(n)}}, {{"values", "filled"}});
     if (form_.type != RowType::kOther) sums(n);
     gather(n, init);
+  }
+
+  // In one pass what init_rows and gather_rows do in two.
+  void gather_or_init(Attributes attributes) {
+    const Buffer before = machines_["values"];
+    machines_.set("initial", random_.chance(0.3) ? Buffer::of(std::vector<uint8_t>()) : machines_["valid"]);
+    call<GatherOrInitRows>(attributes,
+                           {{"new_slots", "some_slots"}, {"keys", "batch"}, {"rows", "rows_at_once"}});
+    const Buffer after = machines_["values"];
+    machines_.set("values", before);
+    call<InitRows>(attributes, {{"slots", "some_slots"}, {"keys", "unique_keys"}});
+    attributes["fill"] = 0;
+    call<GatherRows>(attributes, {{"keys", "batch"}, {"rows", "rows_read"}});
+    checks_.expect(after.bytes == machines_["values"].bytes &&
+                       machines_["rows_at_once"].bytes == machines_["rows_read"].bytes,
+                   where_ + ": first rows and a gather in one pass differ from those in two");
   }
 
   void sums(int64_t n) {

@@ -1,0 +1,125 @@
+// The rows of a batch that has inserted keys: those of new keys are not there yet. By tiles first rows are
+// computed where they are asked for, and go into the table from their keys' first positions, so that nothing
+// is read back. A thread of a CPU computes longer than it copies: there they are written before all rows are
+// read.
+#pragma once
+
+#include "ops/write_rows.h"
+
+namespace hkv {
+
+struct GatherOrInitRows {
+  static constexpr const char* kName = "gather_or_init_rows";
+  static constexpr bool kPerPosition = false;
+
+  InitializerAttributes init;
+  Array<uint32_t> clock;
+  RowsView values;
+  Array<Slot> slots;
+  Array<int32_t> inverse;
+  Array<int32_t> first;
+  Array<Slot> new_slots;
+  Array<Words> keys;
+  Array<bool> initial;
+  RowsView rows;
+
+  template <class Binder>
+  void describe(Binder& binder) {
+    init.describe(binder);
+    binder.inout("clock", clock, "2");
+    binder.inout("values", values, "S ...");
+    binder.in("slots", slots, "n");
+    binder.in("inverse", inverse, "n");
+    binder.in("first", first, "n");
+    binder.in("new_slots", new_slots, "n");
+    binder.in("keys", keys, "n 2");
+    binder.in("initial", initial, "n?");
+    binder.out("rows", rows, "n ...");
+  }
+
+  struct Step {
+    static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
+    static constexpr int64_t kGrain = 256;
+    int64_t count;
+    Initializer initializer;
+    RowsView values;
+    const Slot* slots;
+    const int32_t* inverse;  // of i: the number of its key, or -1
+    const int32_t* first;    // of a number: the key's first position
+    const Slot* new_slots;   // of a number: the slot of a key without a row, or -1
+    const Words* keys;
+    Mask initial;  // who gets the first row of its key where it has no slot, and not zeros
+    RowsView rows;
+
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
+      const bool exists = i < count;
+      const Slot new_slot = exists ? new_slot_of(i) : kNoSlot;
+      const Slot slot = exists && new_slot < 0 && slots[i] < values.count ? slots[i] : kNoSlot;
+      group.copy_each(rows.data, static_cast<Slot>(i), values.data, slot, rows.row_bytes);
+      const bool is_away = exists && slot < 0;
+      const bool is_first_row = is_away && (new_slot >= 0 || initial[i]);
+      Slot own = is_first_row ? kRead : kNoSlot;
+      if (new_slot >= 0 && first[inverse[i]] == i) own = new_slot;
+      const int64_t begin = i - group.rank();
+      for_each_first_row(group, initializer, rows.width, keys + begin, own,
+                         [&](int member, Slot written, int64_t column, int columns, const auto& block) {
+                           store_block(rows.type, rows.row(begin + member), column, columns, block);
+                           if (written == kRead) return;
+                           store_block(values.type, values.row(written), column, columns, block);
+                         });
+      for_each_member(group, is_away && !is_first_row,
+                      [&](int member) { fill_row(group, 0.0f, rows, begin + member); });
+    }
+
+   private:
+    static constexpr Slot kRead = 0x7fffffff;  // and written by another position; no slot is so high
+
+    HKV_HOST_DEVICE Slot new_slot_of(int64_t i) const {
+      const int32_t u = inverse[i];
+      if (u < 0 || u >= count) return kNoSlot;
+      return new_slots[u] < values.count ? new_slots[u] : kNoSlot;
+    }
+  };
+
+  // Of the distinct keys.
+  struct WriteFirstRows {
+    static constexpr int kGroup = 1;
+    static constexpr int64_t kGrain = 256;
+    int64_t count;
+    Initializer initializer;
+    RowsView values;
+    const int32_t* first;
+    const Slot* new_slots;
+    const Words* keys;
+
+    HKV_HOST_DEVICE void prefetch_far(int64_t u) const { prefetch_row<kToWrite>(values, new_slots[u]); }
+
+    HKV_HOST_DEVICE void operator()(const SerialGroup& group, int64_t u) const {
+      const Slot slot = new_slots[u];
+      const int32_t position = first[u];
+      if (slot < 0 || slot >= values.count || position < 0 || position >= count) return;
+      for_each_initial_block(group, initializer, keys[position].value(), values.width,
+                             [&](int64_t column, int columns, const auto& block) {
+                               store_block(values.type, values.row(slot), column, columns, block);
+                             });
+    }
+  };
+
+  template <class Executor>
+  void run(Executor& executor) const {
+    const int64_t n = slots.rows;
+    const Initializer initializer = init.initializer();
+    const Mask reads_first = {initial.data_or_null()};
+    if constexpr (Executor::kHasTiles) {
+      executor.each(n, Step{n, initializer, values, slots.data, inverse.data, first.data, new_slots.data,
+                            keys.data, reads_first, rows});
+    } else {
+      executor.each(n, WriteFirstRows{n, initializer, values, first.data, new_slots.data, keys.data});
+      executor.each(n, GatherRows::Step{initializer, 0.0f, values, slots.data, keys.data, reads_first, rows});
+    }
+  }
+};
+
+}  // namespace hkv
