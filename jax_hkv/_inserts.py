@@ -240,7 +240,8 @@ def import_rows(
 
 def _evicted(table: Table, upserted: _index.Upserted) -> tuple[Table, Entries]:
     """The entries that an upsert has evicted, before anything overwrites their rows."""
-    return entries_at(table, upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots)
+    entries = upserted.evicted_keys, upserted.evicted_scores, upserted.evicted_slots
+    return entries_at(table, *entries, upserted.evicted_count.reshape(()))
 
 
 def write_result(

@@ -147,7 +147,8 @@ class Occurrences(NamedTuple):
 class Upserted(NamedTuple):
     """What an upsert did, by position and by distinct key.
 
-    `new_slots` are the slots of the distinct keys that were inserted, -1 for the others.
+    `new_slots` are the slots of the distinct keys that were inserted, -1 for the others;
+    `evicted_count` is how many of the evicted are meant.
     """
 
     slots: Int32[Array, " n"]
@@ -157,6 +158,7 @@ class Upserted(NamedTuple):
     evicted_keys: UInt32[Array, "e 2"]
     evicted_scores: UInt32[Array, "e 2"]
     evicted_slots: Int32[Array, " e"]
+    evicted_count: Int32[Array, 1]
     new_slots: Int32[Array, " m"]
 
 
@@ -448,10 +450,10 @@ def read(
 
 def export(
     index: Index, offset: Int32[Array, ""], count: int, chosen: rows.Mask
-) -> tuple[Index, Keys, Keys, Int32[Array, " count"]]:
+) -> tuple[Index, Keys, Keys, Int32[Array, " count"], Int32[Array, ""]]:
     """Keys, scores and slots of the entries in `count` slots from `offset` on, side by side.
 
-    Behind them stand zeros, and slot -1.
+    Behind them stand zeros, and slot -1. And how many there are.
 
     Args:
       index: to read.
@@ -459,7 +461,7 @@ def export(
       count: slots.
       chosen: of the slots, those that are wanted; None: all.
     """
-    clock, keys, scores, slots = _ffi.call(
+    clock, keys, scores, slots, exported = _ffi.call(
         "export_slots",
         index.clock,
         index.digests,
@@ -470,7 +472,8 @@ def export(
         table=index.name,
         count=count,
     )
-    return dataclasses.replace(index, clock=clock), Keys(keys), Keys(scores), slots
+    index = dataclasses.replace(index, clock=clock)
+    return index, Keys(keys), Keys(scores), slots, exported.reshape(())
 
 
 def _with_leaves(

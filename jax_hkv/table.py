@@ -515,12 +515,17 @@ def forms_of(
 
 
 def entries_at(
-    table: Table, keys: jax.Array, scores: jax.Array, slots: jax.Array
+    table: Table,
+    keys: jax.Array,
+    scores: jax.Array,
+    slots: jax.Array,
+    count: jax.Array | None = None,
 ) -> tuple[Table, Entries]:
-    """What stands in slots, before anything overwrites it."""
+    """What stands in slots, before anything overwrites it; if nobody knows, how many there are."""
     table, values = gather_values(table, slots)
     table, optimizer = gather_optimizer(table, slots)
-    count = jnp.sum(slots >= 0, dtype=jnp.int32)
+    if count is None:
+        count = jnp.sum(slots >= 0, dtype=jnp.int32)
     return table, Entries(Keys(keys), Keys(scores), values, optimizer, count)
 
 

@@ -597,9 +597,9 @@ def _export(table: Table, predicate: Predicate | None, offset: jax.Array, count:
     if predicate is not None:
         table, slots = _matching(table, predicate, offset, count)
         chosen = slots >= 0
-    index, keys, scores, slots = _index.export(table.index, offset, count, chosen)
+    index, keys, scores, slots, exported = _index.export(table.index, offset, count, chosen)
     table = dataclasses.replace(table, index=index)
-    _, entries = entries_at(table, keys.words, scores.words, slots)
+    _, entries = entries_at(table, keys.words, scores.words, slots, exported)
     return entries
 
 

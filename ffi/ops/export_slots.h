@@ -1,4 +1,5 @@
-// The entries of `count` consecutive slots, side by side, in slot order: keys, scores and slots. A read.
+// The entries of `count` consecutive slots, side by side, in slot order: keys, scores and slots, and how many
+// there are. A read.
 #pragma once
 
 #include "ops/operation.h"
@@ -16,6 +17,7 @@ struct ExportSlots {
   Array<Words> keys;
   Array<Words> scores;
   Array<Slot> slots;
+  Array<int32_t> exported;
   int32_t* places = nullptr;
   char* scratch = nullptr;
 
@@ -31,6 +33,7 @@ struct ExportSlots {
     binder.out("exported_keys", keys, "count 2");
     binder.out("exported_scores", scores, "count 2");
     binder.out("exported_slots", slots, "count");
+    binder.out("exported_count", exported, "1");
   }
 
   // 1 for a slot that is exported, the i-th after the offset.
@@ -52,8 +55,11 @@ struct ExportSlots {
     Words* keys;
     Words* scores;
     Slot* slots;
+    int32_t* exported;
 
     HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+      const int64_t total = total_of(count, is_exported, places);
+      if (i == 0) *exported = static_cast<int32_t>(total);
       if (is_exported(i)) {
         const TableView& table = is_exported.table;
         const int64_t slot = *is_exported.offset + i;
@@ -62,7 +68,7 @@ struct ExportSlots {
         scores[place] = table.scores[slot];
         slots[place] = static_cast<Slot>(slot);
       }
-      if (i < total_of(count, is_exported, places)) return;
+      if (i < total) return;
       keys[i] = Words::of(0);
       scores[i] = Words::of(0);
       slots[i] = kNoSlot;
@@ -77,9 +83,11 @@ struct ExportSlots {
 
   template <class Executor>
   void run(Executor& executor) const {
+    if (count == 0) return executor.zero(exported.data, sizeof(int32_t));
     const IsExported is_exported{index.view(1), offset.data, {chosen.data_or_null()}};
     executor.scan(count, is_exported, places, scratch);
-    executor.each(count, Place{count, is_exported, places, keys.data, scores.data, slots.data});
+    executor.each(count,
+                  Place{count, is_exported, places, keys.data, scores.data, slots.data, exported.data});
   }
 };
 

@@ -8,7 +8,7 @@ namespace hkv {
 
 // From distinct keys back to positions. A key's first one also tells that it was inserted: of a key with a
 // slot no other position reads its status. The first of all, which an empty batch has too, ends the batch's
-// time: nobody reads the clock any more.
+// time, since nobody reads the clock any more, and says that nothing was evicted until somebody has counted.
 struct ReportPosition {
   static constexpr int kGroup = 1;
   int64_t n;
@@ -16,9 +16,13 @@ struct ReportPosition {
   Slot* slots;
   int32_t* status;
   Slot* new_slots;  // or null
+  int32_t* evicted_count;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
-    if (i == 0) state.set_clock();
+    if (i == 0) {
+      state.set_clock();
+      *evicted_count = 0;
+    }
     if (i >= n) return;
     const int32_t u = state.inverse[i];
     const bool is_first = u >= 0 && state.first[u] == i;
@@ -57,7 +61,7 @@ struct HasEvicted {
   }
 };
 
-// Evicted entries, compact, in order of the keys that took their places.
+// Evicted entries, compact, in order of the keys that took their places; and how many there are.
 struct ReportEvicted {
   static constexpr int kGroup = 1;
   UpsertState state;
@@ -67,15 +71,18 @@ struct ReportEvicted {
   Words* keys;
   Words* scores;
   Slot* slots;
+  int32_t* evicted_count;
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    const int64_t total = total_of(count, has_evicted, places);
+    if (u == 0) *evicted_count = static_cast<int32_t>(total);
     if (has_evicted(u)) {
       const Replaced replaced = state.replaced[u];
       keys[places[u]] = replaced.key;
       scores[places[u]] = replaced.score;
       slots[places[u]] = state.unique_slots[u];
     }
-    if (u < total_of(count, has_evicted, places)) return;
+    if (u < total) return;
     keys[u] = Words::of(0);
     scores[u] = Words::of(0);
     slots[u] = kNoSlot;
@@ -100,7 +107,7 @@ struct Upsert {
   Array<Words> scores;
   Array<Slot> pinned;
   Array<Slot> slots, unique_slots, evicted_slots, new_slots;
-  Array<int32_t> status, unique_status;
+  Array<int32_t> status, unique_status, evicted_count;
   Array<Words> evicted_keys, evicted_scores;
   UpsertState workspace = {};
   int32_t* places = nullptr;
@@ -137,6 +144,7 @@ struct Upsert {
     binder.out("evicted_keys", evicted_keys, "e 2");
     binder.out("evicted_scores", evicted_scores, "e 2");
     binder.out("evicted_slots", evicted_slots, "e");
+    binder.out("evicted_count", evicted_count, "1");
     binder.out("new_slots", new_slots, "m");
   }
 
@@ -191,7 +199,8 @@ struct Upsert {
     } else if (Executor::kHasTiles && write_scores != 0) {
       executor.each(n, TellBuckets{n, state});
     }
-    executor.each(n > 0 ? n : 1, ReportPosition{n, state, slots.data, status.data, new_slots.data_or_null()});
+    executor.each(n > 0 ? n : 1, ReportPosition{n, state, slots.data, status.data, new_slots.data_or_null(),
+                                                evicted_count.data});
     if (evicted > 0) report_evicted(executor, state, n);
   }
 
@@ -281,7 +290,7 @@ struct Upsert {
     const HasEvicted has_evicted{unique_status.data};
     executor.scan(n, has_evicted, places, scratch);
     executor.each(n, ReportEvicted{state, has_evicted, places, n, evicted_keys.data, evicted_scores.data,
-                                   evicted_slots.data});
+                                   evicted_slots.data, evicted_count.data});
   }
 };
 
