@@ -55,10 +55,12 @@ struct GatherOrInitRows {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const bool exists = i < count;
-      const Slot new_slot = exists ? new_slot_of(i) : kNoSlot;
-      const Slot slot = exists && new_slot < 0 && slots[i] < values.count ? slots[i] : kNoSlot;
+      const bool has_row = exists && new_slot_of(i) < 0 && slots[i] < values.count;
+      const Slot slot = has_row ? slots[i] : kNoSlot;
       group.copy_each(rows.data, static_cast<Slot>(i), values.data, slot, rows.row_bytes);
       const bool is_away = exists && slot < 0;
+      if (group.ballot(is_away) == 0) return;
+      const Slot new_slot = is_away ? new_slot_of(i) : kNoSlot;  // read again: copies need the registers
       const bool is_first_row = is_away && (new_slot >= 0 || initial[i]);
       Slot own = is_first_row ? kRead : kNoSlot;
       if (new_slot >= 0 && first[inverse[i]] == i) own = new_slot;
