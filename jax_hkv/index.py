@@ -148,7 +148,7 @@ class Upserted(NamedTuple):
     """What an upsert did, by position and by distinct key.
 
     `new_slots` are the slots of the distinct keys that were inserted, -1 for the others;
-    `evicted_count` is how many of the evicted are meant.
+    `evicted_count` is how many of the evicted are meant, 0 where they were not asked for.
     """
 
     slots: Int32[Array, " n"]

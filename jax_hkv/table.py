@@ -521,7 +521,7 @@ def entries_at(
     slots: jax.Array,
     count: jax.Array | None = None,
 ) -> tuple[Table, Entries]:
-    """What stands in slots, before anything overwrites it; if nobody knows, how many there are."""
+    """What stands in slots, before anything overwrites it; without a count they are counted."""
     table, values = gather_values(table, slots)
     table, optimizer = gather_optimizer(table, slots)
     if count is None:

@@ -98,6 +98,36 @@ def test_what_import_evicts_and_refuses_is_told():
     assert int(after.clock[0]) == int(table.clock[0]) + 1
 
 
+@pytest.mark.parametrize(
+    ("offset", "count"),
+    [(0, 256), (0, 0), (256, 7), (-3, 10), (-10, 10), (250, 100), (64, 100), (-(2**31), 5)],
+)
+def test_an_export_counts_the_entries_of_its_slots(offset, count):
+    """Slots before the first one and behind the last have none."""
+    table = trained(made(256), np.arange(100, dtype=np.int32))
+    occupied = np.asarray(table.digests).reshape(-1) != 0
+    slots = np.arange(offset, offset + count)
+    slots = slots[(slots >= 0) & (slots < 256)]
+    slots = slots[occupied[slots]]
+    entries = jax.jit(hkv.export_batch, static_argnums=2)(table, np.int32(offset), count)
+    assert int(entries.count) == len(slots) and entries.keys.shape == (count,)
+    keys = np.asarray(table.keys).reshape(-1, 2)[slots]
+    np.testing.assert_array_equal(np.asarray(entries.keys.words)[: len(slots)], keys)
+    assert not np.asarray(entries.keys.words)[len(slots) :].any()
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("size", [0, 1, 40, 300])
+def test_evicted_entries_are_counted(size, choices):
+    table = trained(made(128, choices=choices), np.arange(128, dtype=np.int32))
+    before = set(entries_of(table).keys.tolist())
+    ids = np.arange(1000, 1000 + size, dtype=np.int32)
+    table, result = hkv.insert_and_evict(table, ids, np.ones((size, DIM), np.float32))
+    gone = result.evicted.keys.to_numpy()[: int(result.evicted.count)].tolist()
+    assert set(gone) == before - set(entries_of(table).keys.tolist())
+    assert len(gone) == len(set(gone)) == int(result.counts.evicted) == min(size, 128)
+
+
 def second_tier(cache, store, ids):
     """Ids get a place in the cache; what had to go is in the store, what was there is back."""
     cache, found = hkv.find_or_insert(cache, ids, return_evicted=True)

@@ -67,6 +67,7 @@ EXCHANGES = [
 # Of XLA's own, copies included: the flags that say what was found, or the counts; in steps dense
 # layers too.
 KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_insert_1": 3}
+KERNELS |= {"insert_and_evict_1": 1, "export_batch": 2}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 62}
 KERNELS |= {"single_ids_step": 24, "evicting_step": 31}
