@@ -59,6 +59,13 @@ def power_law(key: jax.Array, shape: tuple[int, ...], most: int) -> jax.Array:
     return jnp.minimum(drawn, most).astype(jnp.int32) - 1
 
 
+def a_row(step: Callable[[Any, int], Any], state: Any) -> Any:
+    """The state after some steps."""
+    for number in range(IN_A_ROW):
+        state = step(state, number % BATCHES)
+    return state
+
+
 def in_a_row(step: Callable[[Any, int], Any], state: Any, runs: int) -> tuple[list[float], Any]:
     """Seconds a step, of steps that wait for each other on the device only."""
     for number in range(BATCHES):
@@ -67,9 +74,7 @@ def in_a_row(step: Callable[[Any, int], Any], state: Any, runs: int) -> tuple[li
     for _ in range(runs):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        for number in range(IN_A_ROW):
-            state = step(state, number % BATCHES)
-        jax.block_until_ready(state)
+        state = jax.block_until_ready(a_row(step, state))
         times.append((time.perf_counter() - start) / IN_A_ROW)
     return times, state
 
@@ -79,8 +84,7 @@ def watched(step: Callable[[Any, int], Any], state: Any) -> tuple[dict[str, Any]
 
     def steps() -> Any:
         nonlocal state
-        for number in range(IN_A_ROW):
-            state = step(state, number % BATCHES)
+        state = a_row(step, state)
         return state
 
     profile = profile_step.profile_of(steps)

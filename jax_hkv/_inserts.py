@@ -417,7 +417,7 @@ def insert_rows(
     if reads:
         clock, stored, values = _rows.gather_or_init(
             *(table.index.clock, table.values, slots, groups.inverse, groups.first, new),
-            *(keys, valid, *start),
+            *(groups.keys, keys, valid, *start),
             name=table.name,
         )
     else:

@@ -178,27 +178,26 @@ def _find_or_insert(
     table, inserted = insert_rows(
         table, batch.keys, batch.valid, scores, None, evicted, reads=reads
     )
-    if inserted.values is not None:
-        values = _of_bags_of_one(inserted.values)
-    else:
-        table, values = _rows_of(table, batch, inserted.upserted.slots, initial)
+    slots, rows = inserted.upserted.slots, inserted.values
+    table, values = _rows_of(table, batch, slots, initial, rows)
     return table, insert_result(values, batch.keys, inserted, batch.bags)
 
 
 def _rows_of(
-    table: Table, batch: Bagged, slots: Int32[Array, " n"], initial: bool
+    table: Table,
+    batch: Bagged,
+    slots: Int32[Array, " n"],
+    initial: bool,
+    rows: Float[Array, "n dim"] | None = None,
 ) -> tuple[Table, Float32[Array, "b dim"]]:
-    """A row for each bag; see :func:`pool_stored`."""
+    """A row for each bag, of one id the given ones; see :func:`pool_stored`."""
     keys, valid, bags = batch
     if bags is not None:
         return pool_stored(table, keys, slots, bags, valid, initial)
-    of_absent = (table.initializer, table.seed, keys, valid) if initial else None
-    table, rows = gather_values(table, slots, initial=of_absent)
-    return table, _of_bags_of_one(rows)
-
-
-def _of_bags_of_one(rows: Float[Array, "n dim"]) -> Float32[Array, "n dim"]:
-    return checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
+    if rows is None:
+        of_absent = (table.initializer, table.seed, keys, valid) if initial else None
+        table, rows = gather_values(table, slots, initial=of_absent)
+    return table, checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
 
 
 def is_initial(call: str, fill: Any) -> bool:

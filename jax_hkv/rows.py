@@ -153,6 +153,7 @@ def gather_or_init(
     inverse: Int32[Array, " n"],
     first: Int32[Array, " n"],
     new_slots: Int32[Array, " n"],
+    unique_keys: UInt32[Array, "n 2"],
     keys: Keys,
     mask: Mask,
     initializer: Initializer,
@@ -169,6 +170,7 @@ def gather_or_init(
       inverse: of positions: which distinct key theirs is, or -1.
       first: of distinct keys: their first positions.
       new_slots: of distinct keys without a row yet, else -1.
+      unique_keys: the distinct keys.
       keys: of positions.
       mask: of the positions without a slot, those that read a first row, and not zeros.
       initializer: of first rows.
@@ -177,7 +179,7 @@ def gather_or_init(
     """
     clock, values, rows = _ffi.call(
         "gather_or_init_rows",
-        *(clock, values, slots, inverse, first, new_slots, keys.words, flags(mask)),
+        *(clock, values, slots, inverse, first, new_slots, unique_keys, keys.words, flags(mask)),
         table=name,
         **attributes(initializer, seed),
     )

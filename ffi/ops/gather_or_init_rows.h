@@ -19,6 +19,7 @@ struct GatherOrInitRows {
   Array<int32_t> inverse;
   Array<int32_t> first;
   Array<Slot> new_slots;
+  Array<Words> unique_keys;
   Array<Words> keys;
   Array<bool> initial;
   RowsView rows;
@@ -32,6 +33,7 @@ struct GatherOrInitRows {
     binder.in("inverse", inverse, "n");
     binder.in("first", first, "n");
     binder.in("new_slots", new_slots, "n");
+    binder.in("unique_keys", unique_keys, "n 2");
     binder.in("keys", keys, "n 2");
     binder.in("initial", initial, "n?");
     binder.out("rows", rows, "n ...");
@@ -85,30 +87,6 @@ struct GatherOrInitRows {
     }
   };
 
-  // Of the distinct keys.
-  struct WriteFirstRows {
-    static constexpr int kGroup = 1;
-    static constexpr int64_t kGrain = 256;
-    int64_t count;
-    Initializer initializer;
-    RowsView values;
-    const int32_t* first;
-    const Slot* new_slots;
-    const Words* keys;
-
-    HKV_HOST_DEVICE void prefetch_far(int64_t u) const { prefetch_row<kToWrite>(values, new_slots[u]); }
-
-    HKV_HOST_DEVICE void operator()(const SerialGroup& group, int64_t u) const {
-      const Slot slot = new_slots[u];
-      const int32_t position = first[u];
-      if (slot < 0 || slot >= values.count || position < 0 || position >= count) return;
-      for_each_initial_block(group, initializer, keys[position].value(), values.width,
-                             [&](int64_t column, int columns, const auto& block) {
-                               store_block(values.type, values.row(slot), column, columns, block);
-                             });
-    }
-  };
-
   template <class Executor>
   void run(Executor& executor) const {
     const int64_t n = slots.rows;
@@ -118,7 +96,7 @@ struct GatherOrInitRows {
       executor.each(n, Step{n, initializer, values, slots.data, inverse.data, first.data, new_slots.data,
                             keys.data, reads_first, rows});
     } else {
-      executor.each(n, WriteFirstRows{n, initializer, values, first.data, new_slots.data, keys.data});
+      executor.each(n, InitRows::Step{n, initializer, values, new_slots.data, unique_keys.data});
       executor.each(n, GatherRows::Step{initializer, 0.0f, values, slots.data, keys.data, reads_first, rows});
     }
   }
