@@ -42,6 +42,16 @@ def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     table, offered = of_table.filled(case, slots, options.batch)
     record: dict[str, Any] = {**case._asdict(), "slots": table.capacity, "operations": {}}
+
+    def profile(name: str, does: Any, keys: list[Any], rest: Any) -> None:
+        nonlocal table
+        found, table = kernels_of(jax.jit(does, donate_argnums=0), table, keys, rest)
+        record["operations"][name] = found
+        total = sum(kernel["microseconds"] for kernel in found.values())
+        print(f"  {name}: {total:.0f} us", flush=True)
+        for kernel, of in found.items():
+            print(f"    {of['launches']:5.1f} x {of['microseconds']:8.1f} us  {kernel[:90]}")
+
     fresh = offered
     for operation in of_table.operations(case.dim, options.batch):
         is_absent = operation.pattern == "absent"  # to all operations before this one, too
@@ -49,15 +59,13 @@ def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:
         first = fresh if is_absent else offered
         keys = [draw(first, options.batch, rng, number) for number in range(of_table.BATCHES + 1)]
         fresh += len(keys) * options.batch if is_absent else 0
-        if any(each.shape[0] < options.batch for each in keys):
-            continue
-        call = jax.jit(operation.does, donate_argnums=0)
-        found, table = kernels_of(call, table, keys, operation.rest)
-        record["operations"][operation.name] = found
-        total = sum(kernel["microseconds"] for kernel in found.values())
-        print(f"  {operation.name}: {total:.0f} us", flush=True)
-        for name, kernel in found.items():
-            print(f"    {kernel['launches']:5.1f} x {kernel['microseconds']:8.1f} us  {name[:90]}")
+        if all(each.shape[0] == options.batch for each in keys):
+            profile(operation.name, operation.does, keys, operation.rest)
+    places = [
+        jax.numpy.int32(number * options.batch % table.capacity)
+        for number in range(of_table.BATCHES + 1)
+    ]
+    profile("export", functools.partial(of_table.export_as_call, count=options.batch), places, ())
     return record
 
 

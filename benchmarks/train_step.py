@@ -9,8 +9,9 @@ for SGD, and with ``--peer-python`` PyTorch's ``nn.EmbeddingBag`` with SGD and S
 a row for every id there may be. DLRM-DCNv2: the model of examples/dcnv2.py in bfloat16 with float32
 rows, fused Adagrad, ids made on the device. What it leaves out: the input pipeline, all but one
 device, and rows beyond `--capacity-factor` (MLPerf's 40 million rows a table do not fit beside
-their optimizer's; ids of rows that were evicted start anew). After the steps that are timed some
-are watched by JAX's profiler: which kernels their time goes to.
+their optimizer's; ids of rows that were evicted start anew). Both are timed as XLA compiles them,
+and with what does not wait for each other side by side in a CUDA graph. After the steps that are
+timed some are watched by JAX's profiler: which kernels their time goes to.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ SETTINGS = ("positions", "ids", "batch", "capacity_factor", "runs")
 RATE = 1e-3
 SAMPLE = 8  # ids of each of ten tables, looked for in all of them
 LARGEST_ERROR = 1e-4  # of a sampled row, by one more than its size: sums of thousands are rounded
+# Of XLA: kernels one after the other, but for what hides latencies, or as operands allow.
+SCHEDULES = {"": "LHS", ", concurrent": "CONCURRENT"}
 
 
 def power_law(key: jax.Array, shape: tuple[int, ...], most: int) -> jax.Array:
@@ -57,6 +60,14 @@ def power_law(key: jax.Array, shape: tuple[int, ...], most: int) -> jax.Array:
     power = 1.0 - EXPONENT
     drawn = (1.0 + jax.random.uniform(key, shape) * (float(most) ** power - 1.0)) ** (1.0 / power)
     return jnp.minimum(drawn, most).astype(jnp.int32) - 1
+
+
+def compiled(step: Any, schedule: str, *arguments: Any) -> tuple[Any, dict[str, int]]:
+    """A step for arguments like these, and the bytes that it needs beside them."""
+    options = {"xla_gpu_command_buffer_scheduling_mode": schedule}
+    made = step.lower(*arguments).compile(options)
+    memory = made.memory_analysis()
+    return made, {"temporary_bytes": 0 if memory is None else memory.temp_size_in_bytes}
 
 
 def a_row(step: Callable[[Any, int], Any], state: Any) -> Any:
@@ -102,7 +113,7 @@ def row_gradients(options: argparse.Namespace) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (options.positions // TABLES * TABLES, DIM))
 
 
-def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def ten_tables(name: str, schedule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Forward, backward and update of ten tables that are one."""
     every = make_ids(options)
     optimizer = getattr(hkv.optim, name)(RATE)
@@ -125,7 +136,9 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
         rows = found.rows[group.name]
         return optimizer.update(tables[group.name], result, gradients), rows, result.counts
 
+    table, before = collection.create()[group.name], jnp.zeros(gradients.shape)
     step = jax.jit(one, donate_argnums=(0, 1), keep_unused=True)
+    step, memory = compiled(step, schedule, table, before, ids[0], gradients)
     unique, order = [], []
 
     def run(state: Any, number: int) -> Any:
@@ -142,9 +155,8 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
         rows = collection.spread(found.rows, found.parts)
         return np.concatenate([np.asarray(rows[name]) for name in names])
 
-    table = collection.create()[group.name]
     start = sampled(table)
-    runs, state = in_a_row(run, (table, jnp.zeros(gradients.shape)), options.runs)
+    runs, state = in_a_row(run, (table, before), options.runs)
     kernels, (table, _) = watched(run, state)
     assert int(table.optimizer.skipped[0]) == 0
     if options.ids == IDS and options.positions == POSITIONS:
@@ -155,7 +167,7 @@ def ten_tables(name: str, options: argparse.Namespace) -> dict[str, Any]:
     error = float(np.max(np.abs(sampled(table) - should) / (1 + np.abs(should))))
     assert error < LARGEST_ERROR, error
     found = {"unique": int(unique[0]), "rows": should.shape[0], "error": error}
-    return {"seconds": runs, **found, "kernels": kernels}
+    return {"seconds": runs, **found, **memory, "kernels": kernels}
 
 
 def sampled_sums(
@@ -211,7 +223,7 @@ def torch_tables(device: str, options: argparse.Namespace) -> dict[str, Any]:
         )
 
 
-def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
+def dcnv2(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples a second of DLRM-DCNv2."""
     shape = Shape(batch=options.batch)
     tables = embeddings(shape, options.capacity_factor)
@@ -233,6 +245,7 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
     dense = optax.adagrad(LEARNING_RATE, 0.0, EPSILON_INSIDE_ROOT)
     state = hkv.linen.TrainState.create(model, jax.random.key(0), made[0], tx=dense)
     step = hkv.linen.train_step(lambda apply, x: mean_loss(apply(x, train=True), x))
+    step, memory = compiled(step, schedule, state, made[0])
     losses = []
 
     def run(state: Any, number: int) -> Any:
@@ -250,6 +263,7 @@ def dcnv2(options: argparse.Namespace) -> dict[str, Any]:
         "capacity": table.capacity,
         "load": float(hkv.load_factor(table)),
         "left_out": "input pipeline, several devices, rows beyond the capacity",
+        **memory,
         "kernels": kernels,
     }
 
@@ -268,6 +282,7 @@ def main() -> None:
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
     profile_step.launch_as_always()
+    jax.config.update("jax_compiler_enable_remat_pass", False)  # as train_step has it where called
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     record = measure.begun(options.out, options.resume, {})
     if record.get("settings") != settings:
@@ -285,10 +300,11 @@ def main() -> None:
             print(f"{part} {name}: {1e3 * measure.median(times):.3f} ms a step", flush=True)
         measure.write(options.out.stem, record, options.out.parent)
 
-    for name in ("sgd", "adam"):
-        measured(f"ten tables {name}", ten_tables, name)
+    for suffix, schedule in SCHEDULES.items():
+        for name in ("sgd", "adam"):
+            measured(f"ten tables {name}{suffix}", ten_tables, name, schedule)
+        measured(f"dcnv2{suffix}", dcnv2, schedule)
     measured("dense sgd", dense_tables)
-    measured("dcnv2", dcnv2)
     if options.peer_python:
         measured("torch", torch_tables, "cpu" if record["device"] == "cpu" else "cuda")
     print(options.out)

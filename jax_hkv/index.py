@@ -448,32 +448,46 @@ def read(
     return dataclasses.replace(index, clock=clock), Keys(keys), Keys(scores), occupied
 
 
-def export(
-    index: Index, offset: Int32[Array, ""], count: int, chosen: rows.Mask
-) -> tuple[Index, Keys, Keys, Int32[Array, " count"], Int32[Array, ""]]:
-    """Keys, scores and slots of the entries in `count` slots from `offset` on, side by side.
+class Exported(NamedTuple):
+    """What :func:`export` gives: entries side by side, behind them zeros and slot -1."""
 
-    Behind them stand zeros, and slot -1. And how many there are.
+    keys: Keys
+    scores: Keys
+    slots: Int32[Array, " count"]
+    count: Int32[Array, ""]
+    values: Num[Array, "count ..."]
+
+
+def export(
+    index: Index,
+    values: Num[Array, "S ..."],
+    offset: Int32[Array, ""],
+    count: int,
+    chosen: rows.Mask,
+) -> tuple[Index, Exported]:
+    """The entries in `count` slots from `offset` on, in slot order, and how many there are.
 
     Args:
       index: to read.
+      values: rows by slot.
       offset: first slot.
       count: slots.
       chosen: of the slots, those that are wanted; None: all.
     """
-    clock, keys, scores, slots, exported = _ffi.call(
+    clock, keys, scores, slots, exported, values = _ffi.call(
         "export_slots",
         index.clock,
         index.digests,
         index.keys,
         index.scores,
+        values,
         offset.reshape(1),
         rows.flags(chosen),
         table=index.name,
         count=count,
     )
     index = dataclasses.replace(index, clock=clock)
-    return index, Keys(keys), Keys(scores), slots, exported.reshape(())
+    return index, Exported(Keys(keys), Keys(scores), slots, exported.reshape(()), values)
 
 
 def _with_leaves(

@@ -25,6 +25,7 @@ from jax_hkv.table import (
     check_live,
     check_one_device,
     entries_at,
+    gather_optimizer,
     gather_values,
     jitted,
     no_counts,
@@ -597,10 +598,9 @@ def _export(table: Table, predicate: Predicate | None, offset: jax.Array, count:
     if predicate is not None:
         table, slots = _matching(table, predicate, offset, count)
         chosen = slots >= 0
-    index, keys, scores, slots, exported = _index.export(table.index, offset, count, chosen)
-    table = dataclasses.replace(table, index=index)
-    _, entries = entries_at(table, keys.words, scores.words, slots, exported)
-    return entries
+    index, found = _index.export(table.index, table.values, offset, count, chosen)
+    _, optimizer = gather_optimizer(dataclasses.replace(table, index=index), found.slots)
+    return Entries(found.keys, found.scores, found.values, optimizer, found.count)
 
 
 def _chunk(table: Table) -> int:

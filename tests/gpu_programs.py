@@ -64,6 +64,7 @@ def programs():
     """Names, functions and the shapes of arguments.
 
     The first argument is donated where the function returns a table and the name does not deny it.
+    Of what a concurrent one calls, XLA runs side by side what does not wait for each other.
     """
     import jax
     import jax.numpy as jnp
@@ -130,6 +131,7 @@ def programs():
 
     yield "train_step", train_step, (state, batch(), floats(BATCH))
     yield "collection_step", *collection_step()
+    yield "concurrent_step", *collection_step()
     yield "single_ids_step", *collection_step(most_ids=1)
     yield "evicting_step", *collection_step(return_evicted=True)
     yield "micro_batches_step", *collection_step(micro_batches=4)
@@ -430,7 +432,9 @@ def report(dump: str, name: str, function, arguments, on_one_device) -> dict:
     changes = first_table(jax.eval_shape(program, *arguments)) is not None
     donated = (0,) if changes and not name.startswith("undonated_") else ()
     lowered = jax.jit(program, donate_argnums=donated).lower(*arguments)
-    hlo = lowered.compile().as_text() or ""
+    mode = "CONCURRENT" if name.startswith("concurrent_") else "LHS"
+    compiled = lowered.compile({"xla_gpu_command_buffer_scheduling_mode": mode})
+    hlo = compiled.as_text() or ""
     (thunks,) = Path(dump).glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")
     return {
         "copies": testing.copies_in(hlo, first_table(on_one_device)),

@@ -45,6 +45,7 @@ WHOLE += ["tiered_admit", "tiered_admit_in_pieces", "tiered_restore", "tiered_pr
 STRAIGHT = [
     "train_step",
     "collection_step",
+    "concurrent_step",
     "single_ids_step",
     "evicting_step",
     "shard_map_step",
@@ -70,7 +71,7 @@ KERNELS = {"find_1": 1, "contains_1": 1, "insert_or_assign_1": 1, "find_or_inser
 KERNELS |= {"insert_and_evict_1": 1, "export_batch": 2}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 29, "micro_batches_step": 62}
-KERNELS |= {"single_ids_step": 24, "evicting_step": 31}
+KERNELS |= {"single_ids_step": 24, "evicting_step": 31, "concurrent_step": 29}
 LOOPS = [
     "scan_of_steps",
     "micro_batches_step",

@@ -1,8 +1,8 @@
-// The entries of `count` consecutive slots, side by side, in slot order: keys, scores and slots, and how many
-// there are. A read.
+// The entries of `count` consecutive slots, side by side, in slot order: keys, scores, rows and slots, and
+// how many there are. A read.
 #pragma once
 
-#include "ops/operation.h"
+#include "ops/gather_rows.h"
 
 namespace hkv {
 
@@ -14,10 +14,12 @@ struct ExportSlots {
   IndexArrays index;
   Array<Slot> offset;
   Array<bool> chosen;
+  RowsView values;
   Array<Words> keys;
   Array<Words> scores;
   Array<Slot> slots;
   Array<int32_t> exported;
+  RowsView rows;
   int32_t* places = nullptr;
   char* scratch = nullptr;
 
@@ -28,12 +30,14 @@ struct ExportSlots {
     binder.in("digests", index.digests, "B 128");
     binder.in("keys", index.keys, "B 128 2");
     binder.in("scores", index.scores, "B 128 2");
+    binder.in("values", values, "S ...");
     binder.in("offset", offset, "1");
     binder.in("chosen", chosen, "count?");
     binder.out("exported_keys", keys, "count 2");
     binder.out("exported_scores", scores, "count 2");
     binder.out("exported_slots", slots, "count");
     binder.out("exported_count", exported, "1");
+    binder.out("exported_rows", rows, "count ...");
   }
 
   // 1 for a slot that is exported, the i-th after the offset.
@@ -47,28 +51,41 @@ struct ExportSlots {
     }
   };
 
+  // A tile of the next slots reads and writes what lies side by side, or nearly.
   struct Place {
-    static constexpr int kGroup = 1;
+    static constexpr int kGroup = 8;
+    static constexpr bool kOwnIndex = true;
     int64_t count;
     IsExported is_exported;
     const int32_t* places;
+    RowsView values;
     Words* keys;
     Words* scores;
     Slot* slots;
     int32_t* exported;
+    RowsView rows;
 
-    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    template <Group G>
+    HKV_HOST_DEVICE void operator()(const G& group, int64_t i) const {
       const int64_t total = total_of(count, is_exported, places);
+      const bool exists = i < count;
       if (i == 0) *exported = static_cast<int32_t>(total);
-      if (is_exported(i)) {
+      Slot source = kNoSlot;
+      Slot target = kNoSlot;
+      if (exists && is_exported(i)) {
         const TableView& table = is_exported.table;
-        const int64_t slot = *is_exported.offset + i;
-        const int32_t place = places[i];
-        keys[place] = table.keys[slot];
-        scores[place] = table.scores[slot];
-        slots[place] = static_cast<Slot>(slot);
+        source = static_cast<Slot>(*is_exported.offset + i);
+        target = places[i];
+        keys[target] = table.keys[source];
+        scores[target] = table.scores[source];
+        slots[target] = source;
       }
-      if (i < total) return;
+      group.copy_each(rows.data, target, values.data, source < values.count ? source : kNoSlot,
+                      rows.row_bytes);
+      const bool is_behind = exists && i >= total;
+      const int64_t first = i - group.rank();
+      for_each_member(group, is_behind, [&](int member) { write_fill(group, 0.0f, rows, first + member); });
+      if (!is_behind) return;
       keys[i] = Words::of(0);
       scores[i] = Words::of(0);
       slots[i] = kNoSlot;
@@ -86,8 +103,8 @@ struct ExportSlots {
     if (count == 0) return executor.zero(exported.data, sizeof(int32_t));
     const IsExported is_exported{index.view(1), offset.data, {chosen.data_or_null()}};
     executor.scan(count, is_exported, places, scratch);
-    executor.each(count,
-                  Place{count, is_exported, places, keys.data, scores.data, slots.data, exported.data});
+    executor.each(count, Place{count, is_exported, places, values, keys.data, scores.data, slots.data,
+                               exported.data, rows});
   }
 };
 

@@ -45,6 +45,13 @@ HKV_HOST_DEVICE void fill_row(const G& group, float fill, const RowsView& rows, 
   });
 }
 
+// Of any type: one that is no number gets zeros.
+template <Group G>
+HKV_HOST_DEVICE void write_fill(const G& group, float fill, const RowsView& rows, int64_t row) {
+  if (rows.type != RowType::kOther) return fill_row(group, fill, rows, row);
+  for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) rows.row(row)[byte] = 0;
+}
+
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
   static constexpr bool kPerPosition = true;
@@ -106,12 +113,8 @@ struct GatherRows {
                                [&](int64_t column, int columns, const auto& block) {
                                  store_block(rows.type, rows.row(i), column, columns, block);
                                });
-      } else if (rows.type == RowType::kOther) {
-        for (int64_t byte = group.rank(); byte < rows.row_bytes; byte += group.size()) {
-          rows.row(i)[byte] = 0;
-        }
       } else {
-        fill_row(group, fill, rows, i);
+        write_fill(group, fill, rows, i);
       }
     }
   };

@@ -88,6 +88,13 @@ class Counted {
     count_rows<GatherRows>(names);
   }
 
+  // The entries of as many slots as the batch has keys, with rows of several widths.
+  void count_export() {
+    store_["offset"] = Buffer::of(std::vector<Slot>{0});
+    store_["chosen"] = Buffer::of(std::vector<uint8_t>());  // all are
+    count_rows<ExportSlots>({});
+  }
+
   template <class Operation>
   void count(const Names& names) {
     ptx::Memory& memory = ptx_memory();
@@ -134,6 +141,7 @@ class Counted {
   void call(const Machine& machine, const Names& names) {
     const Attributes attributes = {{"policy", static_cast<double>(Policy::kLru)},
                                    {"choices", static_cast<double>(choices_)},
+                                   {"count", static_cast<double>(buckets_)},
                                    {"admit", 1},
                                    {"write_scores", 1}};
     const std::string failure = machine.call(Operation::kName, store_, attributes, names);
@@ -161,6 +169,7 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
         counted.set_batch(hits);
         counted.count<Unique>({{"keys", "batch"}});
         counted.count<FindSlots>({});
+        if (choices == 1 && hits == 1.0) counted.count_export();
         const bool has_room = load == 0.75 && hits == 0.6, evicts = load == 1.0 && hits == 0.0;
         if (choices == 1 && load != 0.75 && hits != 0.0) counted.count_rows<FindRows>({{"rows", "found"}});
         counted.count<Upsert>({});

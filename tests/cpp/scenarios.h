@@ -177,6 +177,14 @@ class Scenario {
     for (int64_t i = 0; is_partial && i < count; ++i) chosen.push_back(random_.chance(0.5) ? 1 : 0);
     machines_.set("chosen", Buffer::of(chosen));
     call<ExportSlots>({{"count", static_cast<double>(count)}});
+    machines_.set("initial", Buffer::of(std::vector<uint8_t>()));
+    machines_.set("initial_keys", Buffer::of(std::vector<Words>()));
+    Attributes zeros = initializer();
+    zeros["fill"] = 0;
+    call<GatherRows>(zeros,
+                     {{"slots", "exported_slots"}, {"keys", "initial_keys"}, {"rows", "rows_of_exported"}});
+    checks_.expect(machines_["exported_rows"].bytes == machines_["rows_of_exported"].bytes,
+                   where_ + ": exported rows are not those of their slots");
   }
 
   Attributes initializer() {
