@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from typing import NamedTuple
 
 import jax
@@ -185,23 +184,8 @@ def total_of(counts: Int32[Array, "*shape"]) -> Int32[Array, ""]:
 
 def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
     """How often each number from 0 to `kinds` - 1 occurs; others are not counted."""
-    few = 1024
-    if kinds == 1:
-        return total_of(numbers == 0)[None]
-    scattered = functools.partial(_scattered, kinds=kinds)
-    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
-    other = functools.partial(_compared, kinds=kinds) if kinds <= few else scattered
-    return jax.lax.platform_dependent(numbers, cpu=scattered, default=other)
-
-
-def _scattered(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
-    target = jnp.where(numbers < 0, kinds, numbers)
-    return jnp.zeros((kinds,), jnp.int32).at[target].add(1, mode="drop")
-
-
-def _compared(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
-    kind = jax.lax.iota(jnp.int32, kinds)
-    return jnp.sum(numbers[:, None] == kind[None], axis=0, dtype=jnp.int32)
+    (counts,) = _ffi.call("tally", numbers, kinds=kinds)
+    return counts
 
 
 def create(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -456,12 +457,32 @@ def sizes_over_devices(
 ) -> Int32[Array, " kinds"]:
     """As :func:`sizes_by`, of a table over devices seen from outside: XLA sums their parts.
 
-    Parts lie side by side on the first axis, or stacked: each device counts its own.
+    Parts lie side by side on the first axis, or stacked: each device counts its own, by what XLA
+    knows how to share among devices, which a native call is not.
     """
     numbers = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
-    parts = numbers.reshape(table.clock.size // 2, -1, LANES)
-    counted = jax.vmap(lambda part: _index.tally(part.reshape(-1), kinds))(parts)
+    parts = numbers.reshape(table.clock.size // 2, -1)
+    counted = jax.vmap(functools.partial(_tally_in_xla, kinds=kinds))(parts)
     return jnp.sum(counted, axis=0, dtype=jnp.int32)
+
+
+def _tally_in_xla(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    """As :func:`jax_hkv.index.tally`."""
+    few = 1024
+    scattered = functools.partial(_scattered, kinds=kinds)
+    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
+    other = functools.partial(_compared, kinds=kinds) if kinds <= few else scattered
+    return jax.lax.platform_dependent(numbers, cpu=scattered, default=other)
+
+
+def _scattered(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    target = jnp.where(numbers < 0, kinds, numbers)
+    return jnp.zeros((kinds,), jnp.int32).at[target].add(1, mode="drop")
+
+
+def _compared(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
+    kind = jax.lax.iota(jnp.int32, kinds)
+    return jnp.sum(numbers[:, None] == kind[None], axis=0, dtype=jnp.int32)
 
 
 @jitted("predicate")

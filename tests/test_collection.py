@@ -14,7 +14,7 @@ from many_devices import assert_same_bits
 
 import jax_hkv as hkv
 from jax_hkv import index as _index
-from jax_hkv import sharding
+from jax_hkv import sharding, whole_table
 from jax_hkv._namespaces import in_namespace
 
 DIM = 8
@@ -249,11 +249,11 @@ def test_each_feature_gets_the_rows_of_its_own_table(rng):
 
 
 @pytest.mark.parametrize("positions", [0, 1, 1000])
-def test_numbers_are_tallied_alike_by_scatters_and_by_comparison(rng, positions):
-    """A GPU compares, a CPU scatters."""
+def test_numbers_are_tallied_alike_natively_by_scatters_and_by_comparison(rng, positions):
+    """Of a table over devices a GPU compares, a CPU scatters."""
     numbers = rng.integers(-3, 12, positions, dtype=np.int32)
     expected = np.bincount(numbers[(numbers >= 0) & (numbers < 9)], minlength=9)
-    for tally in (_index._scattered, _index._compared, _index.tally):
+    for tally in (whole_table._scattered, whole_table._compared, _index.tally):
         counted = tally(jnp.asarray(numbers), kinds=9)
         assert counted.dtype == jnp.int32
         np.testing.assert_array_equal(counted, expected)

@@ -14,6 +14,7 @@
 #include "ops/pool_rows.h"
 #include "ops/read_slots.h"
 #include "ops/route_keys.h"
+#include "ops/tally.h"
 #include "ops/unique.h"
 #include "ops/update_rows.h"
 #include "ops/upsert.h"
@@ -35,6 +36,6 @@ using AllOperations =
                   ReadSlots, ExportSlots, GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows,
                   InitRows, GatherOrInitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
                   UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
-                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys>;
+                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys, Tally>;
 
 }  // namespace hkv

@@ -95,6 +95,17 @@ class Counted {
     count_rows<ExportSlots>({});
   }
 
+  // As many numbers as the batch has keys, of 26 tables one after the other; every fifth of another status.
+  void count_tally() {
+    constexpr int64_t kTables = 26, kStatuses = kKinds / kTables;
+    std::vector<int32_t> numbers;
+    for (int64_t i = 0; i < buckets_; ++i) {
+      numbers.push_back(static_cast<int32_t>(kStatuses * (i * kTables / buckets_) + (i % 5 == 0 ? 1 : 0)));
+    }
+    store_["numbers"] = Buffer::of(numbers);
+    count<Tally>({{"counts", "tallied"}});
+  }
+
   template <class Operation>
   void count(const Names& names) {
     ptx::Memory& memory = ptx_memory();
@@ -142,11 +153,14 @@ class Counted {
     const Attributes attributes = {{"policy", static_cast<double>(Policy::kLru)},
                                    {"choices", static_cast<double>(choices_)},
                                    {"count", static_cast<double>(buckets_)},
+                                   {"kinds", kKinds},
                                    {"admit", 1},
                                    {"write_scores", 1}};
     const std::string failure = machine.call(Operation::kName, store_, attributes, names);
     if (!failure.empty()) ptx::stop(failure);
   }
+
+  static constexpr int kKinds = 156;
 
   const Machine& host_;
   const Machine& device_;
@@ -185,6 +199,7 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
   const Names terms = {{"order", "all_order"},     {"offsets", "all_offsets"}, {"sources", "absent"},
                        {"weights", "absent"},      {"gradients", "rows"},      {"values", "updated"},
                        {"slots", "updated_slots"}, {"keys", "unique_keys"}};
+  counted.count_tally();
   counted.count_rows<CombineRows>(terms);
   counted.count_rows<UpdateRows<SgdRule>>(terms);
   counted.count_rows<UpdateRows<AdamRule>>(terms);

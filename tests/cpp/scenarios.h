@@ -51,6 +51,7 @@ class Scenario {
     route(n);
     upsert(n);
     lookups(n);
+    tally(n);
     rows(n);
     if (!form_.stays_full) {
       if (random_.chance(0.5)) erase();
@@ -185,6 +186,21 @@ class Scenario {
                      {{"slots", "exported_slots"}, {"keys", "initial_keys"}, {"rows", "rows_of_exported"}});
     checks_.expect(machines_["exported_rows"].bytes == machines_["rows_of_exported"].bytes,
                    where_ + ": exported rows are not those of their slots");
+  }
+
+  // Numbers in runs, as tables and statuses of a batch are, or without order.
+  void tally(int64_t n) {
+    const int64_t kinds = random_.below(40);
+    const double stays = random_.chance(0.5) ? 0.95 : 0.0;
+    std::vector<int32_t> numbers, expected(static_cast<size_t>(kinds));
+    for (int64_t i = 0; i < n; ++i) {
+      const auto other = static_cast<int32_t>(random_.below(kinds + 4)) - 2;
+      numbers.push_back(i > 0 && random_.chance(stays) ? numbers.back() : other);
+      if (numbers.back() >= 0 && numbers.back() < kinds) ++expected[static_cast<size_t>(numbers.back())];
+    }
+    machines_.set("numbers", Buffer::of(numbers));
+    call<Tally>({{"kinds", static_cast<double>(kinds)}}, {{"counts", "tallied"}});
+    checks_.expect(machines_["tallied"].as<int32_t>() == expected, where_ + ": numbers are counted wrongly");
   }
 
   Attributes initializer() {
