@@ -40,6 +40,8 @@ from dcnv2 import EPSILON_INSIDE_ROOT, LEARNING_RATE, DlrmDcnV2, Shape, embeddin
 from dlrm import Inputs, mean_loss  # noqa: E402
 from measure import apart  # noqa: E402
 
+from jax_hkv._compat import without_rematerialization  # noqa: E402
+
 TABLES, DIM = 10, 128
 POSITIONS = 1_048_570  # of a step
 EXPONENT = 1.05
@@ -65,7 +67,9 @@ def power_law(key: jax.Array, shape: tuple[int, ...], most: int) -> jax.Array:
 def compiled(step: Any, schedule: str, *arguments: Any) -> tuple[Any, dict[str, int]]:
     """A step for arguments like these, and the bytes that it needs beside them."""
     options = {"xla_gpu_command_buffer_scheduling_mode": schedule}
-    made = step.lower(*arguments).compile(options)
+    lowered = step.lower(*arguments)
+    with without_rematerialization():  # as train_step, when it is called
+        made = lowered.compile(options)
     memory = made.memory_analysis()
     return made, {"temporary_bytes": 0 if memory is None else memory.temp_size_in_bytes}
 
@@ -282,7 +286,6 @@ def main() -> None:
     add("--out", type=Path, default=measure.RESULTS / "train_step.json")
     options = parser.parse_args()
     profile_step.launch_as_always()
-    jax.config.update("jax_compiler_enable_remat_pass", False)  # as train_step has it where called
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     record = measure.begun(options.out, options.resume, {})
     if record.get("settings") != settings:

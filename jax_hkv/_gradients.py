@@ -47,8 +47,9 @@ def clip_by_global_norm(
       row_gradients: for each table, as its optimizer's update takes them.
 
     Returns:
-      The dense and the row gradients, scaled, and the norm before that. It is the root of a sum of
-      squares in float32, as optax's: one above 1.8e19 is infinite, and finite gradients become
+      The dense and the row gradients, scaled (those of rows at least in float32, as updates add
+      them up), and the norm before that. It is the root of a sum of squares in float32, as optax's:
+      one above 1.8e19 is infinite, and finite gradients become
       zero, infinite ones NaN; if it is NaN, since one of them is, all become NaN
       (``apply=all_finite(norm)`` skips such steps).
 
@@ -89,14 +90,15 @@ def clip_by_global_norm(
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
     # Where it is not a number, the bound says nothing of the gradients: none of them is one then.
     factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
-    scaled = jax.tree.map(functools.partial(_scaled, factor), (gradients, row_gradients))
-    return scaled[0], list(scaled[1]), norm
+    scale = functools.partial(_scaled, factor)
+    scaled = jax.tree.map(lambda leaf: scale(leaf).astype(leaf.dtype), gradients)
+    return scaled, list(jax.tree.map(scale, row_gradients)), norm
 
 
 def _scaled(factor: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Rounded once: a factor in a half type is off by up to a 256th, or zero."""
+    """At least in float32: a factor in a half type is off by up to a 256th, or zero."""
     kind = jnp.promote_types(leaf.dtype, jnp.float32)
-    return (leaf.astype(kind) * factor.astype(kind)).astype(leaf.dtype)
+    return leaf.astype(kind) * factor.astype(kind)
 
 
 def _square_norm(call: str, result: Any, row_gradients: Any) -> Float[Array, ""]:

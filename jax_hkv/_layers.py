@@ -304,6 +304,15 @@ def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> j
     return jnp.where(absent[..., None], replaced, rows)
 
 
+def trained(layer: Any, result: Any) -> Any:
+    """The result of a lookup with rows, which gradients are like, in the dtype of the output."""
+    check_dtype(type(layer).__name__, layer.dtype)
+    size = 0 if layer.dtype is None else jnp.dtype(layer.dtype).itemsize
+    if size not in (2, 4) or layer.unseen == "learned":  # those are added up in float32
+        return result
+    return result._replace(values=cast(layer, result.values))
+
+
 def cast(layer: Any, rows: jax.Array) -> jax.Array:
     """In the dtype of a layer's output; None: as they are."""
     check_dtype(type(layer).__name__, layer.dtype)

@@ -183,7 +183,7 @@ def total_of(counts: Int32[Array, "*shape"]) -> Int32[Array, ""]:
 
 
 def tally(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
-    """How often each number from 0 to `kinds` - 1 occurs; others are not counted."""
+    """How often each number from 0 to `kinds` - 1 occurs, best in runs; others do not count."""
     (counts,) = _ffi.call("tally", numbers, kinds=kinds)
     return counts
 

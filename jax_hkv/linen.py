@@ -112,11 +112,11 @@ class _Layer(nn.Module):
     ) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
         rows = f"{name}_rows_{len(self.get_variable(LOOKUPS, name, ()))}"
-        is_seen = self.is_mutable_collection(PERTURBATIONS) or self.has_variable(
-            PERTURBATIONS, rows
-        )
+        is_given = self.has_variable(PERTURBATIONS, rows)
+        is_seen = is_given or self.is_mutable_collection(PERTURBATIONS)
         if optimizer is not None and not is_seen:
             _layers.warn_of_no_update(type(self).__name__, "linen")
+        result = _layers.trained(self, result)
         self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
         return self.perturb(rows, result.values, PERTURBATIONS)
 

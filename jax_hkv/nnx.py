@@ -104,6 +104,7 @@ class _Layer(nnx.Module):
 
     def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
+        result = _layers.trained(self, result)
         if not self.is_recording:
             if any(own.optimizer for own in self._owners() if own.attribute == attribute):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")

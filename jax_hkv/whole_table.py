@@ -445,7 +445,7 @@ def sizes_by(
 
     def body(table: Table, offset: jax.Array, total: jax.Array) -> tuple[Table, jax.Array]:
         index, keys, _, occupied = _index.read(table.index, offset, _chunk(table))
-        counted = _index.tally(jnp.where(occupied, kind_of(keys), -1), kinds)
+        counted = _tally_in_xla(jnp.where(occupied, kind_of(keys), -1), kinds)
         return dataclasses.replace(table, index=index), total + counted
 
     return _over_chunks(table, body, _zeros(table, kinds))[1]
@@ -457,20 +457,21 @@ def sizes_over_devices(
 ) -> Int32[Array, " kinds"]:
     """As :func:`sizes_by`, of a table over devices seen from outside: XLA sums their parts.
 
-    Parts lie side by side on the first axis, or stacked: each device counts its own, by what XLA
-    knows how to share among devices, which a native call is not.
+    Parts lie side by side on the first axis, or stacked: each device counts its own.
     """
     numbers = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
-    parts = numbers.reshape(table.clock.size // 2, -1)
-    counted = jax.vmap(functools.partial(_tally_in_xla, kinds=kinds))(parts)
+    parts = numbers.reshape(table.clock.size // 2, -1, LANES)
+    counted = jax.vmap(lambda part: _tally_in_xla(part.reshape(-1), kinds))(parts)
     return jnp.sum(counted, axis=0, dtype=jnp.int32)
 
 
 def _tally_in_xla(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:
-    """As :func:`jax_hkv.index.tally`."""
+    """As :func:`jax_hkv.index.tally`, of numbers without order, over devices too."""
     few = 1024
+    if kinds == 1:
+        return _index.total_of(numbers == 0)[None]
     scattered = functools.partial(_scattered, kinds=kinds)
-    # A GPU's atomics on one address wait for each other, and numbers are few and come in runs.
+    # A GPU's atomics on a few neighbouring addresses wait for each other.
     other = functools.partial(_compared, kinds=kinds) if kinds <= few else scattered
     return jax.lax.platform_dependent(numbers, cpu=scattered, default=other)
 

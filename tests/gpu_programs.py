@@ -439,6 +439,7 @@ def report(dump: str, name: str, function, arguments, on_one_device) -> dict:
     return {
         "copies": testing.copies_in(hlo, first_table(on_one_device)),
         "host": lines_with(HOST, hlo),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "calls": re.findall(r'custom_call_target="jax_hkv\.(\w+)"', hlo),
         "scatters": lines_with(r" scatter\(", hlo),
         "uncounted_loops": [

@@ -248,13 +248,15 @@ def test_each_feature_gets_the_rows_of_its_own_table(rng):
     assert spread["title"].shape == (BATCH, 2 * DIM)
 
 
+@pytest.mark.parametrize("kinds", [1, 9, 200])
 @pytest.mark.parametrize("positions", [0, 1, 1000])
-def test_numbers_are_tallied_alike_natively_by_scatters_and_by_comparison(rng, positions):
-    """Of a table over devices a GPU compares, a CPU scatters."""
-    numbers = rng.integers(-3, 12, positions, dtype=np.int32)
-    expected = np.bincount(numbers[(numbers >= 0) & (numbers < 9)], minlength=9)
-    for tally in (whole_table._scattered, whole_table._compared, _index.tally):
-        counted = tally(jnp.asarray(numbers), kinds=9)
+def test_numbers_are_tallied_alike_natively_by_scatters_and_by_comparison(rng, positions, kinds):
+    """Of a table's slots a GPU compares, a CPU scatters."""
+    numbers = rng.integers(-3, kinds + 3, positions, dtype=np.int32)
+    expected = np.bincount(numbers[(numbers >= 0) & (numbers < kinds)], minlength=kinds)
+    by_xla = (whole_table._scattered, whole_table._compared, whole_table._tally_in_xla)
+    for tally in (*by_xla, _index.tally):
+        counted = tally(jnp.asarray(numbers), kinds=kinds)
         assert counted.dtype == jnp.int32
         np.testing.assert_array_equal(counted, expected)
 

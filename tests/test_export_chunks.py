@@ -13,6 +13,7 @@ from many_devices import Case, Many, assert_same_bits, entries_of, zipf_batch
 from test_expire import warnings_of
 
 import jax_hkv as hkv
+from jax_hkv import index as _index
 from jax_hkv import sharding, tiered
 
 DIM = 3
@@ -234,3 +235,11 @@ def test_the_host_holds_a_few_chunks_and_never_two_exports():
     assert whole > 2**20
     assert peak_of(lambda: sharding.export_entries(table)) < 1.3 * whole
     assert peak_of(in_chunks) < 3 * 512 * (64 * 4 + 16) < whole / 3
+
+
+def test_a_native_export_of_more_slots_than_rows_is_refused(platform):
+    table = hkv.create(256, DIM, name="ads")
+    offset = jnp.int32(0)
+    jax.block_until_ready(_index.export(table.index, table.values, offset, 8, None))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="values: expected a row for each slot"):
+        jax.block_until_ready(_index.export(table.index, table.values[1:], offset, 8, None))

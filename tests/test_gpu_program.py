@@ -169,6 +169,12 @@ def test_the_body_of_a_loop_is_one_command_buffer(compiled, name):
     assert command_buffers(body_of(compiled[name]["thunks"])) == (1, []), compiled[name]["thunks"]
 
 
+def test_what_runs_side_by_side_has_memory_of_its_own(compiled):
+    """So that the concurrent step, of which other tests ask the same, is one."""
+    concurrent, one_by_one = (compiled[name] for name in ("concurrent_step", "collection_step"))
+    assert concurrent["temporary_bytes"] > one_by_one["temporary_bytes"] > 0
+
+
 def test_a_step_of_26_features_is_one_lookup_and_one_update(compiled):
     calls = compiled["collection_step"]["calls"]
     for name in ("unique", "upsert", "tally", "verify_slots", "pool_rows", "update_adam"):

@@ -69,7 +69,12 @@ struct SumTerms {
     const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
     for (float& element : sum) element = 0.0f;  // the sum of no terms
     if constexpr (kAhead > 1) {
-      if (columns == kBlock && are_vectors(span)) return add_vectors(span, column, sum);
+      if (columns == kBlock && are_aligned<Floats>(span, type == RowType::kFloat32)) {
+        return add_aligned<Floats>(span, type, column, sum);
+      }
+      if (columns == kBlock && are_aligned<Halves>(span, type != RowType::kFloat32)) {
+        return add_aligned<Halves>(span, type, column, sum);
+      }
     }
     int64_t term = 0;
     if (kAhead > 1 && columns == kBlock) {
@@ -112,25 +117,42 @@ struct SumTerms {
   }
 
  private:
-  struct alignas(16) Vector {
+  // Four elements that are read at once.
+  struct alignas(16) Floats {
     float elements[4];
+
+    HKV_HOST_DEVICE void decode(RowType, float (&values)[4]) const {
+      memcpy(values, elements, sizeof(values));
+    }
+  };
+  struct alignas(8) Halves {
+    uint16_t elements[4];
+
+    HKV_HOST_DEVICE void decode(RowType type, float (&values)[4]) const {
+      decode_halves(type, elements, values);
+    }
   };
 
-  // Whether every row that a span can name is float32, at a multiple of 16 bytes, and there is one.
-  HKV_HOST_DEVICE bool are_vectors(const TermSpan& span) const {
-    const RowsView& of = span.level > 0 ? partial : rows;
+  HKV_HOST_DEVICE const RowsView& rows_of(const TermSpan& span) const {
+    return span.level > 0 ? partial : rows;
+  }
+
+  // Whether every row that a span can name lies on such blocks, and there is one.
+  template <class Block>
+  HKV_HOST_DEVICE bool are_aligned(const TermSpan& span, bool is_type) const {
+    const RowsView& of = rows_of(span);
     const auto alignment = reinterpret_cast<uintptr_t>(of.data) | static_cast<uintptr_t>(of.row_bytes);
-    return of.type == RowType::kFloat32 && of.count > 0 && alignment % sizeof(Vector) == 0;
+    return is_type && of.count > 0 && alignment % sizeof(Block) == 0;
   }
 
   // `add` of such rows, those of short spans too. All numbers are on their way together, then all rows.
   // Nothing is decided between the loads, or each would wait for the one before it: where there is no term or
   // no row, another one is read and left out.
-  template <int kBlock>
-  HKV_HOST_DEVICE void add_vectors(const TermSpan& span, int64_t column, float (&sum)[kBlock]) const {
-    static_assert(sizeof(Vector) == sizeof(sum));
+  template <class Block, int kBlock>
+  HKV_HOST_DEVICE void add_aligned(const TermSpan& span, RowType type, int64_t column,
+                                   float (&sum)[kBlock]) const {
     constexpr int kAhead = kRowsAhead<kBlock>;
-    const RowsView& of = span.level > 0 ? partial : rows;
+    const RowsView& of = rows_of(span);
     HKV_ROLLED for (int64_t first = 0; first < span.length; first += kAhead) {
       int32_t number[kAhead];
       float weight[kAhead];
@@ -147,14 +169,15 @@ struct SumTerms {
           for (int32_t& own : number) own = sources[own];
         }
       }
-      Vector read[kAhead];
+      Block read[kAhead];
       for (int k = 0; k < kAhead; ++k) {
         number[k] = number[k] < of.count ? number[k] : -1;
-        read[k] = reinterpret_cast<const Vector*>(of.row(number[k] < 0 ? 0 : number[k]))[column / kBlock];
+        read[k] = reinterpret_cast<const Block*>(of.row(number[k] < 0 ? 0 : number[k]))[column / kBlock];
       }
       for (int k = 0; k < kAhead; ++k) {
         float values[kBlock];
-        for (int c = 0; c < kBlock; ++c) values[c] = number[k] < 0 ? 0.0f : read[k].elements[c];
+        read[k].decode(type, values);
+        for (float& value : values) value = number[k] < 0 ? 0.0f : value;
         if (first + k < span.length) append(span, first + k, weight[k], values, sum);
       }
     }

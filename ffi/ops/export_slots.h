@@ -40,6 +40,10 @@ struct ExportSlots {
     binder.out("exported_rows", rows, "count ...");
   }
 
+  const char* complaint() const {
+    return values.count == index.digests.rows * kLanes ? nullptr : "values: expected a row for each slot";
+  }
+
   // 1 for a slot that is exported, the i-th after the offset.
   struct IsExported {
     TableView table;
@@ -55,6 +59,7 @@ struct ExportSlots {
   struct Place {
     static constexpr int kGroup = 8;
     static constexpr bool kOwnIndex = true;
+    static constexpr int64_t kGrain = GatherRows::Step::kGrain;
     int64_t count;
     IsExported is_exported;
     const int32_t* places;
@@ -80,8 +85,7 @@ struct ExportSlots {
         scores[target] = table.scores[source];
         slots[target] = source;
       }
-      group.copy_each(rows.data, target, values.data, source < values.count ? source : kNoSlot,
-                      rows.row_bytes);
+      group.copy_each(rows.data, target, values.data, source, rows.row_bytes);
       const bool is_behind = exists && i >= total;
       const int64_t first = i - group.rank();
       for_each_member(group, is_behind, [&](int member) { write_fill(group, 0.0f, rows, first + member); });

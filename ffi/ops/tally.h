@@ -20,8 +20,9 @@ struct Tally {
     binder.out("counts", counts, "kinds");
   }
 
-  // A group counts a chunk. Numbers come in runs, of few kinds at a time: each member keeps what it has seen
-  // last and adds it where all add when another kind needs its place, or at the end, for all members at once.
+  // A group counts a chunk. Numbers are to come in runs, of few kinds at a time: each member keeps one kind
+  // in each of some places and adds it where all add when another needs the place, or at the end, for all
+  // members at once. Without order members would wait for each other where they add.
   struct Step {
     static constexpr int kGroup = 8;
     static constexpr int64_t kGrain = 4;

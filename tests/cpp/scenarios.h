@@ -190,12 +190,13 @@ class Scenario {
 
   // Numbers in runs, as tables and statuses of a batch are, or without order.
   void tally(int64_t n) {
-    const int64_t kinds = random_.below(40);
+    const int64_t kinds = random_.below(random_.chance(0.5) ? 10 : 200);
     const double stays = random_.chance(0.5) ? 0.95 : 0.0;
     std::vector<int32_t> numbers, expected(static_cast<size_t>(kinds));
     for (int64_t i = 0; i < n; ++i) {
       const auto other = static_cast<int32_t>(random_.below(kinds + 4)) - 2;
-      numbers.push_back(i > 0 && random_.chance(stays) ? numbers.back() : other);
+      const auto far = static_cast<int32_t>(random_.word());
+      numbers.push_back(i > 0 && random_.chance(stays) ? numbers.back() : random_.chance(0.02) ? far : other);
       if (numbers.back() >= 0 && numbers.back() < kinds) ++expected[static_cast<size_t>(numbers.back())];
     }
     machines_.set("numbers", Buffer::of(numbers));

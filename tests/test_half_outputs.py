@@ -1,0 +1,132 @@
+"""Layers with outputs in half precision: gradients come in it, and rows learn as in float32."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from many_devices import assert_same_bits
+
+import jax_hkv as hkv
+import jax_hkv.linen
+import jax_hkv.nnx
+
+DIM, BATCH, HOTNESS = 8, 24, 3
+HALF = [jnp.bfloat16, jnp.float16]
+LAYERS = ["Embed", "EmbedBag", "EmbedCollection"]
+OPTIMIZER = hkv.optim.adam(0.1)
+FEATURES = {"single": "sum", "several": "mean", "apart": None}
+
+
+def collection():
+    """Features of one table, with bags and without."""
+    config = hkv.TableConfig("ids", 256, DIM, optimizer=OPTIMIZER)
+    return hkv.Collection([config], [hkv.Feature(n, "ids", how) for n, how in FEATURES.items()])
+
+
+def layer_of(api, kind, dtype, **options):
+    """A layer of linen or nnx."""
+    module = getattr(hkv, api)
+    if kind == "EmbedCollection":
+        return module.EmbedCollection(collection(), dtype=dtype, **options)
+    options |= {"optimizer": OPTIMIZER, "dtype": dtype}
+    return getattr(module, kind)(256, DIM, **options)
+
+
+def looked_up(layer, kind, ids, dtype):
+    """Its rows for ids, one or several a feature, in a dtype."""
+    if kind == "EmbedCollection":
+        inputs = {"single": ids[:, :1], "several": ids, "apart": ids[:, :2]}
+        rows = jnp.concatenate(
+            [own.reshape(len(ids), -1) for own in layer(inputs, train=True).values()], axis=1
+        )
+    else:
+        rows = layer(ids, train=True).reshape(len(ids), -1)
+    return rows.astype(dtype)
+
+
+class Linen(nn.Module):
+    """The rows of a layer by themselves."""
+
+    kind: str
+    dtype: object
+    output: object
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, ids):
+        layer = layer_of("linen", self.kind, self.dtype, **dict(self.options))
+        return looked_up(layer, self.kind, ids, self.output)
+
+
+class Nnx(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, kind, dtype, output, options=()):
+        self.layer = layer_of("nnx", kind, dtype, **dict(options))
+        self.kind, self.output = kind, output
+
+    def __call__(self, ids):
+        return looked_up(self.layer, self.kind, ids, self.output)
+
+
+def loss_of(model, ids, factors):
+    """Whose gradient by each output is a factor, with whatever precision XLA computes."""
+    rows = model(ids)
+    return jnp.sum(rows.astype(jnp.float32) * factors[:, : rows.shape[1]])
+
+
+def batches(rng, output):
+    """Ids that occur again and again, and factors that a dtype holds."""
+    for _ in range(3):
+        factors = rng.normal(size=(BATCH, 6 * DIM)).astype(np.float32)
+        ids = rng.integers(0, 60, (BATCH, HOTNESS), dtype=np.int32)
+        yield jnp.asarray(ids), jnp.asarray(factors).astype(output).astype(jnp.float32)
+
+
+def trained(api, kind, dtype, output, given, **options):
+    """The arrays of a model after some steps."""
+    if api == "linen":
+        model = Linen(kind, dtype, output)
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), given[0][0], tx=optax.sgd(1))
+    else:
+        model = Nnx(kind, dtype, output)
+        state = hkv.nnx.TrainState(model, optax.sgd(1))
+    step = getattr(hkv, api).train_step(loss_of, **options)
+    for batch in given:
+        state, info = step(state, *batch) if api == "linen" else (state, step(state, *batch))
+    assert float(info.loss) != 0
+    return state.tables if api == "linen" else nnx.state(state.model)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("output", HALF)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_rows_learn_as_where_the_model_rounds_them(rng, api, kind, output, options):
+    """A layer in half precision, and one in float32 whose rows the model makes half ones."""
+    given = list(batches(rng, output))
+    inside = trained(api, kind, output, output, given, **options)
+    outside = trained(api, kind, None, output, given, **options)
+    assert_same_bits(jax.tree.leaves(inside), jax.tree.leaves(outside))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_have_the_dtype_of_the_output(kind, rng):
+    """Half the bytes; those of rows of which a learned one is a part are added up in float32."""
+    ids = jnp.asarray(rng.integers(0, 60, (BATCH, HOTNESS), dtype=np.int32))
+
+    def dtypes(dtype, **options):
+        model = Linen(kind, dtype, jnp.float32, tuple(options.items()))
+        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), ids))
+        rows = hkv.linen.perturbations(model, variables, ids)
+        return {leaf.dtype for leaf in jax.tree.leaves(rows)}
+
+    for half in HALF:
+        assert dtypes(half) == {jnp.dtype(half)}
+        assert dtypes(half, unseen="learned") == {jnp.dtype(jnp.float32)}
+    assert dtypes(None) == dtypes(jnp.float32) == {jnp.dtype(jnp.float32)}
