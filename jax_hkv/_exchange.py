@@ -658,7 +658,7 @@ def bags_homeward(plan: Plan, rows: Float32[Array, "b dim"]) -> Float32[Array, "
     return rows
 
 
-def bags_onward(plan: Plan, rows: Float32[Array, "own dim"]) -> Float32[Array, "b dim"]:
+def bags_onward(plan: Plan, rows: Float[Array, "own dim"]) -> Float[Array, "b dim"]:
     """Sends the rows of this device's bags to all owners."""
     for hop in plan.hops:
         rows = jax.lax.all_gather(rows, hop.axes, tiled=True)

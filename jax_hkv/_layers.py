@@ -305,10 +305,12 @@ def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> j
 
 
 def trained(layer: Any, result: Any) -> Any:
-    """The result of a lookup with rows, which gradients are like, in the dtype of the output."""
+    """The result of a lookup, its rows (which gradients are like) in bfloat16 if the output is.
+
+    Not in float16, which has not the range of gradients. Learned rows are added up in float32.
+    """
     check_dtype(type(layer).__name__, layer.dtype)
-    size = 0 if layer.dtype is None else jnp.dtype(layer.dtype).itemsize
-    if size not in (2, 4) or layer.unseen == "learned":  # those are added up in float32
+    if layer.unseen == "learned" or layer.dtype is None or jnp.dtype(layer.dtype) != jnp.bfloat16:
         return result
     return result._replace(values=cast(layer, result.values))
 

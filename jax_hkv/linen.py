@@ -71,7 +71,7 @@ class Lookup:
     """What a training lookup left for the update.
 
     Attributes:
-      result: of the lookup.
+      result: of the lookup; rows of an output in bfloat16 are in it.
       counts: of the tables that are in its table.
       optimizer: static, who updates its table.
     """
@@ -345,7 +345,7 @@ class EmbedCollection(_Layer):
 def perturbations(
     module: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Zeros in the shape of the rows that a call looks up; their gradient is that of the rows.
+    """Zeros like the rows that a call looks up; their gradient is that of the rows.
 
     Args:
       module: that holds layers of this kind.

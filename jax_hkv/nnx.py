@@ -401,8 +401,8 @@ class RowGradients(NamedTuple):
     """What the training lookups of a table left for its update.
 
     Attributes:
-      results: of the lookups.
-      gradients: by their rows.
+      results: of the lookups; rows of an output in bfloat16 are in it.
+      gradients: by their rows, in their dtype.
       counts: of the tables that are in the table, by the layer's path and their names, for each
         lookup.
     """

@@ -308,7 +308,7 @@ def test_the_kernels_of_a_tables_operations_are_told_apart(tmp_path, monkeypatch
     sizes = ["--slots", "8192", "--batch", "128", "--dims", "8", "--loads", "0.5", "--choices", "2"]
     record = run("profile_table.py", tmp_path / "profile_table.json", *sizes)
     (case,) = record["cases"]
-    assert len(case["operations"]) == 14 and not any(case["operations"].values())  # no kernels here
+    assert len(case["operations"]) == 15 and not any(case["operations"].values())  # no kernels here
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     profile_table = importlib.import_module("profile_table")
     scan = "void cub::CUB_300001_SM_900::detail::scan::DeviceScanKernel<cub::policy_hub<int>>(int)"

@@ -80,12 +80,12 @@ def loss_of(model, ids, factors):
     return jnp.sum(rows.astype(jnp.float32) * factors[:, : rows.shape[1]])
 
 
-def batches(rng, output):
-    """Ids that occur again and again, and factors that a dtype holds."""
+def batches(rng):
+    """Ids that occur again and again, and factors that all types hold."""
     for _ in range(3):
-        factors = rng.normal(size=(BATCH, 6 * DIM)).astype(np.float32)
+        factors = rng.integers(-128, 129, (BATCH, 6 * DIM)) / np.float32(16)  # exact, halved too
         ids = rng.integers(0, 60, (BATCH, HOTNESS), dtype=np.int32)
-        yield jnp.asarray(ids), jnp.asarray(factors).astype(output).astype(jnp.float32)
+        yield jnp.asarray(ids), jnp.asarray(factors, jnp.float32)
 
 
 def trained(api, kind, dtype, output, given, **options):
@@ -109,24 +109,30 @@ def trained(api, kind, dtype, output, given, **options):
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_rows_learn_as_where_the_model_rounds_them(rng, api, kind, output, options):
     """A layer in half precision, and one in float32 whose rows the model makes half ones."""
-    given = list(batches(rng, output))
+    given = list(batches(rng))
     inside = trained(api, kind, output, output, given, **options)
     outside = trained(api, kind, None, output, given, **options)
     assert_same_bits(jax.tree.leaves(inside), jax.tree.leaves(outside))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_gradients_have_the_dtype_of_the_output(kind, rng):
-    """Half the bytes; those of rows of which a learned one is a part are added up in float32."""
-    ids = jnp.asarray(rng.integers(0, 60, (BATCH, HOTNESS), dtype=np.int32))
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_gradients_of_bfloat16_outputs_have_half_the_bytes(rng, api, kind):
+    """Those of float16 keep their range; those that a learned row has a part in are added up."""
+    ids, factors = next(batches(rng))
 
     def dtypes(dtype, **options):
-        model = Linen(kind, dtype, jnp.float32, tuple(options.items()))
-        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), ids))
-        rows = hkv.linen.perturbations(model, variables, ids)
+        given = (kind, dtype, jnp.float32, tuple(options.items()))
+        if api == "linen":
+            model = Linen(*given)
+            variables = jax.eval_shape(lambda: model.init(jax.random.key(0), ids))
+            rows = hkv.linen.perturbations(model, variables, ids)
+        else:
+            _, _, rows = hkv.nnx.value_and_grad(loss_of)(Nnx(*given), ids, factors)
+            rows = [own.gradients for own in rows.values()]
         return {leaf.dtype for leaf in jax.tree.leaves(rows)}
 
-    for half in HALF:
-        assert dtypes(half) == {jnp.dtype(half)}
-        assert dtypes(half, unseen="learned") == {jnp.dtype(jnp.float32)}
-    assert dtypes(None) == dtypes(jnp.float32) == {jnp.dtype(jnp.float32)}
+    full = {jnp.dtype(jnp.float32)}
+    assert dtypes(jnp.bfloat16) == dtypes("bfloat16") == {jnp.dtype(jnp.bfloat16)}
+    assert dtypes(jnp.bfloat16, unseen="learned") == full
+    assert dtypes(jnp.float16) == dtypes(None) == dtypes(jnp.float32) == full
