@@ -61,10 +61,7 @@ def profiled(case: of_table.Case, options: Any) -> dict[str, Any]:
         fresh += len(keys) * options.batch if is_absent else 0
         if all(each.shape[0] == options.batch for each in keys):
             profile(operation.name, operation.does, keys, operation.rest)
-    places = [
-        jax.numpy.int32(number * options.batch % table.capacity)
-        for number in range(of_table.BATCHES + 1)
-    ]
+    places = of_table.places_of(table, options.batch, of_table.BATCHES + 1)
     profile("export", functools.partial(of_table.export_as_call, count=options.batch), places, ())
     return record
 

@@ -343,12 +343,17 @@ def measured(
         call = calls[does, changes]
         wall, device, table = timed(call, table, keys, rest, options, changes)
         add_rate(record, operation.name, Timed(wall, device, bytes_a_key * options.batch), options)
-    places = [jnp.int32(number * options.batch % table.capacity) for number in range(BATCHES)]
+    places = places_of(table, options.batch, BATCHES)
     call = calls[export_as_call, False]
     wall, device, table = timed(call, table, places, (), options, is_fresh=False)
     result = Timed(wall, device, options.batch * (49 + 8 * case.dim))
     add_rate(record, "export", result, options)
     return record
+
+
+def places_of(table: hkv.Table, batch: int, count: int) -> list[jax.Array]:
+    """Where so many exports of a batch of slots begin, one behind the other."""
+    return [jnp.int32(number * batch % table.capacity) for number in range(count)]
 
 
 def export_as_call(table: hkv.Table, offset: jax.Array, count: int) -> tuple[hkv.Table, Any]:
