@@ -14,7 +14,7 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_mask
 from jax_hkv._keys import Keys, check_fixed, form_of
-from jax_hkv.index import LANES, NO_SLOT, Groups, Policy, Status, is_new
+from jax_hkv.index import LANES, NO_SLOT, Groups, Status, is_new
 from jax_hkv.table import (
     Bags,
     Counts,
@@ -226,12 +226,9 @@ def import_rows(
 ) -> tuple[Table, WriteResult]:
     """Puts in entries as they are, absent ones if it admits them; of equal keys the last."""
     groups = _index.unique(keys, valid)
-    # Whatever the policy, the scores are those given.
-    as_given = dataclasses.replace(table.index, policy=Policy.CUSTOM)
-    index, upserted = _index.upsert(
-        as_given, groups, scores, admit=admits, report_evicted=evicted, is_ticked=is_ticked
-    )
-    table = dataclasses.replace(table, index=dataclasses.replace(index, policy=table.policy))
+    options = {"report_evicted": evicted, "is_ticked": is_ticked, "as_given": True}
+    index, upserted = _index.upsert(table.index, groups, scores, admit=admits, **options)
+    table = dataclasses.replace(table, index=index)
     table, entries = _evicted(table, upserted) if evicted else (table, None)
     table = scatter_values(table, upserted.unique_slots, groups.last, values)
     table = scatter_optimizer(table, upserted.unique_slots, groups.last, optimizer)

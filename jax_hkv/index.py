@@ -83,6 +83,8 @@ class Index:
       keys: ``uint32[B, 128, 2]``.
       scores: ``uint32[B, 128, 2]``.
       occupancy: ``int32[B]``, entries of each bucket.
+      oldest: ``uint32[B, 4]``, of each bucket entries that were its oldest at a time, under LRU:
+        what finds victims without reading a bucket's scores.
       clock: ``uint32[2]``, the logical time, and the leaf that orders operations.
       epoch: ``uint32[1]``.
       policy: static.
@@ -95,6 +97,7 @@ class Index:
     keys: UInt32[Array, "B 128 2"]
     scores: UInt32[Array, "B 128 2"]
     occupancy: Int32[Array, " B"]
+    oldest: UInt32[Array, "B 4"]
     clock: UInt32[Array, 2]
     epoch: UInt32[Array, 1]
     policy: Policy = _trees.static(told_by="scores")
@@ -197,6 +200,7 @@ def create(
         keys=rows.new(jnp.zeros((1, LANES, 2), jnp.uint32), buckets),
         scores=rows.new(jnp.zeros((1, LANES, 2), jnp.uint32), buckets),
         occupancy=jnp.zeros((buckets,), jnp.int32),
+        oldest=jnp.zeros((buckets, 4), jnp.uint32),
         clock=jnp.zeros((2,), jnp.uint32),
         epoch=jnp.zeros((1,), jnp.uint32),
         policy=policy,
@@ -341,6 +345,7 @@ def upsert(
     report_evicted: bool = False,
     report_new: bool = False,
     is_ticked: bool = False,
+    as_given: bool = False,
 ) -> tuple[Index, Upserted]:
     """Refreshes the keys that are present and, with `admit`, inserts the others; ticks the clock.
 
@@ -354,10 +359,12 @@ def upsert(
       report_evicted: whether evicted entries are wanted.
       report_new: whether `new_slots` are wanted.
       is_ticked: whether the clock already stands at the time of this batch.
+      as_given: whether scores are those given, whatever the policy.
     """
+    policy = Policy.CUSTOM if as_given else index.policy
     positions = groups.keys.shape[0]
     none = jnp.zeros((0,), jnp.int32)
-    is_counting = index.policy.counts and (admit or write_scores)
+    is_counting = policy.counts and (admit or write_scores)
     results = _ffi.call(
         "upsert",
         index.clock,
@@ -366,20 +373,23 @@ def upsert(
         index.keys,
         index.scores,
         index.occupancy,
+        index.oldest,
         *(groups.keys, groups.count, groups.inverse, groups.first, groups.last),
         *(occurrences(groups) if is_counting else (none, none)),
         jnp.zeros((0, 2), jnp.uint32) if scores is None else scores.words,
         none if pinned is None else pinned,
         table=index.name,
-        policy=int(index.policy),
+        policy=int(policy),
         choices=index.choices,
         admit=int(admit),
         write_scores=int(write_scores),
+        foreign=int(policy is not index.policy),
         ticks=int(not is_ticked),
         e=positions if report_evicted else 0,
         m=positions if report_new else 0,
     )
-    return _with_leaves(index, *results[:5]), Upserted(*results[5:])
+    index = _with_leaves(index, *results[:5])
+    return dataclasses.replace(index, oldest=results[5]), Upserted(*results[6:])
 
 
 def erase(index: Index, slots: Int32[Array, " m"]) -> Index:

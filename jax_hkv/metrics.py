@@ -201,11 +201,11 @@ def summarize(table: Table) -> Summary:
       score, 50%       1
       score, 75%       1
       score, 100%      1
-      index bytes      4,372
+      index bytes      4,404
       values bytes     4,096
       optimizer bytes  0
       admission bytes  0
-      total bytes      8,468
+      total bytes      8,500
     """
     check_one_device("metrics.summarize", table)
     check_known("metrics.summarize", table.occupancy)

@@ -316,6 +316,21 @@ class Oracle:
                 f"{leaf} at {place}: {there:#x}, the oracle has {here:#x}; "
                 f"{np.count_nonzero(expected != actual)} elements differ"
             )
+        self._check_oldest(np.asarray(table.index.oldest))
+
+    def _check_oldest(self, oldest: Array) -> None:
+        """What a table notes of its buckets (section 3.5); here victims are found by scores."""
+        if self.policy != "LRU":
+            assert not oldest.any(), "noted where nobody looks"
+        time, lanes = oldest.view("<u8")[:, 0], oldest.view(np.uint8)[:, 8:].astype(np.int64) - 1
+        for bucket in np.flatnonzero((lanes >= 0).any(axis=1)):
+            scores = self.score_words.reshape(-1, LANES)[bucket]
+            occupied = np.flatnonzero(self.digests[bucket])
+            noted = [
+                lane for lane in lanes[bucket] if lane in occupied and scores[lane] < time[bucket]
+            ]
+            ascending = occupied[np.argsort(scores[occupied], kind="stable")]
+            assert noted == ascending[: len(noted)].tolist(), f"bucket {bucket} notes {noted}"
 
     @property
     def buckets(self) -> int:

@@ -523,6 +523,7 @@ def native_upsert(policy):
         "admit": 1,
         "write_scores": 1,
         "ticks": 1,
+        "foreign": 0,
     }
 
     def call(*operands, **attributes):

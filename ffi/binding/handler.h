@@ -20,7 +20,7 @@ constexpr ffi::DataType element_type() {
   if constexpr (std::is_same_v<T, float>) return ffi::DataType::F32;
   if constexpr (std::is_same_v<T, Digest>) return ffi::DataType::U8;
   if constexpr (std::is_same_v<T, int32_t>) return ffi::DataType::S32;
-  if constexpr (std::is_same_v<T, uint32_t> || std::is_same_v<T, Words>) return ffi::DataType::U32;
+  if constexpr (kIsOfWords<T>) return ffi::DataType::U32;
 }
 
 inline RowType row_type(ffi::DataType type) {

@@ -11,7 +11,11 @@
 
 namespace hkv {
 
-// The NumPy name of an attribute's type or of an array's element type. Words are two uint32.
+template <class T>
+inline constexpr bool kIsOfWords =
+    std::is_same_v<T, uint32_t> || std::is_same_v<T, Words> || std::is_same_v<T, Oldest>;
+
+// The NumPy name of an attribute's type or of an array's element type. Words are two uint32, Oldest are four.
 template <class T>
 constexpr const char* type_name() {
   if constexpr (std::is_same_v<T, bool>) return "bool";
@@ -20,7 +24,7 @@ constexpr const char* type_name() {
   if constexpr (std::is_same_v<T, int64_t>) return "int64";
   if constexpr (std::is_same_v<T, Digest>) return "uint8";
   if constexpr (std::is_same_v<T, int32_t>) return "int32";
-  if constexpr (std::is_same_v<T, uint32_t> || std::is_same_v<T, Words>) return "uint32";
+  if constexpr (kIsOfWords<T>) return "uint32";
 }
 
 inline constexpr const char* kRowType = "row";  // the element type of the call's first rows

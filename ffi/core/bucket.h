@@ -75,6 +75,8 @@ HKV_HOST_DEVICE void prefetch_scores(const TableView& table, int64_t bucket) {
 struct alignas(16) Victim {
   Score score;
   int64_t lane;
+
+  static HKV_HOST_DEVICE Victim none() { return {~Score{0}, -1}; }
 };
 
 // Called by one member; the lane is empty or its entry has been noted.

@@ -17,6 +17,7 @@ struct alignas(16) LaneMask {
   uint64_t words[2] = {0, 0};
 
   HKV_HOST_DEVICE bool any() const { return (words[0] | words[1]) != 0; }
+  HKV_HOST_DEVICE bool has(int lane) const { return ((lane < 64 ? words[0] : words[1]) & bit(lane)) != 0; }
   HKV_HOST_DEVICE int lowest() const {
     return words[0] ? count_trailing_zeros(words[0]) : 64 + count_trailing_zeros(words[1]);
   }
@@ -69,6 +70,7 @@ concept Group = requires(const G group, const Digest* line, const Words* words,
   { group.maximum(Score{0}) };        // the greatest
   { group.scores_of(words) };         // a bucket's scores, read
   { group.lowest_score(scores, masks) };  // of one or more buckets, the first victim outside the masks
+  { group.oldest_of(scores[0], masks[0], Score{0}) };  // outside a mask, those of lower scores
   { group.match_each(line, probe) };  // every member's own bucket: the lanes of the digest
   { group.find_each(line, words, probe) };         // every member's own key: its lane in its bucket, or -1
   { group.copy_each(to, row, from, row, bytes) };  // every member's own row: from one number to another
@@ -140,6 +142,27 @@ struct SerialGroup {
       }
     }
     return best;
+  }
+
+  // In one pass: most lanes are higher than the last of the lowest ones so far.
+  static HKV_HOST_DEVICE Oldest oldest_of(Scores scores, const LaneMask& excluded, Score time) {
+    Candidate lowest[Oldest::kMost + 1];
+    int count = 0;
+    for (int word = 0; word < 2; ++word) {
+      for (uint64_t left = excluded.others().words[word]; left != 0; left &= left - 1) {
+        const int lane = word * 64 + count_trailing_zeros(left);
+        const Score score = scores[lane].value();
+        if (score >= (count < Oldest::kMost ? time : lowest[Oldest::kMost - 1].score)) continue;
+        if (time - score >= Oldest::kTooOld) return {time, 0};
+        int place = count;
+        for (; place > 0 && score < lowest[place - 1].score; --place) lowest[place] = lowest[place - 1];
+        lowest[place] = {score, lane};
+        count += count < Oldest::kMost ? 1 : 0;
+      }
+    }
+    Oldest oldest = {time, 0};
+    for (int place = 0; place < count; ++place) oldest.put(place, lowest[place].lane);
+    return oldest;
   }
 
   static HKV_HOST_DEVICE void copy_each(char* to, Slot target, const char* from, Slot source, int64_t bytes) {
@@ -266,6 +289,47 @@ struct TileGroup {
       best.lane = is_better ? other.lane : best.lane;
     }
     return best.score == Candidate{}.score ? first_outside(excluded) : best;
+  }
+
+  // By ranks of 32 bits, age and lane, of which none is like another: who comes next has a lower one. The
+  // highest of each part of a member's is kept, so that few are compared again.
+  HKV_HOST_DEVICE Oldest oldest_of(const Scores& scores, const LaneMask& excluded, Score time) const {
+    constexpr uint32_t kTooHigh = Oldest::kTooOld * kLanes;
+    const int own = 2 * rank();
+    const uint64_t outside[2] = {excluded.words[0] >> own, excluded.words[1] >> own};
+    uint32_t ranks[kLanes / kSize];
+    for (int pair = 0; pair < kLanes / kSize / 2; ++pair) {
+      for (int half = 0; half < 2; ++half) {
+        const int lane_of = 2 * pair * kSize + half;
+        const auto bits = static_cast<uint32_t>(outside[lane_of / 64] >> (lane_of % 64 & 32));
+        const Score score = scores.pairs[pair].scores[half].value();
+        const bool is_in = ((bits & uint32_t{1} << lane_of % 32) == 0) & (score < time);
+        const uint64_t age = time - score;
+        const uint32_t place =
+            (age < Oldest::kTooOld ? static_cast<uint32_t>(age) : Oldest::kTooOld) * kLanes;
+        ranks[2 * pair + half] = is_in ? place + static_cast<uint32_t>(kLanes - 1 - lane_of - own) : 0;
+      }
+    }
+    const auto higher = [](uint32_t a, uint32_t b) { return b > a ? b : a; };
+    constexpr int kParts = 4, kOfPart = kLanes / kSize / kParts;
+    uint32_t highest[kParts] = {};
+    for (int i = 0; i < kLanes / kSize; ++i) highest[i / kOfPart] = higher(highest[i / kOfPart], ranks[i]);
+    Oldest oldest = {time, 0};
+    HKV_ROLLED for (int place = 0; place < Oldest::kMost; ++place) {
+      const uint32_t own_next = higher(higher(highest[0], highest[1]), higher(highest[2], highest[3]));
+      const uint32_t next = joined(own_next, higher);
+      if (next == 0 || next >= kTooHigh) break;
+      oldest.put(place, kLanes - 1 - static_cast<int>(next % kLanes));
+      for (int part = 0; part < kParts; ++part) {
+        if (highest[part] != next) continue;
+        highest[part] = 0;
+        for (uint32_t* rank = ranks + part * kOfPart; rank != ranks + (part + 1) * kOfPart; ++rank) {
+          if (*rank == next) *rank = 0;
+          highest[part] = higher(highest[part], *rank);
+        }
+      }
+    }
+    return oldest;
   }
 
   // 2^this many members share a row of so many units: as many as it has, or a few more, so that narrow rows

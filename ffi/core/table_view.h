@@ -10,6 +10,7 @@ struct TableView {
   Words* keys = nullptr;         // [buckets, kLanes]
   Words* scores = nullptr;       // [buckets, kLanes]; null where an operation does not need them
   int32_t* occupancy = nullptr;  // [buckets]; likewise
+  Oldest* oldest = nullptr;      // [buckets]; likewise
   int64_t buckets = 0;
   int64_t choices = 1;
 

@@ -31,6 +31,32 @@ struct alignas(8) Words {
 };
 static_assert(sizeof(Words) == 8, "two uint32 words, as in the arrays");
 
+// Of a bucket under LRU: entries that were its oldest at a time, oldest first. Whose score is lower than that
+// time has not been written since, so that none outside of the list goes before it; who has been written is
+// no longer meant. Four uint32 in an array; zeros: nobody.
+struct alignas(16) Oldest {
+  static constexpr int kMost = 8;
+  static constexpr uint32_t kTooOld =
+      (1 << 25) - 1;  // ticks; of a bucket with such an entry nobody is listed
+  uint64_t time;
+  uint64_t lanes;  // a byte for each: its lane + 1, or 0
+
+  HKV_HOST_DEVICE int count() const {
+    int count = 0;
+    for (int place = 0; place < kMost; ++place) count += lane(place) < 0 ? 0 : 1;
+    return count;
+  }
+  HKV_HOST_DEVICE int lane(int place) const { return static_cast<int>(lanes >> 8 * place & 0xff) - 1; }
+  HKV_HOST_DEVICE void put(int place, int lane) { lanes |= static_cast<uint64_t>(lane + 1) << 8 * place; }
+  // Those of the bits that are set.
+  HKV_HOST_DEVICE void keep(uint32_t bits) {
+    const uint64_t spread = (bits & 0xff) * uint64_t{0x0101010101010101} & uint64_t{0x8040201008040201};
+    const uint64_t highest = (spread + uint64_t{0x7f7f7f7f7f7f7f7f}) & uint64_t{0x8080808080808080};
+    lanes &= (highest >> 7) * 0xff;
+  }
+};
+static_assert(sizeof(Oldest) == 16);
+
 // The finaliser of SplitMix64 (Stafford's variant 13): a bijection of the 64-bit words.
 HKV_HOST_DEVICE uint64_t mix(uint64_t x) {
   x ^= x >> 30;

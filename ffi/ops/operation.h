@@ -268,9 +268,10 @@ struct IndexArrays {
   Array<Words> keys;
   Array<Words> scores;
   Array<int32_t> occupancy;
+  Array<Oldest> oldest;
 
   HKV_HOST_DEVICE TableView view(int64_t choices) const {
-    return {digests.data, keys.data, scores.data, occupancy.data, digests.rows, choices};
+    return {digests.data, keys.data, scores.data, occupancy.data, oldest.data, digests.rows, choices};
   }
 };
 

@@ -2,7 +2,7 @@
 // inserts the others, evicting where their buckets are full. Sections 3.1 to 3.4.
 #pragma once
 
-#include "ops/upsert_steps.h"
+#include "ops/upsert_eviction.h"
 
 namespace hkv {
 
@@ -97,6 +97,7 @@ struct Upsert {
   int64_t choices = 1;
   int64_t admit = 1;
   int64_t write_scores = 1;
+  int64_t foreign = 0;  // whether scores are not of the table's own policy: its lists hold no longer
   int64_t ticks = 1;  // of the clock: the batch's time is that much later
   int64_t evicted = 0;
   int64_t inserted = 0;
@@ -119,6 +120,7 @@ struct Upsert {
     binder.attribute("choices", choices);
     binder.attribute("admit", admit);
     binder.attribute("write_scores", write_scores);
+    binder.attribute("foreign", foreign);
     binder.attribute("ticks", ticks);
     binder.attribute("e", evicted);
     binder.attribute("m", inserted);
@@ -128,6 +130,7 @@ struct Upsert {
     binder.inout("keys", index.keys, "B 128 2");
     binder.inout("scores", index.scores, "B 128 2");
     binder.inout("occupancy", index.occupancy, "B");
+    binder.inout("oldest", index.oldest, "B 4");
     binder.in("unique_keys", unique_keys, "n 2");
     binder.in("count", count, "1");
     binder.in("inverse", inverse, "n");
@@ -193,6 +196,9 @@ struct Upsert {
   void run(Executor& executor) const {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
+    if (foreign != 0) {
+      executor.zero(index.oldest.data, index.oldest.rows * static_cast<int64_t>(sizeof(Oldest)));
+    }
     executor.each(n, ProbeKey{n, state});
     if (admit != 0) {
       insert(executor, state, n);
@@ -265,7 +271,10 @@ struct Upsert {
       executor.group(state.groups, scratch);
       tell_buckets(executor, state, n);
       executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
-      return executor.each(state.groups.count, FillOrEvict{{state}, {false, state}});
+      if (!state.notes_oldest()) {
+        return executor.each(state.groups.count, FillOrEvict<false>{{state}, {false, state}});
+      }
+      return executor.each(state.groups.count, FillOrEvict<true>{{state}, {false, state}});
     }
     tell_buckets(executor, state, n);
     executor.each(n, ChooseByLoad{state});
@@ -281,8 +290,11 @@ struct Upsert {
       executor.each(n, ChooseByScore{n, state});
     }
     executor.group(state.groups, scratch);
+    if (state.notes_oldest()) {
+      return executor.each(state.groups.count, EvictFromBucket<false, true>{false, state});
+    }
     executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
-    executor.each(state.groups.count, EvictFromBucket<true>{notes_victims(), state});
+    executor.each(state.groups.count, EvictFromBucket<true, false>{notes_victims(), state});
   }
 
   template <class Executor>

@@ -97,6 +97,32 @@ struct UpsertState {
     return scoring().takes_given() ? new_scores[u] : scoring().of_new(0);
   }
 
+  // Whether a bucket's oldest entries are noted, for the batches to come: under LRU no score is lower than
+  // those before it.
+  HKV_HOST_DEVICE bool notes_oldest() const { return policy == Policy::kLru; }
+
+  // By a thread: the lowest unpinned entry, if it is noted.
+  HKV_HOST_DEVICE Victim noted_victim(int64_t bucket) const {
+    if (!notes_oldest()) return Victim::none();
+    const Oldest oldest = table.oldest[bucket];
+    const LaneMask pinned = this->pinned(bucket);
+    HKV_ROLLED for (int place = 0; place < Oldest::kMost; ++place) {
+      const int lane = oldest.lane(place);
+      if (lane < 0 || pinned.has(lane)) continue;
+      const Score score = table.scores[slot_of(bucket, lane)].value();
+      if (score < oldest.time) return {score, lane};
+    }
+    return Victim::none();
+  }
+
+  HKV_HOST_DEVICE void prefetch_victims(int64_t bucket) const {
+    if (notes_oldest()) {
+      prefetch(table.oldest + bucket);
+    } else {
+      prefetch_scores(table, bucket);
+    }
+  }
+
   // The bucket of round 3, unless its victim's score refuses the key: later victims' are no lower.
   HKV_HOST_DEVICE void name_by_score(int64_t u, int64_t bucket, Score victim) const {
     if (scoring().can_refuse() && new_score(u) < victim) return groups.leave_out(u);

@@ -366,6 +366,9 @@ Effects make_effects() {
   effects["clz.b64"] = unary<uint32_t, uint64_t>([](auto a) { return std::countl_zero(a); });
   effects["popc.b32"] = unary<uint32_t, uint32_t>([](auto a) { return std::popcount(a); });
   effects["popc.b64"] = unary<uint32_t, uint64_t>([](auto a) { return std::popcount(a); });
+  effects["shf.l.wrap.b32"] = ternary<uint32_t>([](auto low, auto high, auto by) {
+    return static_cast<uint32_t>(((uint64_t{high} << 32 | low) << (by & 31)) >> 32);
+  });
   effects["brev.b32"] = unary<uint32_t, uint32_t>([](auto a) { return reversed(a); });
   effects["brev.b64"] = unary<uint64_t, uint64_t>([](auto a) { return reversed(a); });
   effects["bmsk.clamp.b32"] = binary<uint32_t, uint32_t>([](uint32_t a, uint32_t b) {

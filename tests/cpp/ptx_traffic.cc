@@ -25,6 +25,8 @@ class Counted {
     store_["batch_scores"] = store_["initial_keys"] = Buffer::of(std::vector<Words>());
     constexpr double kOffered = 1.18;  // times the capacity, to fill it
     fill(static_cast<int64_t>(static_cast<double>(slots_) * (load < 1.0 ? load : kOffered)));
+    // What is noted of full buckets is then as it is from batch to batch.
+    for (int64_t batch = 0; load == 1.0 && batch < 2 * Oldest::kMost; ++batch) evict();
   }
 
   // Distinct keys, so many of them present.
@@ -144,6 +146,15 @@ class Counted {
   void fill(int64_t keys) {
     std::vector<Words> batch;
     for (int64_t key = 0; key < keys; ++key) batch.push_back(Words::of(static_cast<uint64_t>(key)));
+    upsert(batch);
+  }
+  // As many new keys as there are buckets.
+  void evict() {
+    std::vector<Words> batch;
+    for (int64_t i = 0; i < buckets_; ++i) batch.push_back(Words::of(random_.word()));
+    upsert(batch);
+  }
+  void upsert(const std::vector<Words>& batch) {
     set_batch(batch);
     call<Unique>(host_, {{"keys", "batch"}});
     call<Upsert>(host_, {});
@@ -169,6 +180,7 @@ class Counted {
   const int64_t choices_;
   double hits_ = 0.0;
   int64_t width_ = 0;
+  Random random_{7};
   Store store_;
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "machines.h"
@@ -122,10 +123,10 @@ class Scenario {
 
   bool is_counting() const { return Scoring{form_.policy, 0, 0}.counts(); }
 
-  void make_scores(int64_t n) {
+  void make_scores(int64_t n, Policy policy) {
     std::vector<Words> scores;
     const bool are_low = form_.stays_full && round_ % 3 == 0;
-    if (form_.policy == Policy::kCustom || (is_counting() && random_.chance(0.5))) {
+    if (policy == Policy::kCustom || (is_counting() && random_.chance(0.5))) {
       for (int64_t i = 0; i < n; ++i) {
         scores.push_back(Words::of(are_low ? low_score() : random_score()));
       }
@@ -139,7 +140,10 @@ class Scenario {
   Slot slot_beyond() { return static_cast<Slot>(form_.buckets * kLanes + random_.below(9)); }
 
   void upsert(int64_t n) {
-    make_scores(n);
+    // Now and then scores are not of the table's policy, as those of entries that are imported.
+    const Policy own = form_.policy;
+    const Policy policy = own == Policy::kLru && random_.chance(0.2) ? Policy::kCustom : own;
+    make_scores(n, policy);
     std::vector<Slot> pinned;
     if (random_.chance(0.5)) {
       for (int i = 0; i < 20; ++i) pinned.push_back(random_slot());
@@ -150,7 +154,8 @@ class Scenario {
     const bool has_list = is_counting() || random_.chance(0.5);
     const Names list = {{"order", has_list ? "order" : "absent"},
                         {"offsets", has_list ? "offsets" : "absent"}};
-    call<Upsert>({{"policy", static_cast<double>(form_.policy)},
+    call<Upsert>({{"policy", static_cast<double>(policy)},
+                  {"foreign", policy == own ? 0 : 1},
                   {"choices", static_cast<double>(form_.choices)},
                   {"admit", admits ? 1 : 0},
                   {"write_scores", admits || random_.chance(0.5) ? 1 : 0},
@@ -455,9 +460,34 @@ class Scenario {
       }
       checks_.expect(entries == occupancy[static_cast<size_t>(bucket)], where_ + ": occupancy");
     }
+    check_oldest();
     std::sort(present.begin(), present.end());
     const bool is_distinct = std::adjacent_find(present.begin(), present.end()) == present.end();
     checks_.expect(is_distinct, where_ + ": a key is in two slots");
+  }
+
+  // Who is listed and has not been written since goes before all others of the bucket, in that order.
+  void check_oldest() {
+    const auto digests = machines_["digests"].as<Digest>();
+    const auto scores = machines_["scores"].as<Words>();
+    const auto oldest = machines_["oldest"].as<Oldest>();
+    for (size_t bucket = 0; bucket < oldest.size(); ++bucket) {
+      const size_t first = bucket * kLanes;
+      std::vector<std::pair<Score, size_t>> entries, listed;
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        if (digests[first + lane] != kEmpty) entries.emplace_back(scores[first + lane].value(), lane);
+      }
+      std::sort(entries.begin(), entries.end());
+      for (int place = 0; place < Oldest::kMost; ++place) {
+        if (oldest[bucket].lane(place) < 0) continue;
+        const auto lane = static_cast<size_t>(oldest[bucket].lane(place));
+        const Score score = scores[first + lane].value();
+        if (digests[first + lane] != kEmpty && score < oldest[bucket].time) listed.emplace_back(score, lane);
+      }
+      const bool is_first =
+          listed.size() <= entries.size() && std::equal(listed.begin(), listed.end(), entries.begin());
+      checks_.expect(is_first, where_ + ": the oldest of bucket " + std::to_string(bucket));
+    }
   }
 
   Together& machines_;
@@ -492,7 +522,8 @@ inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std:
 inline std::vector<Form> full_forms() {
   return {{Policy::kLru, 2, 12, RowType::kFloat32, 4, 100000, true},
           {Policy::kCustom, 2, 12, RowType::kFloat32, 4, 100000, true},
-          {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000, true}};
+          {Policy::kEpochLfu, 1, 12, RowType::kFloat32, 4, 100000, true},
+          {Policy::kLru, 1, 12, RowType::kFloat32, 4, 100000, true}};
 }
 inline std::vector<int64_t> full_batches(int64_t count) {
   constexpr int64_t kSizes[] = {40, 5, 6};

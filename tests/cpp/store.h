@@ -61,6 +61,7 @@ inline Store empty_table(int64_t buckets, RowType type, int64_t width) {
           {"keys", Buffer::of(buckets, words)},
           {"scores", Buffer::of(buckets, words)},
           {"occupancy", Buffer::of(std::vector<int32_t>(static_cast<size_t>(buckets)))},
+          {"oldest", Buffer::of(std::vector<Oldest>(static_cast<size_t>(buckets)))},
           {"values", Buffer::of_rows(slots, type, width)}};
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <utility>
+#include <vector>
 
 #include "scenarios.h"
 
@@ -85,6 +87,58 @@ void tile_functions(Checks& checks) {
                      tile.maximum(scores[0][member].value()) == highest;
     });
     for (const bool is_same : same) checks.expect(is_same, where + ", trial " + std::to_string(trial));
+  }
+}
+
+// A thread and a tile list the same of a bucket, and what a sort says; nobody, where an entry is too old.
+template <int kSize>
+void tile_lists(Checks& checks) {
+  Lockstep lockstep;
+  Random random(kSeed + kSize);
+  for (int trial = 0; trial < 60; ++trial) {
+    const Score time = (Score{7} << 32) + static_cast<Score>(random.below(3));  // low words have wrapped
+    const Score ages[] = {3, 200, Oldest::kTooOld - 1, Oldest::kTooOld + 1, time};
+    const Score oldest = ages[trial % 5];
+    const double share = random.chance(0.2) ? 0.97 : random.real();
+    alignas(16) Words scores[kLanes];
+    LaneMask excluded;
+    std::vector<std::pair<Score, int>> expected;
+    bool is_too_old = false;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Score age = random.chance(0.3) ? oldest - static_cast<Score>(random.below(3)) : random.word() % 9;
+      const Score score = random.chance(0.1) ? time + random.word() % 3 : time - age;
+      scores[lane] = Words::of(score);
+      if (random.chance(share)) {
+        excluded.add(lane);
+      } else if (score < time) {
+        expected.emplace_back(score, lane);
+        is_too_old |= time - score >= Oldest::kTooOld;
+      }
+    }
+    std::sort(expected.begin(), expected.end());
+    Oldest sorted = {time, 0};
+    for (int place = 0; place < Oldest::kMost && !is_too_old; ++place) {
+      if (place < static_cast<int>(expected.size()))
+        sorted.put(place, expected[static_cast<size_t>(place)].second);
+    }
+    const auto is_it = [&](const Oldest& own) { return own.time == time && own.lanes == sorted.lanes; };
+    const std::string where = ", trial " + std::to_string(trial);
+    checks.expect(is_it(SerialGroup::oldest_of(scores, excluded, time)), "a thread's list" + where);
+    bool same[kSize];
+    lockstep.run(kSize, trial % 2 == 0, [&](int member) {
+      const LockstepTile<kSize> tile{{&lockstep, member}};
+      same[member] = is_it(tile.oldest_of(tile.scores_of(scores), excluded, time));
+    });
+    for (const bool is_same : same) {
+      checks.expect(is_same, "a tile of " + std::to_string(kSize) + ", its list" + where);
+    }
+    const auto bits = static_cast<uint32_t>(random.below(256));
+    Oldest some = sorted;
+    some.keep(bits);
+    for (int place = 0; place < Oldest::kMost; ++place) {
+      const int lane = (bits >> place & 1) != 0 ? sorted.lane(place) : -1;
+      checks.expect(some.lane(place) == lane, "what is kept of a list" + where);
+    }
   }
 }
 
@@ -251,6 +305,10 @@ void far_positions(Checks& checks) {
 int main() {
   Checks checks;
   tile_matches(checks);
+  tile_lists<4>(checks);
+  tile_lists<8>(checks);
+  tile_lists<16>(checks);
+  tile_lists<32>(checks);
   tile_functions<4>(checks);
   tile_functions<8>(checks);
   tile_functions<16>(checks);

@@ -1,0 +1,177 @@
+"""What a table under LRU notes of its full buckets (docs/semantics.md, section 3.5)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import LANES, POLICIES, U64_MAX
+
+LENGTH = 8
+
+
+def rows_of(keys):
+    return np.repeat(keys.astype(np.float32)[:, None], 2, axis=1)
+
+
+def padded(keys, fill=0):
+    """A batch of one length, and its mask: one program serves all."""
+    batch = np.full(LENGTH, fill, np.uint64)
+    batch[: len(keys)] = keys
+    return batch, np.arange(LENGTH) < len(keys)
+
+
+def insert(both, *keys):
+    batch, valid = padded(keys)
+    return both.insert_and_evict(batch, rows_of(batch), valid=valid)
+
+
+def full_bucket(twin, **options):
+    """Keys 0 to 127, eight of each time, in their lanes."""
+    both = twin(LANES, 2, **options)
+    for first in range(0, LANES, LENGTH):
+        insert(both, *range(first, first + LENGTH))
+    assert not oldest_of(both).any()
+    return both
+
+
+def oldest_of(both):
+    return np.asarray(both.table.index.oldest)
+
+
+def noted(both):
+    """The time of the first bucket's list, and its lanes."""
+    (own,) = oldest_of(both)[:1]
+    lanes = own[2:].view(np.uint8).astype(int)
+    return int(own[:2].view("<u8")[0]), [int(lane) - 1 for lane in lanes if lane]
+
+
+def test_victims_are_noted_once_and_taken_one_after_the_other(twin):
+    both = full_bucket(twin)
+    assert insert(both, 1000).evicted.keys[0] == 0
+    time = both.oracle.time
+    assert noted(both) == (time, [1, 2, 3, 4, 5, 6, 7])
+    outcome = insert(both, 1001, 1002, 1003)
+    assert outcome.evicted.keys[:3].tolist() == [1, 2, 3]
+    assert noted(both) == (time, [4, 5, 6, 7])
+    outcome = insert(both, 1004, 1005, 1006, 1007, 1008, 1009)
+    assert outcome.evicted.keys[:6].tolist() == [4, 5, 6, 7, 8, 9]
+    assert noted(both) == (both.oracle.time, [10, 11, 12, 13, 14, 15])
+
+
+def test_who_came_again_is_no_victim(twin):
+    both = full_bucket(twin)
+    insert(both, 1000)
+    batch, valid = padded([1, 3, 5])
+    both.find(batch, valid=valid, touch=True)
+    batch, valid = padded([2])
+    both.erase(batch, valid)
+    insert(both, 1001)  # into the lane of the one that was erased
+    assert insert(both, 1002, 1003).evicted.keys[:2].tolist() == [4, 6]
+    assert noted(both)[1] == [7]
+
+
+def test_pinned_entries_stay_noted(twin):
+    """Keys that were not believed to be present are pinned, and keep their scores."""
+    both = full_bucket(twin)
+    insert(both, 1000)
+    batch, valid = padded([1, 1001, 2, 1002])
+    believed = np.zeros(LENGTH, bool)
+    outcome = both.accum_or_assign(batch, rows_of(batch), believed, valid=valid)
+    assert outcome.slots[:4].tolist() == [1, 3, 2, 4]
+    assert noted(both)[1] == [1, 2, 5, 6, 7]
+    assert insert(both, 1003, 1004, 1005).evicted.keys[:3].tolist() == [1, 2, 5]
+
+
+def test_victims_are_found_behind_more_pinned_entries_than_are_noted(twin):
+    """With all eight oldest pinned nothing helps but the scores."""
+    both = full_bucket(twin)
+    keys = np.concatenate([np.arange(12), 1000 + np.arange(5)]).astype(np.uint64)
+    outcome = both.accum_or_assign(keys, rows_of(keys), np.zeros(len(keys), bool))
+    assert outcome.slots[12:].tolist() == [12, 13, 14, 15, 16]
+    assert noted(both)[1] == list(range(8))
+    assert insert(both, 2000).evicted.keys[0] == 0
+
+
+def test_a_whole_bucket_gives_way_at_once(twin):
+    both = full_bucket(twin)
+    insert(both, 1000)
+    keys = np.arange(2000, 2000 + LANES + 3, dtype=np.uint64)
+    outcome = both.insert_and_evict(keys, rows_of(keys))
+    assert outcome.counts == (LANES + 3, 0, LANES, LANES, 3, 0)
+    assert noted(both)[1] == []
+
+
+def test_scores_that_were_imported_are_looked_at(twin):
+    both = full_bucket(twin)
+    insert(both, 1000)
+    assert noted(both)[1]
+    batch, valid = padded([3000])
+    both.import_batch(batch, np.full(LENGTH, 2, np.uint64), rows_of(batch), 1, valid)
+    assert not oldest_of(both).any()
+    assert insert(both, 1001, 1002).evicted.keys[:2].tolist() == [2, 3]
+    batch, valid = padded([60])
+    both.import_batch(batch, np.zeros(LENGTH, np.uint64), rows_of(batch), 1, valid)
+    assert insert(both, 1003).evicted.keys[0] == 60
+
+
+@pytest.mark.parametrize("ahead, lanes", [(2**25 - 2, [1, 2, 3, 4, 5, 6, 7]), (2**25 - 1, [])])
+def test_nothing_is_noted_of_a_bucket_with_an_entry_that_is_too_old(ahead, lanes, twin):
+    """Ages of 25 bits are compared; victims are the same ones."""
+    both = full_bucket(twin)
+    clock = jnp.array(
+        [ahead, 0], jnp.uint32
+    )  # the first entries are of time 1, the batch of one more
+    both.table = dataclasses.replace(
+        both.table, index=dataclasses.replace(both.table.index, clock=clock)
+    )
+    both.oracle.clock[:] = [ahead, 0]
+    assert insert(both, 1000).evicted.keys[0] == 0
+    assert noted(both)[1] == lanes
+    assert insert(both, 1001, 1002).evicted.keys[:2].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "LRU"])
+def test_other_policies_note_nothing(policy, twin):
+    both = twin(LANES, 2, policy=policy)
+    scores = np.full(2 * LANES, 7, np.uint64) if policy == "CUSTOM" else None
+    keys = np.arange(2 * LANES, dtype=np.uint64)
+    for own in (keys[:LANES], keys):
+        both.insert_or_assign(own, rows_of(own), None if scores is None else scores[: len(own)])
+    assert both.oracle.size == LANES and not oldest_of(both).any()
+
+
+@pytest.mark.parametrize("buckets, choices", [(1, 1), (3, 1), (3, 2), (20, 2)])
+def test_small_batches_evict_what_the_scores_say(buckets, choices, twin, rng):
+    """29: from batch to batch most victims are noted ones, whatever happens to them meanwhile.
+
+    With two candidates they are found for all buckets or, where these are many, for every key.
+    """
+    both = twin(buckets * LANES, 2, choices=choices)
+    universe = rng.integers(0, U64_MAX, 3 * buckets * LANES, np.uint64)
+    for keys in universe.reshape(-1, 16 * buckets):
+        both.insert_and_evict(keys, rows_of(keys))
+    taken = 0
+    for _ in range(300):
+        batch, valid = padded(rng.choice(universe, rng.integers(1, LENGTH + 1)))
+        before, full = oldest_of(both), both.oracle.size == both.oracle.capacity
+        match rng.choice(
+            ["insert", "touch", "accum", "erase", "import"], p=[0.6, 0.2, 0.1, 0.07, 0.03]
+        ):
+            case "insert":
+                evicted = both.insert_and_evict(batch, rows_of(batch), valid=valid).counts.evicted
+                after = oldest_of(both)
+                same = (after[:, :2] == before[:, :2]).all(axis=1) & before.any(axis=1)
+                taken += full and evicted > 0 and not (after[~same] != before[~same]).any()
+            case "touch":
+                both.find(batch, valid=valid, touch=True)
+            case "accum":
+                both.accum_or_assign(batch, rows_of(batch), rng.random(LENGTH) < 0.5, valid=valid)
+            case "erase":
+                both.erase(batch, valid & (np.arange(LENGTH) < 2))
+            case "import":
+                scores = rng.integers(0, both.oracle.time, LENGTH).astype(np.uint64)
+                both.import_batch(batch, scores, rows_of(batch), LENGTH, valid)
+    assert taken > 30, "notes were hardly used"
