@@ -236,8 +236,8 @@ def import_changes(
 def _at_time_zero(part: Table) -> Table:
     """A table without entries, whose time will be that of what it follows."""
     own = part.index
-    time = {"clock": jnp.zeros_like(own.clock), "epoch": jnp.zeros_like(own.epoch)}
-    return dataclasses.replace(part, index=dataclasses.replace(own, **time))
+    new = {name: jnp.zeros_like(getattr(own, name)) for name in ("clock", "epoch", "oldest")}
+    return dataclasses.replace(part, index=dataclasses.replace(own, **new))
 
 
 def _check(call: str, changes: Any, remedy: str) -> None:

@@ -55,7 +55,7 @@ class Table:
     Make one with :func:`create`. Under ``jax.jit`` with the table donated nothing is copied.
 
     Attributes:
-      index: digests, keys, scores, occupancy, clock and epoch.
+      index: digests, keys, scores, occupancy, oldest, clock and epoch.
       values: ``dtype[slots, dim]``, rows by slot; rows of empty slots have no meaning.
       optimizer: optimizer rows, or None.
       admission: which absent keys get a row, or None: all.

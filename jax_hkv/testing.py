@@ -75,6 +75,8 @@ def _part_of(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct
 
 
 def _is_of_slots(leaf: Any, table: Any) -> bool:
+    if isinstance(table, Table) and leaf is table.index.oldest:
+        return False
     if leaf.ndim > 1 and leaf.shape[0] > 1:
         return True
     return isinstance(table, Table) and math.prod(leaf.shape) >= math.prod(table.values.shape[:-1])
@@ -88,8 +90,8 @@ def copies_in(hlo: str, tables: Any) -> list[str]:
       tables: a pytree of tables, or of their shapes, as one device has them.
 
     Returns:
-      The lines. Not looked for are the entries of each bucket (`occupancy`), as many as there may
-      well be keys in a batch, and what a table has once.
+      The lines. Not looked for are the entries of each bucket (`occupancy`) and its oldest ones, as
+      many as there may well be keys in a batch, and what a table has once.
     """
     sizes = {
         (_HLO_TYPES[np.dtype(leaf.dtype).name], math.prod(leaf.shape))

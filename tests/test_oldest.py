@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from oracle import LANES, POLICIES, U64_MAX
 
+import jax_hkv as hkv
+
 LENGTH = 8
 
 
@@ -110,11 +112,43 @@ def test_scores_that_were_imported_are_looked_at(twin):
     assert noted(both)[1]
     batch, valid = padded([3000])
     both.import_batch(batch, np.full(LENGTH, 2, np.uint64), rows_of(batch), 1, valid)
-    assert not oldest_of(both).any()
+    assert noted(both)[0] == 0
     assert insert(both, 1001, 1002).evicted.keys[:2].tolist() == [2, 3]
     batch, valid = padded([60])
     both.import_batch(batch, np.zeros(LENGTH, np.uint64), rows_of(batch), 1, valid)
     assert insert(both, 1003).evicted.keys[0] == 60
+    before = oldest_of(both)
+    both.import_batch(batch, np.full(LENGTH, 50, np.uint64), rows_of(batch), 1, valid)
+    np.testing.assert_array_equal(oldest_of(both), before)  # not lower than the time of the list
+
+
+def test_a_time_that_begins_anew_has_no_list_of_another(twin):
+    both = full_bucket(twin)
+    insert(both, 1000)
+    both.clear()
+    none = hkv.sharding.export_changes(hkv.create(LANES, 2), None)
+    both.table, _ = hkv.sharding.import_changes(None, both.table, none)
+    both.oracle.clock[:] = 0
+    for first in range(0, LANES, LENGTH):
+        insert(both, *range(first, first + LENGTH))
+    assert insert(both, 1000).evicted.keys[0] == 0
+
+
+def test_lists_of_a_cache_outlast_what_its_store_gives_back(platform, rng):
+    """Such entries have the time of the batch that asks for them."""
+    cache = hkv.create(LANES, 2)
+    tiers = hkv.tiered.Tiers(cache, hkv.tiered.create_store(cache, 32 * LANES))
+    for ids in np.arange(3 * LANES, dtype=np.int32).reshape(6, -1):
+        tiers, _ = hkv.tiered.prefetch(tiers, ids)
+    restored, used = 0, 0
+    for _ in range(60):
+        ids = rng.permutation(3 * LANES)[:3].astype(np.int32)
+        before = np.asarray(tiers.cache.index.oldest)
+        tiers, counts = hkv.tiered.prefetch(tiers, ids)
+        restored += int(counts.restored)
+        after = np.asarray(tiers.cache.index.oldest)
+        used += int(counts.evicted) > 0 and before[0, 0] == after[0, 0] > 0
+    assert restored > 20 and used > 20
 
 
 @pytest.mark.parametrize("ahead, lanes", [(2**25 - 2, [1, 2, 3, 4, 5, 6, 7]), (2**25 - 1, [])])

@@ -14,8 +14,8 @@
 // are is a number, or a CountOnDevice. Steps may offer
 // prefetch_far(index), which the CPU executor calls some indices ahead, and for several of them at once where
 // steps are long: those say by lines_ahead() how many cache lines one call asks for. And look_ahead(index),
-// which it calls less far ahead and whose result it hands to step(group, index, result): what it reads must
-// stay as it is while the step runs. Tiles call step(group, index).
+// which it calls less far ahead and whose result it hands to step(group, index, result): what the result is
+// made of must stay as it is while the step runs. Tiles call step(group, index).
 //
 // Shapes are written as axis names and numbers, "n 2": equal names are equal sizes; "..." are the
 // axes of a row; "n?" is n or 0 (absent); "n+1" is one more than n, "n+1?" that or 0. A name may also be an

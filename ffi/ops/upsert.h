@@ -97,7 +97,7 @@ struct Upsert {
   int64_t choices = 1;
   int64_t admit = 1;
   int64_t write_scores = 1;
-  int64_t foreign = 0;  // whether scores are not of the table's own policy: its lists hold no longer
+  int64_t foreign = 0;  // whether scores are of another policy than the table's
   int64_t ticks = 1;  // of the clock: the batch's time is that much later
   int64_t evicted = 0;
   int64_t inserted = 0;
@@ -182,7 +182,8 @@ struct Upsert {
     workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
     workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
-    workspace.victims = arena.take<Victim>(choices == 1 ? 0 : notes_victims() ? buckets : n);
+    const bool goes_by_lists = static_cast<Policy>(policy) == Policy::kLru && !notes_victims();
+    workspace.victims = arena.take<Victim>(choices == 1 || goes_by_lists ? 0 : notes_victims() ? buckets : n);
     if (evicted > 0) {
       workspace.replaced = arena.take<Replaced>(n);
       places = arena.take<int32_t>(n);
@@ -196,15 +197,13 @@ struct Upsert {
   void run(Executor& executor) const {
     const int64_t n = unique_keys.rows;
     const UpsertState state = bound();
-    if (foreign != 0) {
-      executor.zero(index.oldest.data, index.oldest.rows * static_cast<int64_t>(sizeof(Oldest)));
-    }
     executor.each(n, ProbeKey{n, state});
     if (admit != 0) {
       insert(executor, state, n);
     } else if (Executor::kHasTiles && write_scores != 0) {
       executor.each(n, TellBuckets{n, state});
     }
+    if (foreign != 0) executor.each(n, ForgetOldest{state});
     executor.each(n > 0 ? n : 1, ReportPosition{n, state, slots.data, status.data, new_slots.data_or_null(),
                                                 evicted_count.data});
     if (evicted > 0) report_evicted(executor, state, n);

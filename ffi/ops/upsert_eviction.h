@@ -44,6 +44,7 @@ struct NoteHighestScores {
 // noted, for this batch and those to come.
 template <bool kKnowsVictims, bool kNotesOldest>
 struct EvictFromBucket {
+  static_assert(!(kKnowsVictims && kNotesOldest));
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
   bool are_of_buckets;  // the known ones
@@ -61,7 +62,7 @@ struct EvictFromBucket {
 
   // By each member for its own run, of which `first` is the first pending key, or -1: keys take the place of
   // entries that earlier batches have noted, as far as these have not been written since and are not pinned.
-  // The place of the first key that finds none, or -1.
+  // The place of the first key that finds none, or -1: then the list is left as it is, to be made anew.
   HKV_HOST_DEVICE int32_t evict_noted(int32_t first) const {
     if (first < 0) return -1;
     const Groups& groups = state.groups;
@@ -87,10 +88,12 @@ struct EvictFromBucket {
       replace(groups.item(place), {place, slot});
       is_in_run = groups.is_in_run(++place, target);
     }
-    if (left != oldest.lanes) noted.lanes = left;
-    if (!is_in_run) return -1;
-    state.set_pinned(bucket, pinned);
-    return place;
+    if (is_in_run) {
+      state.set_pinned(bucket, pinned);
+      return place;
+    }
+    noted.lanes = left;
+    return -1;
   }
 
   // `first`: the place of the first pending key of the run whose head this is, or -1.
@@ -176,7 +179,8 @@ struct EvictFromBucket {
       return {victim.score, static_cast<int>(victim.lane)};
     }
     if (kNotesOldest && run.next == 0) renew_oldest(group, run);
-    if (kNotesOldest && run.next != 0) return {0, take_next(run)};
+    if (kNotesOldest && run.next != 0) return {0, take_next(run)};  // under LRU nobody is refused by a score
+    // Once more where nobody is listed who may go: kept meanwhile they would spill.
     if (kNotesOldest || (kKnowsVictims && before == 1)) read_scores(group, run);
     return group.lowest_score({run.scores}, {run.pinned});
   }
@@ -366,6 +370,21 @@ struct FillOrEvict {
       const int64_t bucket = groups.head_target(i);
       return filling.fill(i, bucket, state.find_empty_lanes(group, bucket));
     }
+  }
+};
+
+// After a batch of scores that its caller has made: where one of them is lower than the time of its bucket's
+// list, that list holds no longer. Whoever sees it writes the same.
+struct ForgetOldest {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    const Slot slot = state.unique_slots[u];
+    if (slot < 0) return;
+    uint64_t* time = &state.table.oldest[slot / kLanes].time;
+    const uint64_t noted = atomic_read(time);
+    if (state.table.scores[slot].value() < noted) atomic_compare_and_swap(time, noted, uint64_t{0});
   }
 };
 

@@ -48,7 +48,7 @@ struct UpsertState {
   Groups groups;
 
   // In round 3 with two candidates: of the buckets (NoteVictims), or of the distinct keys in the bucket that
-  // each names (ChooseByScore).
+  // each names (ChooseByScore; not under LRU, where who evicts goes by lists).
   Victim* victims;
 
   HKV_HOST_DEVICE uint64_t time() const { return Words{clock[0], clock[1]}.value() + ticks; }

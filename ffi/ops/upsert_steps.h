@@ -265,7 +265,9 @@ struct ChooseByScore {
     const Candidate victim = group.lowest_score(scores, {state.pinned(first), state.pinned(second)});
     if (group.rank() != 0) return;
     const bool is_first = victim.lane < kLanes;
-    state.victims[u] = {victim.score, is_first ? victim.lane : victim.lane - kLanes};
+    if (!state.notes_oldest()) {
+      state.victims[u] = {victim.score, is_first ? victim.lane : victim.lane - kLanes};
+    }
     state.name_by_score(u, is_first ? first : second, victim.score);
   }
 };
