@@ -226,8 +226,15 @@ def import_rows(
 ) -> tuple[Table, WriteResult]:
     """Puts in entries as they are, absent ones if it admits them; of equal keys the last."""
     groups = _index.unique(keys, valid)
-    options = {"report_evicted": evicted, "is_ticked": is_ticked, "as_given": True}
-    index, upserted = _index.upsert(table.index, groups, scores, admit=admits, **options)
+    index, upserted = _index.upsert(
+        table.index,
+        groups,
+        scores,
+        admit=admits,
+        report_evicted=evicted,
+        is_ticked=is_ticked,
+        as_given=True,
+    )
     table = dataclasses.replace(table, index=index)
     table, entries = _evicted(table, upserted) if evicted else (table, None)
     table = scatter_values(table, upserted.unique_slots, groups.last, values)

@@ -62,7 +62,8 @@ struct EvictFromBucket {
 
   // By each member for its own run, of which `first` is the first pending key, or -1: keys take the place of
   // entries that earlier batches have noted, as far as these have not been written since and are not pinned.
-  // The place of the first key that finds none, or -1: then the list is left as it is, to be made anew.
+  // The place of the first key that finds none, or -1. Of a bucket that such a key is left of, the list stays
+  // as it is: whoever looks for that key's victim makes it anew.
   HKV_HOST_DEVICE int32_t evict_noted(int32_t first) const {
     if (first < 0) return -1;
     const Groups& groups = state.groups;
