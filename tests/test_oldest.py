@@ -155,12 +155,9 @@ def test_lists_of_a_cache_outlast_what_its_store_gives_back(platform, rng):
 def test_nothing_is_noted_of_a_bucket_with_an_entry_that_is_too_old(ahead, lanes, twin):
     """Ages of 25 bits are compared; victims are the same ones."""
     both = full_bucket(twin)
-    clock = jnp.array(
-        [ahead, 0], jnp.uint32
-    )  # the first entries are of time 1, the batch of one more
-    both.table = dataclasses.replace(
-        both.table, index=dataclasses.replace(both.table.index, clock=clock)
-    )
+    # The first entries are of time 1, and the batch is of one more than this.
+    index = dataclasses.replace(both.table.index, clock=jnp.array([ahead, 0], jnp.uint32))
+    both.table = dataclasses.replace(both.table, index=index)
     both.oracle.clock[:] = [ahead, 0]
     assert insert(both, 1000).evicted.keys[0] == 0
     assert noted(both)[1] == lanes
@@ -191,9 +188,8 @@ def test_small_batches_evict_what_the_scores_say(buckets, choices, twin, rng):
     for _ in range(300):
         batch, valid = padded(rng.choice(universe, rng.integers(1, LENGTH + 1)))
         before, full = oldest_of(both), both.oracle.size == both.oracle.capacity
-        match rng.choice(
-            ["insert", "touch", "accum", "erase", "import"], p=[0.6, 0.2, 0.1, 0.07, 0.03]
-        ):
+        names = ["insert", "touch", "accum", "erase", "import"]
+        match rng.choice(names, p=[0.6, 0.2, 0.1, 0.07, 0.03]):
             case "insert":
                 evicted = both.insert_and_evict(batch, rows_of(batch), valid=valid).counts.evicted
                 after = oldest_of(both)
