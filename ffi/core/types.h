@@ -46,14 +46,10 @@ struct alignas(16) Oldest {
     for (int place = 0; place < kMost; ++place) count += lane(place) < 0 ? 0 : 1;
     return count;
   }
+  HKV_HOST_DEVICE int first() const { return count_trailing_zeros(lanes) / 8; }  // if there is one
   HKV_HOST_DEVICE int lane(int place) const { return static_cast<int>(lanes >> 8 * place & 0xff) - 1; }
   HKV_HOST_DEVICE void put(int place, int lane) { lanes |= static_cast<uint64_t>(lane + 1) << 8 * place; }
-  // Those of the bits that are set.
-  HKV_HOST_DEVICE void keep(uint32_t bits) {
-    const uint64_t spread = (bits & 0xff) * uint64_t{0x0101010101010101} & uint64_t{0x8040201008040201};
-    const uint64_t highest = (spread + uint64_t{0x7f7f7f7f7f7f7f7f}) & uint64_t{0x8080808080808080};
-    lanes &= (highest >> 7) * 0xff;
-  }
+  HKV_HOST_DEVICE void drop(int place) { lanes &= ~(uint64_t{0xff} << 8 * place); }
 };
 static_assert(sizeof(Oldest) == 16);
 

@@ -72,18 +72,17 @@ struct EvictFromBucket {
     Oldest& noted = state.table.oldest[bucket];
     const Oldest oldest = noted;
     LaneMask pinned = state.pinned(bucket);
-    uint64_t left = oldest.lanes;
+    Oldest left = oldest;
     int32_t place = first;
     bool is_in_run = true;
-    HKV_ROLLED for (uint64_t ahead = left; ahead != 0 && is_in_run;) {
-      const int byte = count_trailing_zeros(ahead) / 8;
-      const int lane = oldest.lane(byte);
-      const uint64_t bits = uint64_t{0xff} << 8 * byte;
-      ahead &= ~bits;
+    HKV_ROLLED for (Oldest ahead = oldest; ahead.lanes != 0 && is_in_run;) {
+      const int listed = ahead.first();
+      const int lane = ahead.lane(listed);
+      ahead.drop(listed);
       const Slot slot = slot_of(bucket, lane);
       const bool is_old = state.table.scores[slot].value() < oldest.time;
       if (is_old && pinned.has(lane)) continue;
-      left &= ~bits;
+      left.drop(listed);
       if (!is_old) continue;
       pinned.add(lane);
       replace(groups.item(place), {place, slot});
@@ -93,7 +92,7 @@ struct EvictFromBucket {
       state.set_pinned(bucket, pinned);
       return place;
     }
-    noted.lanes = left;
+    noted.lanes = left.lanes;
     return -1;
   }
 
@@ -140,7 +139,6 @@ struct EvictFromBucket {
     int victims = 0;  // that were asked for
     Oldest oldest = {};  // of those that are not noted before
     uint32_t next = 0;   // bits of these: who may go
-    uint32_t left = 0;   // who stays
     typename G::Scores scores = {};
   };
 
@@ -193,7 +191,6 @@ struct EvictFromBucket {
     const LaneMask pins = state.pinned(bucket_of(run));
     const LaneMask taken = {{run.pinned.words[0] & ~pins.words[0], run.pinned.words[1] & ~pins.words[1]}};
     run.oldest = group.oldest_of(run.scores, taken, state.time());
-    run.left = (1 << Oldest::kMost) - 1;
     static_assert(G::size() <= Oldest::kMost);
     for (int place = 0; place < Oldest::kMost; place += G::size()) {
       const int lane = run.oldest.lane(place + group.rank());
@@ -204,16 +201,15 @@ struct EvictFromBucket {
   template <class G>
   static HKV_HOST_DEVICE int take_next(Run<G>& run) {
     const int place = count_trailing_zeros(run.next);
+    const int lane = run.oldest.lane(place);
     run.next &= run.next - 1;
-    run.left &= ~(uint32_t{1} << place);
-    return run.oldest.lane(place);
+    run.oldest.drop(place);
+    return lane;
   }
 
   template <Group G>
-  HKV_HOST_DEVICE void note_oldest(const G& group, Run<G>& run) const {
-    if (group.rank() != 0) return;
-    run.oldest.keep(run.left);
-    state.table.oldest[bucket_of(run)] = run.oldest;
+  HKV_HOST_DEVICE void note_oldest(const G& group, const Run<G>& run) const {
+    if (group.rank() == 0) state.table.oldest[bucket_of(run)] = run.oldest;
   }
 
   // Of the next key that is let in. Those before it are refused, by later victims too: their scores are
@@ -312,12 +308,7 @@ struct FillOrEvict {
     const int64_t bucket = state.groups.head_target(i);  // on a CPU, which marks none
     if (bucket < 0) return;
     if (state.table.occupancy[bucket] < kLanes) prefetch(state.table.line(bucket));
-    if (!evicts(i, bucket)) return;
-    if (kNotesOldest) {
-      prefetch<kToWrite>(state.table.oldest + bucket);
-    } else {
-      prefetch_scores(state.table, bucket);
-    }
+    if (evicts(i, bucket)) state.prefetch_victims(bucket);
   }
 
   // By a thread, once it is near what is noted of a bucket.
@@ -328,7 +319,7 @@ struct FillOrEvict {
     const Oldest oldest = state.table.oldest[bucket];
     if (evicts(i + oldest.count(), bucket)) prefetch_scores(state.table, bucket);
     if (oldest.lanes == 0) return {};
-    const Slot slot = slot_of(bucket, oldest.lane(count_trailing_zeros(oldest.lanes) / 8));
+    const Slot slot = slot_of(bucket, oldest.lane(oldest.first()));
     prefetch<kToWrite>(state.table.digests + slot);
     prefetch<kToWrite>(state.table.keys + slot);
     prefetch<kToWrite>(state.table.scores + slot);
