@@ -153,6 +153,28 @@ def test_present_keys_of_a_batch_are_not_evicted_by_it(twin):
     assert both.contains(LANE_NUMBERS).tolist() == [True] * 100 + [False] * 28
 
 
+@pytest.mark.parametrize("policy", ["LRU", "EPOCH_LRU"])
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("free", [0, 1, 5])
+def test_the_batch_pins_where_it_evicts_and_where_it_fills_a_bucket_first(
+    free, choices, policy, twin
+):
+    """13: the oldest entries are hits or only read, of buckets with room for some of the keys."""
+    both = twin(choices * LANES, 1, policy=policy, choices=choices)
+    for first in range(0, 2 * choices * LANES, 64):
+        both.insert_or_assign(first + LANE_NUMBERS[:64], rows_of(first + LANE_NUMBERS[:64]))
+    entries = both.export_batch(0, choices * LANES)
+    assert entries.count == choices * LANES
+    present = np.sort(entries.keys)
+    both.erase(present[-free:] if free else present[:0])
+    newcomers = 10_000 + LANE_NUMBERS[: 40 + free]
+    hits, read = present[:20], present[20:40]
+    keys = np.concatenate([newcomers, read, hits])
+    outcome = both.accum_or_assign(keys, rows_of(keys), np.isin(keys, hits))
+    assert outcome.counts == (60 + free, 20, 40 + free, 40, 0, 0)
+    assert both.contains(present[:40]).all()
+
+
 @pytest.mark.parametrize("pinned", [0, 1])
 @pytest.mark.parametrize(("stored", "given"), [(100, 200), (U64_MAX, U64_MAX)])
 def test_a_bucket_whose_entries_are_all_pinned_is_not_asked(pinned, stored, given, twin):

@@ -27,6 +27,10 @@ struct alignas(16) LaneMask {
     words[0] |= lane < 64 ? bit(lane) : 0;
     words[1] |= lane < 64 ? 0 : bit(lane);
   }
+  HKV_HOST_DEVICE void add(const LaneMask& lanes) {
+    words[0] |= lanes.words[0];
+    words[1] |= lanes.words[1];
+  }
   HKV_HOST_DEVICE void remove(int lane) {
     words[0] &= ~(lane < 64 ? bit(lane) : 0);
     words[1] &= ~(lane < 64 ? 0 : bit(lane));

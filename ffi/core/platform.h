@@ -53,12 +53,12 @@ HKV_HOST_DEVICE void atomic_add(Number* address, Number amount) {
 #endif
 }
 
-// Sets bits in a word that other workers set bits in as well.
-HKV_HOST_DEVICE void atomic_or(uint32_t* address, uint32_t bits) {
+// Sets bits in a word that other workers set bits in as well; what it was.
+HKV_HOST_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t bits) {
 #ifdef __CUDA_ARCH__
-  atomicOr(address, bits);
+  return atomicOr(address, bits);
 #else
-  __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
+  return __atomic_fetch_or(address, bits, __ATOMIC_RELAXED);
 #endif
 }
 

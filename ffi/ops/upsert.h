@@ -179,7 +179,7 @@ struct Upsert {
     workspace.highest_scores = arena.take<Score>(noted_stretches<Executor>(n));
     workspace.groups = Groups::take(arena, n, marks_full<Executor>() ? 2 * buckets : buckets);
     workspace.pins = arena.take<LaneMask>(buckets);
-    workspace.loads = arena.take<int32_t>(choices == 2 ? buckets : 0);
+    workspace.loads = arena.take<uint32_t>(buckets);
     workspace.empty_lanes = arena.take<LaneMask>(Executor::kHasTiles && choices == 1 ? n : 0);
     workspace.named = arena.take<int32_t>(choices == 2 ? n : 0);
     const bool goes_by_lists = static_cast<Policy>(policy) == Policy::kLru && !notes_victims();
@@ -253,35 +253,30 @@ struct Upsert {
     return state;
   }
 
-  // Zeroed where they are used next: 16 bytes a bucket, which what the probe reads would drive out of the L2.
-  template <class Executor>
-  void tell_buckets(Executor& executor, const UpsertState& state, int64_t n) const {
-    executor.zero(state.pins, state.table.buckets * static_cast<int64_t>(sizeof(LaneMask)));
-    if (choices == 2) {
-      executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(int32_t)));
-    }
-    executor.each(pinned.rows, PinSlots{state, pinned.data});
-    executor.each(n, TellBuckets{n, state});
-  }
-
   template <class Executor>
   void insert(Executor& executor, UpsertState state, int64_t n) const {
+    if (choices == 1) executor.group(state.groups, scratch);
+    executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(uint32_t)));
     if (choices == 1) {
-      executor.group(state.groups, scratch);
-      tell_buckets(executor, state, n);
+      executor.each(state.groups.count, NoteOverflows{state});
+      executor.each(pinned.rows, PinSlots{state, pinned.data});
+      executor.each(n, TellBuckets{n, state});
       executor.each(noted_stretches<Executor>(state.groups.count), NoteHighestScores{state});
       if (!state.notes_oldest()) {
         return executor.each(state.groups.count, FillOrEvict<false>{{state}, {false, state}});
       }
       return executor.each(state.groups.count, FillOrEvict<true>{{state}, {false, state}});
     }
-    tell_buckets(executor, state, n);
+    executor.each(n, TellBuckets{n, state});
     executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);
     executor.each(state.groups.count, FillBucket{state});
     executor.each(n, ChooseOther{state});
     executor.group(state.groups, scratch);
     executor.each(state.groups.count, FillBucket{state});
+    executor.each(n, NoteEvictions{state});
+    executor.each(pinned.rows, PinSlots{state, pinned.data});
+    executor.each(n, PinSlots{state, state.unique_slots});
     if (notes_victims()) {
       executor.each(state.table.buckets, NoteVictims{state.table.buckets, state});
       executor.each(n, ChooseByVictim{state});

@@ -308,16 +308,16 @@ struct FillOrEvict {
     const int64_t bucket = state.groups.head_target(i);  // on a CPU, which marks none
     if (bucket < 0) return;
     if (state.table.occupancy[bucket] < kLanes) prefetch(state.table.line(bucket));
-    if (evicts(i, bucket)) state.prefetch_victims(bucket);
+    if (state.overflows(i, bucket)) state.prefetch_victims(bucket);
   }
 
   // By a thread, once it is near what is noted of a bucket.
   HKV_HOST_DEVICE Ahead look_ahead(int64_t i) const {
     const UpsertState& state = filling.state;
     const int64_t bucket = kNotesOldest ? state.groups.head_target(i) : -1;
-    if (bucket < 0 || !evicts(i, bucket)) return {};
+    if (bucket < 0 || !state.overflows(i, bucket)) return {};
     const Oldest oldest = state.table.oldest[bucket];
-    if (evicts(i + oldest.count(), bucket)) prefetch_scores(state.table, bucket);
+    if (state.overflows(i + oldest.count(), bucket)) prefetch_scores(state.table, bucket);
     if (oldest.lanes == 0) return {};
     const Slot slot = slot_of(bucket, oldest.lane(oldest.first()));
     prefetch<kToWrite>(state.table.digests + slot);
@@ -336,11 +336,6 @@ struct FillOrEvict {
   }
 
  private:
-  HKV_HOST_DEVICE bool evicts(int64_t head, int64_t bucket) const {
-    const UpsertState& state = filling.state;
-    return state.groups.is_in_run(head + kLanes - state.table.occupancy[bucket], bucket);
-  }
-
   template <Group G>
   HKV_HOST_DEVICE int32_t fill(const G& group, int64_t i) const {
     const UpsertState& state = filling.state;
@@ -354,14 +349,24 @@ struct FillOrEvict {
       const int64_t head = groups.head_within(i, bucket, kLanes);
       const LaneMask empty = state.empty_lanes[groups.item(head < 0 ? i : head)];
       if (head < 0 || groups.is_in_run(head + empty.count(), bucket)) {
-        return filling.fill(i, groups.head_target(i), empty);
+        return fill_and_pin(i, groups.head_target(i), empty);
       }
       filling.fill_one(i, head, bucket, empty);
       return -1;
     } else {
       const int64_t bucket = groups.head_target(i);
-      return filling.fill(i, bucket, state.find_empty_lanes(group, bucket));
+      return fill_and_pin(i, bucket, state.find_empty_lanes(group, bucket));
     }
+  }
+
+  // Who comes too late for an empty lane does not evict who has taken one.
+  HKV_HOST_DEVICE int32_t fill_and_pin(int64_t i, int64_t bucket, LaneMask empty) const {
+    const int32_t place = filling.fill(i, bucket, empty);
+    if (place < 0) return -1;
+    LaneMask pinned = filling.state.pinned(bucket);
+    pinned.add(empty);
+    filling.state.set_pinned(bucket, pinned);
+    return place;
   }
 };
 

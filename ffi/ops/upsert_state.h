@@ -41,8 +41,8 @@ struct UpsertState {
   Replaced* replaced;  // of those that evict, where that is asked for
 
   // Per bucket.
-  LaneMask* pins;
-  int32_t* loads;
+  uint32_t* loads;  // with two candidates: keys that may come; and kEvicts
+  LaneMask* pins;  // where somebody evicts
 
   // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
   Groups groups;
@@ -129,11 +129,23 @@ struct UpsertState {
     groups.set(u, bucket);
   }
 
-  // Several workers may pin lanes of one bucket.
-  HKV_HOST_DEVICE void pin(Slot slot) const { atomic_or(pin_word(slot), uint32_t{1} << (slot & 31)); }
+  // Set where keys come for whom there is no room. Nothing is pinned elsewhere.
+  static constexpr uint32_t kEvicts = uint32_t{1} << 31;
+  HKV_HOST_DEVICE bool evicts(int64_t bucket) const { return loads[bucket] >= kEvicts; }
 
-  HKV_HOST_DEVICE uint32_t* pin_word(Slot slot) const {
-    return reinterpret_cast<uint32_t*>(pins) + (slot >> 5);
+  // With one candidate: whether the keys of a run are more than their bucket has room for.
+  HKV_HOST_DEVICE bool overflows(int64_t head, int64_t target) const {
+    if (is_of_full(target)) return true;
+    return groups.is_in_run(head + kLanes - table.occupancy[target], target);
+  }
+
+  // Several workers may pin lanes of one bucket.
+  HKV_HOST_DEVICE void pin(Slot slot) const {
+    if (!evicts(slot / kLanes)) return;
+    atomic_or(reinterpret_cast<uint32_t*>(pins) + (slot >> 5), uint32_t{1} << (slot & 31));
+  }
+  HKV_HOST_DEVICE void prefetch_load(Slot slot) const {
+    if (slot >= 0) prefetch(loads + slot / kLanes);
   }
 
   // One worker owns the bucket.

@@ -6,11 +6,15 @@
 
 namespace hkv {
 
-// Slots that the caller pins besides the batch's own.
+// Nothing evicts the entries of these slots.
 struct PinSlots {
   static constexpr int kGroup = 1;
   UpsertState state;
   const Slot* slots;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    if (state.table.has_slot(slots[i])) state.prefetch_load(slots[i]);
+  }
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     if (state.table.has_slot(slots[i])) state.pin(slots[i]);
@@ -94,9 +98,46 @@ struct ProbeKey {
   }
 };
 
-// Buckets are told of hits, which keep their slots (and get their scores from tiles), and with two candidates
-// of keys that may come. A step of its own because on a CPU an atomic waits for all that its thread has
-// stored: it must not come between the misses of the probe.
+// With one candidate, once keys are grouped: which buckets evict.
+struct NoteOverflows {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
+    const int64_t bucket = state.groups.head_target(i);  // on a CPU, which marks none
+    if (bucket >= 0) prefetch(state.table.occupancy + bucket);
+  }
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    const int64_t target = state.groups.head_target(i);
+    if (target < 0 || !state.overflows(i, target)) return;
+    const int64_t bucket = state.bucket_of(target);
+    state.loads[bucket] = UpsertState::kEvicts;
+    state.set_pinned(bucket, {});
+  }
+};
+
+// With two, before round 3: both of whoever has found no room in either.
+struct NoteEvictions {
+  static constexpr int kGroup = 1;
+  UpsertState state;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t u) const {
+    if (!state.is_pending(u)) return;
+    note(state.candidate(u, 0));
+    note(state.candidate(u, 1));
+  }
+
+ private:
+  HKV_HOST_DEVICE void note(int64_t bucket) const {
+    const uint32_t before = atomic_or(state.loads + bucket, UpsertState::kEvicts);
+    if (before < UpsertState::kEvicts) state.set_pinned(bucket, {});
+  }
+};
+
+// With one candidate buckets that evict are told of hits, which keep their slots; with two, all are told of
+// keys that may come. Tiles give hits their scores here. A step of its own because on a CPU an atomic waits
+// for all that its thread has stored: it must not come between the misses of the probe.
 struct TellBuckets {
   static constexpr int kGroup = ProbeKey::kGroup;
   static constexpr bool kOwnIndex = true;
@@ -104,7 +145,7 @@ struct TellBuckets {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t u) const {
-    if (state.unique_slots[u] >= 0) prefetch<kToWrite>(state.pin_word(state.unique_slots[u]));
+    if (state.table.choices == 1) state.prefetch_load(state.unique_slots[u]);
   }
 
   template <Group G>
@@ -115,16 +156,19 @@ struct TellBuckets {
       if (slot >= 0) state.score_hit(slot, given);
     }
     if (!state.admit || u >= n) return;
-    if (slot >= 0) return state.pin(slot);
-    if (state.table.choices == 2 && state.is_pending(u)) announce(u);
+    if (state.table.choices == 1) {
+      if (slot >= 0) state.pin(slot);
+    } else if (state.is_pending(u)) {
+      announce(u);
+    }
   }
 
  private:
   HKV_HOST_DEVICE void announce(int64_t u) const {
     const int64_t first = state.candidate(u, 0);
     const int64_t second = state.candidate(u, 1);
-    atomic_add(state.loads + first, 1);
-    if (second != first) atomic_add(state.loads + second, 1);
+    atomic_add(state.loads + first, uint32_t{1});
+    if (second != first) atomic_add(state.loads + second, uint32_t{1});
   }
 };
 
@@ -162,9 +206,8 @@ struct ChooseOther {
   }
 };
 
-// Before round 3 with two candidates, where a batch asks for most buckets of a table: the victim of each full
-// one that had keys to come. Its scores are read once for all of them, and nothing is pinned or written until
-// they evict.
+// Before round 3 with two candidates, where a batch asks for most buckets of a table: the victim of each one
+// that evicts. Its scores are read once for all its keys, and nothing is pinned or written until they evict.
 struct NoteVictims {
   static constexpr int kGroup = 8;
   static constexpr bool kOwnIndex = true;
@@ -172,28 +215,22 @@ struct NoteVictims {
   UpsertState state;
 
   HKV_HOST_DEVICE void prefetch_far(int64_t bucket) const {
-    if (was_named(bucket) && is_full(bucket)) state.prefetch_victims(bucket);
+    if (state.evicts(bucket)) state.prefetch_victims(bucket);
   }
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t bucket) const {
-    const bool is_named = bucket < buckets && was_named(bucket);
     const int64_t first = bucket - group.rank();
-    const bool is_asked = is_named && is_full(bucket);
+    const bool is_asked = bucket < buckets && state.evicts(bucket);
     Victim own = is_asked ? state.noted_victim(bucket) : Victim::none();
     for_each_member(group, is_asked && own.lane < 0, [&](int member) {
       const Victim victim = victim_of(group, first + member);
       if (member == group.rank()) own = victim;
     });
-    if (is_named) state.victims[bucket] = own;
+    if (is_asked) state.victims[bucket] = own;
   }
 
  private:
-  HKV_HOST_DEVICE bool was_named(int64_t bucket) const { return state.loads[bucket] > 0; }
-
-  // Keys that are left over had no room in either candidate.
-  HKV_HOST_DEVICE bool is_full(int64_t bucket) const { return state.table.occupancy[bucket] >= kLanes; }
-
   template <Group G>
   HKV_HOST_DEVICE Victim victim_of(const G& group, int64_t bucket) const {
     const typename G::Scores scores = group.scores_of(state.table.scores + bucket * kLanes);
@@ -297,20 +334,14 @@ struct FillBucket {
   HKV_HOST_DEVICE int32_t fill(int64_t i, int64_t bucket, LaneMask empty) const {
     if (bucket < 0) return -1;
     const Groups& groups = state.groups;
-    const bool has_room = empty.any();
-    LaneMask pinned = has_room ? state.pinned(bucket) : LaneMask{};
     int64_t place = i;
     for (; empty.any() && groups.is_in_run(place, bucket); ++place) {
       const int lane = empty.lowest();
       empty.remove(lane);
-      pinned.add(lane);
       prefetch_item(place + kItemsAhead);
       insert(groups.item(place), slot_of(bucket, lane));
     }
-    if (has_room) {
-      state.set_pinned(bucket, pinned);
-      state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
-    }
+    if (place != i) state.table.occupancy[bucket] += static_cast<int32_t>(place - i);
     return groups.is_in_run(place, bucket) ? static_cast<int32_t>(place) : -1;
   }
 
