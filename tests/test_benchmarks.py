@@ -318,6 +318,7 @@ def test_the_kernels_of_a_tables_operations_are_told_apart(tmp_path, monkeypatch
             "Strided<hkv::UpdateRows<hkv::SgdRule>::Step>"
         ),
         scan: "DeviceScanKernel",
+        "void hkv::sort_by_block<8>(unsigned int*, int*, int, int)": "sort_by_block<8>",
         "loop_add_fusion": "loop_add_fusion",
     }
     assert {name: profile_table.profile_step.name_of(name) for name in names} == names

@@ -14,6 +14,7 @@
 #include <string>
 #include <type_traits>
 
+#include "backends/cuda_sort.h"
 #include "backends/distinct.h"
 
 namespace hkv {
@@ -167,6 +168,9 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
     if (groups.n == 0) return;
     Flip<uint32_t>& targets = groups.targets;
     Flip<int32_t>& items = groups.items;
+    if (groups.n <= kSortedByBlock) {
+      return start([&] { start_sort(targets.current, items.current, groups.n, groups.bits(), stream_); });
+    }
     cub::DoubleBuffer<uint32_t> target_buffers(targets.current, targets.other);
     cub::DoubleBuffer<int32_t> item_buffers(items.current, items.other);
     call_cub(groups.n, scratch, [&](void* storage, size_t& bytes) {
@@ -217,12 +221,18 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
 
   template <class Step>
   void launch(int64_t count, const Step& step) {
-    if (count == 0 || failed()) return;
-    has_launched_ = true;
+    if (count == 0) return;
     static_assert(kBlockThreads % Step::kGroup == 0, "no tile straddles two blocks");
     constexpr int64_t kIndices = kHasOwnIndex<Step> ? kBlockThreads : kBlockThreads / Step::kGroup;
-    const int64_t blocks = (count + kIndices - 1) / kIndices;
-    run_step<<<static_cast<unsigned>(blocks), kBlockThreads, 0, stream_>>>(count, step);
+    const auto blocks = static_cast<unsigned>((count + kIndices - 1) / kIndices);
+    start([&] { run_step<<<blocks, kBlockThreads, 0, stream_>>>(count, step); });
+  }
+
+  template <class Launch>
+  void start(const Launch& launch) {
+    if (failed()) return;
+    has_launched_ = true;
+    launch();
     check(cudaGetLastError(), "a kernel launch, or something before it,");
   }
 

@@ -1,7 +1,7 @@
 // What the CUDA executor asks the runtime for, whatever the batch: nothing but what runtime.cc has, and no
 // array is touched; CUB finds the temporary storage that was reserved for it; no grid is larger than a
-// device's; something is launched for an empty batch too. Prints the launches of each operation for a batch
-// of 2^20.
+// device's; something is launched for an empty batch too. Prints the launches of each operation for batches
+// of 2^13 and 2^20.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -117,12 +117,13 @@ void launch(CudaExecutor& executor) { executor.each(1, Nothing{}); }
 void scan(CudaExecutor& executor, int64_t n) {
   executor.scan(n, One{}, static_cast<int32_t*>(nobodys()), static_cast<char*>(nobodys()));
 }
-void group(CudaExecutor& executor) {
-  constexpr int64_t kItems = 1000;
+void group(CudaExecutor& executor, int64_t n) {
   Arena arena(nobodys());
-  Groups groups = Groups::take(arena, kItems, kItems);
-  executor.group(groups, arena.take<char>(CudaExecutor::group_bytes(kItems)));
+  Groups groups = Groups::take(arena, n, n);
+  executor.group(groups, arena.take<char>(CudaExecutor::group_bytes(n)));
 }
+void group_few(CudaExecutor& executor) { group(executor, kSortedByBlock); }
+void group_many(CudaExecutor& executor) { group(executor, kSortedByBlock + 1); }
 
 // What is refused is told, and ends the call: nothing is launched that would read what was not written, a
 // later refusal does not hide it, and who uses the thread next is not told of it.
@@ -138,7 +139,8 @@ void check_refusal(testing::Checks& checks, const std::string& expected, const W
   zero(executor);
   launch(executor);
   scan(executor, 1000);
-  group(executor);
+  group_few(executor);
+  group_many(executor);
   scan(executor, int64_t{1} << 31);
   executor.finish();
   checks.expect(notes.launches == 0, expected + ": and something was launched after it");
@@ -153,8 +155,9 @@ int main() {
   check_error(checks, cudaErrorInsufficientDriver, "compiled by CUDA " + kToolkit);
   check_refusal(checks, "cudaMemsetAsync failed", zero);
   check_refusal(checks, "a kernel launch, or something before it, failed", launch);
+  check_refusal(checks, "a kernel launch, or something before it, failed", group_few);
   check_refusal(checks, "CUB failed", [](CudaExecutor& executor) { scan(executor, 1000); });
-  check_refusal(checks, "CUB failed", group);
+  check_refusal(checks, "CUB failed", group_many);
   check_refusal(checks, "the batch is too large: 2147483648 items",
                 [](CudaExecutor& executor) { scan(executor, int64_t{1} << 31); });
   for (const int sm : {80, 90, 100}) {
@@ -171,10 +174,12 @@ int main() {
     }
   }
   AllOperations::visit([&]<class Operation>() {
-    for (const int64_t choices : {1, 2}) {
-      check<Operation>(checks, int64_t{1} << 20, choices, false);
-      std::printf("%s, %d candidates: %d launches\n", Operation::kName, static_cast<int>(choices),
-                  static_cast<int>(notes.launches));
+    for (const int power : {13, 20}) {
+      for (const int64_t choices : {1, 2}) {
+        check<Operation>(checks, int64_t{1} << power, choices, false);
+        std::printf("%s, 2^%d keys, %d candidates: %d launches\n", Operation::kName, power,
+                    static_cast<int>(choices), static_cast<int>(notes.launches));
+      }
     }
   });
   return checks.finish();
