@@ -153,26 +153,35 @@ def test_present_keys_of_a_batch_are_not_evicted_by_it(twin):
     assert both.contains(LANE_NUMBERS).tolist() == [True] * 100 + [False] * 28
 
 
-@pytest.mark.parametrize("policy", ["LRU", "EPOCH_LRU"])
+@pytest.mark.parametrize("policy", ["LRU", "CUSTOM"])
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("free", [0, 1, 5])
 def test_the_batch_pins_where_it_evicts_and_where_it_fills_a_bucket_first(
     free, choices, policy, twin
 ):
-    """13: the oldest entries are hits or only read, of buckets with room for some of the keys."""
+    """13: entries that are only read, keys in lanes that were empty, and hits with low scores."""
+    stored, low = (100, 1) if policy == "CUSTOM" else (None, None)
+
+    def scores_of(keys, score):
+        return None if score is None else np.full(len(keys), score, np.uint64)
+
     both = twin(choices * LANES, 1, policy=policy, choices=choices)
     for first in range(0, 2 * choices * LANES, 64):
-        both.insert_or_assign(first + LANE_NUMBERS[:64], rows_of(first + LANE_NUMBERS[:64]))
+        keys = first + LANE_NUMBERS[:64]
+        both.insert_or_assign(keys, rows_of(keys), scores_of(keys, stored))
     entries = both.export_batch(0, choices * LANES)
     assert entries.count == choices * LANES
-    present = np.sort(entries.keys)
-    both.erase(present[-free:] if free else present[:0])
-    newcomers = 10_000 + LANE_NUMBERS[: 40 + free]
-    hits, read = present[:20], present[20:40]
+    by_lane = entries.keys[np.argsort(np.arange(choices * LANES) % LANES, kind="stable")]
+    both.erase(by_lane[:free])
+    newcomers, read = 10_000 + LANE_NUMBERS[: 40 + free], by_lane[free : free + 20]
+    hits = by_lane[-20:]
     keys = np.concatenate([newcomers, read, hits])
-    outcome = both.accum_or_assign(keys, rows_of(keys), np.isin(keys, hits))
+    scores = scores_of(keys, stored)
+    if scores is not None:
+        scores[-len(hits) :] = low
+    outcome = both.accum_or_assign(keys, rows_of(keys), np.isin(keys, hits), scores)
     assert outcome.counts == (60 + free, 20, 40 + free, 40, 0, 0)
-    assert both.contains(present[:40]).all()
+    assert both.contains(keys).all()
 
 
 @pytest.mark.parametrize("pinned", [0, 1])

@@ -63,7 +63,8 @@ HKV_HOST_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t bits) {
 }
 
 // A word that other workers may be writing to.
-HKV_HOST_DEVICE uint64_t atomic_read(const uint64_t* address) {
+template <class Number>
+HKV_HOST_DEVICE Number atomic_read(const Number* address) {
 #ifdef __CUDA_ARCH__
   return __ldcg(address);
 #else

@@ -255,9 +255,10 @@ struct Upsert {
 
   template <class Executor>
   void insert(Executor& executor, UpsertState state, int64_t n) const {
-    if (choices == 1) executor.group(state.groups, scratch);
-    executor.zero(state.loads, state.table.buckets * static_cast<int64_t>(sizeof(uint32_t)));
+    const int64_t load_bytes = state.table.buckets * static_cast<int64_t>(sizeof(uint32_t));
     if (choices == 1) {
+      executor.group(state.groups, scratch);
+      executor.zero(state.loads, load_bytes);
       executor.each(state.groups.count, NoteOverflows{state});
       executor.each(pinned.rows, PinSlots{state, pinned.data});
       executor.each(n, TellBuckets{n, state});
@@ -267,6 +268,7 @@ struct Upsert {
       }
       return executor.each(state.groups.count, FillOrEvict<true>{{state}, {false, state}});
     }
+    executor.zero(state.loads, load_bytes);
     executor.each(n, TellBuckets{n, state});
     executor.each(n, ChooseByLoad{state});
     executor.group(state.groups, scratch);

@@ -362,7 +362,7 @@ struct FillOrEvict {
   // Who comes too late for an empty lane does not evict who has taken one.
   HKV_HOST_DEVICE int32_t fill_and_pin(int64_t i, int64_t bucket, LaneMask empty) const {
     const int32_t place = filling.fill(i, bucket, empty);
-    if (place < 0) return -1;
+    if (place < 0 || !empty.any()) return place;
     LaneMask pinned = filling.state.pinned(bucket);
     pinned.add(empty);
     filling.state.set_pinned(bucket, pinned);

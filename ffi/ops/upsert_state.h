@@ -41,7 +41,7 @@ struct UpsertState {
   Replaced* replaced;  // of those that evict, where that is asked for
 
   // Per bucket.
-  uint32_t* loads;  // with two candidates: keys that may come; and kEvicts
+  uint32_t* loads;  // kEvicts, and with two candidates how many keys may come
   LaneMask* pins;  // where somebody evicts
 
   // Keys grouped by the bucket of this round: the keys of a bucket are a run of places.
@@ -133,7 +133,8 @@ struct UpsertState {
   static constexpr uint32_t kEvicts = uint32_t{1} << 31;
   HKV_HOST_DEVICE bool evicts(int64_t bucket) const { return loads[bucket] >= kEvicts; }
 
-  // With one candidate: whether the keys of a run are more than their bucket has room for.
+  // With one candidate: whether the keys of a run are more than their bucket has room for, by its occupancy,
+  // which is the number of its digests.
   HKV_HOST_DEVICE bool overflows(int64_t head, int64_t target) const {
     if (is_of_full(target)) return true;
     return groups.is_in_run(head + kLanes - table.occupancy[target], target);

@@ -130,6 +130,7 @@ struct NoteEvictions {
 
  private:
   HKV_HOST_DEVICE void note(int64_t bucket) const {
+    if (atomic_read(state.loads + bucket) >= UpsertState::kEvicts) return;
     const uint32_t before = atomic_or(state.loads + bucket, UpsertState::kEvicts);
     if (before < UpsertState::kEvicts) state.set_pinned(bucket, {});
   }

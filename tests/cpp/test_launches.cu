@@ -160,6 +160,13 @@ int main() {
   check_refusal(checks, "CUB failed", group_many);
   check_refusal(checks, "the batch is too large: 2147483648 items",
                 [](CudaExecutor& executor) { scan(executor, int64_t{1} << 31); });
+  CudaExecutor executor(kStream);
+  notes.launches = 0;
+  group_few(executor);
+  checks.expect(notes.launches == 1, "a block sorts what it holds by more than one launch");
+  group_many(executor);
+  checks.expect(notes.launches > 2, "CUB sorts what no block holds by one launch");
+  checks.expect(executor.failure().empty(), "a sort: " + executor.failure());
   for (const int sm : {80, 90, 100}) {
     device_form.sm = device_form.device = sm;  // CUB remembers what it was told of a device
     int asked = 0;
