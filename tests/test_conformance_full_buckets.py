@@ -156,8 +156,9 @@ def test_present_keys_of_a_batch_are_not_evicted_by_it(twin):
 @pytest.mark.parametrize("policy", ["LRU", "CUSTOM"])
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("free", [0, 1, 5])
+@pytest.mark.parametrize("reads", [True, False])
 def test_the_batch_pins_where_it_evicts_and_where_it_fills_a_bucket_first(
-    free, choices, policy, twin
+    reads, free, choices, policy, twin
 ):
     """13: entries that are only read, keys in lanes that were empty, and hits with low scores."""
     stored, low = (100, 1) if policy == "CUSTOM" else (None, None)
@@ -173,13 +174,16 @@ def test_the_batch_pins_where_it_evicts_and_where_it_fills_a_bucket_first(
     assert entries.count == choices * LANES
     by_lane = entries.keys[np.argsort(np.arange(choices * LANES) % LANES, kind="stable")]
     both.erase(by_lane[:free])
-    newcomers, read = 10_000 + LANE_NUMBERS[: 40 + free], by_lane[free : free + 20]
-    hits = by_lane[-20:]
+    newcomers, hits = 10_000 + LANE_NUMBERS[: 40 + free], by_lane[-20:]
+    read = by_lane[free : free + 20] if reads else hits[:0]
     keys = np.concatenate([newcomers, read, hits])
     scores = scores_of(keys, stored)
     if scores is not None:
         scores[-len(hits) :] = low
-    outcome = both.accum_or_assign(keys, rows_of(keys), np.isin(keys, hits), scores)
+    if reads:
+        outcome = both.accum_or_assign(keys, rows_of(keys), np.isin(keys, hits), scores)
+    else:
+        outcome = both.insert_or_assign(keys, rows_of(keys), scores)
     assert outcome.counts == (60 + free, 20, 40 + free, 40, 0, 0)
     assert both.contains(keys).all()
 
