@@ -118,6 +118,7 @@ def find_or_insert_pooled(
     weights: Any = None,
     valid: Any = None,
     scores: Any = None,
+    admit: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
     """As :func:`find_or_insert` for bags of ids; the rows of a bag come back combined.
@@ -129,6 +130,7 @@ def find_or_insert_pooled(
       weights: see :func:`find_pooled`.
       valid: see :func:`find_pooled`.
       scores: of the shape of `ids`, or one number; see :func:`find_or_insert`.
+      admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
       return_evicted: whether the result carries the evicted entries.
 
     Returns:
@@ -153,15 +155,22 @@ def find_or_insert_pooled(
     batch, layout = as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
+    own = _checks.as_mask(call, "admit", admit, layout.ids)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
-    return _find_or_insert_bags(table, batch, pairs, evicted=evicted, layout=layout)
+    return _find_or_insert_bags(table, batch, pairs, own, evicted=evicted, layout=layout)
 
 
 @jitted("evicted", "layout")
 def _find_or_insert_bags(
-    table: Table, batch: Bagged, scores: Keys | None, evicted: bool, layout: features.Layout
+    table: Table,
+    batch: Bagged,
+    scores: Keys | None,
+    admit: jax.Array | None,
+    evicted: bool,
+    layout: features.Layout,
 ) -> Any:
-    table, result = _find_or_insert(table, batch, scores, initial=True, evicted=evicted)
+    admit = None if admit is None else admit.reshape(-1)
+    table, result = _find_or_insert(table, batch, scores, admit, initial=True, evicted=evicted)
     return table, result._replace(
         values=result.values.reshape(*layout.batch, table.dim),
         keys=result.keys.reshape(*layout.ids),
@@ -172,11 +181,16 @@ def _find_or_insert_bags(
 
 @jitted("initial", "evicted")
 def _find_or_insert(
-    table: Table, batch: Bagged, scores: Keys | None, initial: bool, evicted: bool
+    table: Table,
+    batch: Bagged,
+    scores: Keys | None,
+    admit: jax.Array | None,
+    initial: bool,
+    evicted: bool,
 ) -> Any:
     reads = initial and batch.bags is None
     table, inserted = insert_rows(
-        table, batch.keys, batch.valid, scores, None, evicted, reads=reads
+        table, batch.keys, batch.valid, scores, None, evicted, admit=admit, reads=reads
     )
     slots, rows = inserted.upserted.slots, inserted.values
     table, values = _rows_of(table, batch, slots, initial, rows)
@@ -251,7 +265,7 @@ def of_batch(
         return after_read(table, clock), BagRows(values, slots, None)
     check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
-    table, result = _find_or_insert(table, batch, pairs, initial=initial, evicted=evicted)
+    table, result = _find_or_insert(table, batch, pairs, None, initial=initial, evicted=evicted)
     return table, BagRows(result.values, result.slots, result)
 
 

@@ -617,6 +617,7 @@ def find_or_insert_pooled(
     weights: Any = None,
     valid: Any = None,
     scores: Any = None,
+    admit: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert_pooled`, of a table over devices; in shard_map or pmap.
@@ -629,6 +630,7 @@ def find_or_insert_pooled(
       weights: ``float32`` of the shape of `ids`. Differentiable.
       valid: ``bool`` of the shape of `ids`.
       scores: of the shape of `ids`, or one number; see :func:`jax_hkv.find_or_insert`.
+      admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
       return_evicted: see :func:`find_or_insert`.
 
     Returns:
@@ -643,6 +645,7 @@ def find_or_insert_pooled(
     exchange = exchange_of(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
+    own = _checks.as_mask(call, "admit", admit, layout.ids)
     table, result, _ = _sharded.look_up(
         exchange,
         table,
@@ -651,6 +654,7 @@ def find_or_insert_pooled(
         train=True,
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
+        admit=None if own is None else own.reshape(-1),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     keys = batch.keys.reshape(*layout.ids)

@@ -119,6 +119,39 @@ def test_who_names_no_admission_of_its_own_has_the_program_of_before():
             hkv.find_or_insert(table, keys, admit=wrong)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("hotness", [1, 4])
+@pytest.mark.parametrize(("rule", "settings"), [pytest.param(None, {}, id="no rule"), RULES[0]])
+def test_bags_let_in_whom_their_positions_admit(rng, rule, settings, hotness, combiner):
+    """As the same ids one by one; those without a row add their initial ones."""
+    bags = one = hkv.create(512, 3, init=hkv.initializers.normal(1.0), admission=rule)
+    seen = np.zeros(6, np.int64)
+    for _ in range(8):
+        keys = hkv.Keys.from_numpy(rng.integers(0, 40, (40, hotness), np.uint64))
+        given = {"valid": rng.random(keys.shape) < 0.8, "admit": rng.random(keys.shape) < 0.4}
+        bags, result = hkv.find_or_insert_pooled(bags, keys, combiner=combiner, **given)
+        one, expected = hkv.find_or_insert(one, keys, **given)
+        sums = hkv.pool(expected.values, combiner=combiner, valid=given["valid"])
+        np.testing.assert_array_equal(result.values, sums)
+        assert_equal_leaves(bags, one)
+        np.testing.assert_array_equal(result.status, expected.status)
+        np.testing.assert_array_equal(result.slots, expected.slots)
+        assert result.counts == expected.counts
+        seen += [int(n) for n in result.counts]
+    counts = oracle.Counts(*seen)
+    assert min(counts.hits, counts.inserted, counts.not_admitted) > 0
+    with pytest.raises(TypeError, match=r"find_or_insert_pooled: admit must be bool\[40, "):
+        hkv.find_or_insert_pooled(one, keys, admit=given["admit"][:3])
+
+
+def test_a_jagged_batch_has_a_flag_for_each_of_its_ids():
+    bags = hkv.Jagged.from_lists([[5, 6], [], [7, 5, 8]])
+    admit = np.array([True, False, False, False, True])
+    table, result = hkv.find_or_insert_pooled(hkv.create(128, 2), bags, admit=admit)
+    assert names(result) == ["INSERTED", "NOT_ADMITTED", "NOT_ADMITTED", "FOUND", "INSERTED"]
+    assert int(hkv.size(table)) == 2
+
+
 def test_a_key_gets_a_row_in_the_batch_of_its_last_sighting_needed():
     table = hkv.create(128, 2, admission=hkv.admission.frequency(3))
     table, result = hkv.find_or_insert(table, numbers(5, 6, 6, 7, 7, 7))

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from many_devices import (
     ADAM,
@@ -16,6 +17,7 @@ from many_devices import (
     assert_entries,
     assert_same_bits,
     everywhere,
+    looked_up,
     on_device,
     seldom,
     zipf_batch,
@@ -94,6 +96,36 @@ def test_new_ids_are_those_of_one_table_and_have_the_rows_that_it_would_take(nam
     assert (away > 0) == admits
     parts = case.placement.shards(many)[: 1 if case.exchange.replicas else None]
     assert_entries(parts, one)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_bags_let_in_what_a_position_of_any_device_admits(sums, rng):
+    """Whether their owners add up rows or send them; ids without a row add their initial ones."""
+    case = dataclasses.replace(of(FOUR, {"partial": sums}), combiner="sum")
+    many, one = case.placement.create(case.table), case.table(ROOMY)
+
+    def step(module, table, batch, admit, **axis):
+        table, result = looked_up(module, case, table, batch, admit=admit, **axis)
+        found = result.values, result.status
+        if module is sharding:
+            found = (everywhere(case, leaf) for leaf in found)
+        return table, (*found, result.counts)
+
+    on_many = case.placement.step(partial(step, sharding, axis_name=case.exchange))
+    on_one = jax.jit(partial(step, hkv))
+    seen = np.zeros(6, np.int64)
+    for _ in range(3):
+        batch, admit = zipf_batch(rng, (80, 4), bags=True), rng.random((80, 4)) < 0.4
+        many, (values, status, counts) = on_many(
+            many, *case.placement.put((on_device(batch), admit))
+        )
+        one, expected = on_one(one, on_device(batch), admit)
+        np.testing.assert_allclose(values, expected[0], rtol=1e-6, atol=1e-6)
+        assert_same_bits((status, counts), expected[1:])
+        seen += [int(n) for n in counts]
+    counts = oracle.Counts(*seen)
+    assert min(counts.hits, counts.inserted, counts.not_admitted) > 0
+    assert_entries(case.placement.shards(many), one)
 
 
 def test_offered_rows_are_one_exchange_more_and_copy_no_part():
