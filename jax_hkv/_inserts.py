@@ -98,7 +98,7 @@ def _let_in(
     is_present = slots >= 0
     admitted = asked
     if admit is not None:
-        admitted = _index.sum_by_key(seen, admit.astype(jnp.int32)) > 0
+        admitted = _index.sum_by_key(seen, admit.reshape(-1).astype(jnp.int32)) > 0
     if table.admission is not None:
         # Sightings are what is seen, whatever the caller says of it.
         admission, by_rule = table.admission.decide(
@@ -397,7 +397,7 @@ def insert_rows(
       scores: of the positions, or None.
       offered: rows of the positions, or None.
       evicted: whether the evicted entries are wanted.
-      admit: of the positions, those that let their keys in; None: all.
+      admit: of the positions, of any shape, those that let their keys in; None: all.
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.
       pinned: slots that must not be evicted, besides those of the keys.
       is_ticked: whether the clock already stands at the time of this batch.

@@ -224,7 +224,7 @@ def look_up(
       initial: whether keys without a row get the row that they would start with, else zeros.
       scores: of training, one for each position.
       offered: of training, a row for each position: of keys that are inserted the first counts.
-      admit: of training, which positions let their keys in; None: all.
+      admit: of training, which positions let their keys in, of any shape; None: all.
       evicted: whether the evicted entries are wanted.
       measure: what else is counted of the distinct keys at their owners.
 
@@ -244,7 +244,7 @@ def look_up(
         owners_pool, plan = summed is not plan, summed
     items = Items(batch.keys, valid, None if scores is None else scores.words)
     if admit is not None:
-        items = items._replace(admits=admit.astype(jnp.int32))
+        items = items._replace(admits=admit.reshape(-1).astype(jnp.int32))
     is_counted = table.policy.counts if touches else train and _counts_occurrences(table)
     if plan.merges and plan.hops and is_counted:
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))

@@ -373,7 +373,6 @@ def _find_or_insert(
     keys, valid = _checks.flat_batch(given, valid)
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
-    admit = None if admit is None else admit.reshape(-1)
     table, inserted = insert_rows(
         table, keys, valid, scores, offered, evicted, admit=admit, reads=True
     )

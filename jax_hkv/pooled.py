@@ -169,7 +169,6 @@ def _find_or_insert_bags(
     evicted: bool,
     layout: features.Layout,
 ) -> Any:
-    admit = None if admit is None else admit.reshape(-1)
     table, result = _find_or_insert(table, batch, scores, admit, initial=True, evicted=evicted)
     return table, result._replace(
         values=result.values.reshape(*layout.batch, table.dim),

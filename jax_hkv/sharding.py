@@ -276,7 +276,6 @@ def find_or_insert(
     exchange = exchange_of(call, table, axis_name)
     given, flat = _flat(call, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
-    own = _checks.as_mask(call, "admit", admit, given.shape)
     offered = None
     if values is not None:
         offered = rows_of(call, values, table, given).reshape(-1, table.dim)
@@ -286,7 +285,7 @@ def find_or_insert(
         initial=True,
         scores=pairs,
         offered=offered,
-        admit=None if own is None else own.reshape(-1),
+        admit=_checks.as_mask(call, "admit", admit, given.shape),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     return table, _shaped(result, given, (*given.shape, table.dim))
@@ -645,7 +644,6 @@ def find_or_insert_pooled(
     exchange = exchange_of(call, table, axis_name)
     batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
     check_fixed(call, "ids", layout.ids)
-    own = _checks.as_mask(call, "admit", admit, layout.ids)
     table, result, _ = _sharded.look_up(
         exchange,
         table,
@@ -654,7 +652,7 @@ def find_or_insert_pooled(
         train=True,
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
-        admit=None if own is None else own.reshape(-1),
+        admit=_checks.as_mask(call, "admit", admit, layout.ids),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
     )
     keys = batch.keys.reshape(*layout.ids)
