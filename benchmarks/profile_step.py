@@ -81,9 +81,9 @@ def of_profile(profile: Any) -> dict[str, Any]:
 
 def name_of(kernel: str) -> str:
     """What tells a kernel from others: of ours the step, of CUB's the function."""
-    step = re.search(r"run_step<hkv::(.*?)\s?>\(", kernel)
-    other = re.search(r"::(Device\w+Kernel|\w+Kernel)<|hkv::(\w+<\d+>)\(", kernel)
-    return step[1] if step else (other[1] or other[2]) if other else kernel
+    pattern = r"run_step<hkv::(.*?)\s?>\(|hkv::(\w+<\d+>)\(|::(\w+Kernel)<"
+    found = re.search(pattern, kernel)
+    return found[found.lastindex or 0] if found else kernel
 
 
 def by_kernel(profile: dict[str, Any], calls: int) -> dict[str, dict[str, float]]:

@@ -146,7 +146,7 @@ struct UpsertState {
     atomic_or(reinterpret_cast<uint32_t*>(pins) + (slot >> 5), uint32_t{1} << (slot & 31));
   }
   HKV_HOST_DEVICE void prefetch_load(Slot slot) const {
-    if (slot >= 0) prefetch(loads + slot / kLanes);
+    if (table.has_slot(slot)) prefetch(loads + slot / kLanes);
   }
 
   // One worker owns the bucket.

@@ -12,9 +12,7 @@ struct PinSlots {
   UpsertState state;
   const Slot* slots;
 
-  HKV_HOST_DEVICE void prefetch_far(int64_t i) const {
-    if (state.table.has_slot(slots[i])) state.prefetch_load(slots[i]);
-  }
+  HKV_HOST_DEVICE void prefetch_far(int64_t i) const { state.prefetch_load(slots[i]); }
 
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
     if (state.table.has_slot(slots[i])) state.pin(slots[i]);
