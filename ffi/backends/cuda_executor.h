@@ -14,8 +14,7 @@
 #include <string>
 #include <type_traits>
 
-#include "backends/cuda_sort.h"
-#include "backends/distinct.h"
+#include "backends/cuda_block.h"
 
 namespace hkv {
 
@@ -145,12 +144,8 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
   template <class Step>
   int64_t groups_in_turns() {
     constexpr int64_t kTurns = 4;
-    int device = 0;
-    int multiprocessors = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-          "cudaDeviceGetAttribute");
-    return kTurns * multiprocessors * blocks_of<Step>() * (kBlockThreads / Step::kGroup);
+    return kTurns * of_device(cudaDevAttrMultiProcessorCount) * blocks_of<Step>() *
+           (kBlockThreads / Step::kGroup);
   }
 
   static int64_t scan_bytes(int64_t n) { return cub_bytes(n); }
@@ -161,6 +156,17 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
     call_cub(n, scratch, [&](void* storage, size_t& bytes) {
       return cub::DeviceScan::ExclusiveSum(storage, bytes, values, sums, static_cast<int>(n), stream_);
     });
+  }
+
+  void unique(int64_t n, const Words* keys, Mask valid, const UniqueKeys& out, char* scratch) {
+    if (!fits_block(n, of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin))) {
+      return ManyWorkers::unique(n, keys, valid, out, scratch);
+    }
+    start([&] { check(start_unique(n, keys, valid, out, stream_), "cudaFuncSetAttribute"); });
+  }
+  void list(int64_t n, const Occurrences& batch, char* scratch) {
+    if (n > kSortedByBlock) return ManyWorkers::list(n, batch, scratch);
+    start([&] { start_list(batch, n, stream_); });
   }
 
   static int64_t group_bytes(int64_t n) { return cub_bytes(n); }
@@ -183,6 +189,14 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
   }
 
  private:
+  int of_device(cudaDeviceAttr attribute) {
+    int device = 0;
+    int value = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+    return value;
+  }
+
   // CUB's own query asks the device, and a program may be traced where there is none. So this bounds
   // what CUB (dispatch_radix_sort.cuh, dispatch_scan.cuh in CCCL 3.0) takes for n items:
   //   a sort with two buffers: 256 counters of 4 bytes for each tile, of 1,024 items and more (one

@@ -23,6 +23,12 @@ struct alignas(8) Cell {
 };
 static_assert(sizeof(Cell) == sizeof(uint64_t));
 
+// At least two for each key, so that probes are short, as far as an int32 can number them.
+inline int64_t cells_for(int64_t n) {
+  constexpr uint64_t kMost = uint64_t{1} << 31;
+  return static_cast<int64_t>(std::min(kMost, std::bit_ceil(static_cast<uint64_t>(2 * n))));
+}
+
 struct Scratch {
   template <class Executor>
   static Scratch take(Arena& arena, int64_t n) {
@@ -40,13 +46,6 @@ struct Scratch {
   int32_t* firsts;         // of i: the first position of its key, or -1
   int32_t* firsts_before;  // of i: first occurrences before it, the numbers of the keys
   char* others;
-
- private:
-  // At least two for each key, so that probes are short, as far as an int32 can number them.
-  static int64_t cells_for(int64_t n) {
-    constexpr uint64_t kMost = uint64_t{1} << 31;
-    return static_cast<int64_t>(std::min(kMost, std::bit_ceil(static_cast<uint64_t>(2 * n))));
-  }
 };
 
 struct State : Scratch {
@@ -74,7 +73,29 @@ struct State : Scratch {
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
-// the same cell. `begin`: of the indices in the order of claims.
+// the same cell: that of position i. `read`: of a cell that others may be writing to, as a word.
+template <class Read>
+HKV_HOST_DEVICE int64_t claim(Cell* cells, int64_t cell_count, const Words* keys, int64_t i,
+                              const Read& read) {
+  constexpr uint64_t kFree = 0;
+  const Key key = keys[i].value();
+  const Cell own = {~static_cast<uint32_t>(i), static_cast<uint32_t>(i)};
+  const auto mask = static_cast<uint64_t>(cell_count - 1);
+  for (uint64_t place = hash_of(key) & mask;; place = (place + 1) & mask) {
+    Cell& cell = cells[place];
+    auto* both = reinterpret_cast<uint64_t*>(&cell);
+    uint64_t found = read(both);
+    if (found == kFree) found = atomic_compare_and_swap(both, kFree, bit_cast<uint64_t>(own));
+    if (found == kFree) return static_cast<int64_t>(place);
+    const auto occupant = bit_cast<Cell>(found);
+    if (keys[~occupant.first].value() != key) continue;
+    if (occupant.first < own.first) atomic_max(&cell.first, own.first);
+    if (occupant.last < own.last) atomic_max(&cell.last, own.last);
+    return static_cast<int64_t>(place);
+  }
+}
+
+// `begin`: of the indices in the order of claims.
 struct Claim {
   static constexpr int kGroup = 1;
   int64_t begin;
@@ -86,26 +107,8 @@ struct Claim {
       state.places[i] = -1;
       return;
     }
-    state.places[i] = static_cast<int32_t>(claim({~static_cast<uint32_t>(i), static_cast<uint32_t>(i)}, i));
-  }
-
- private:
-  HKV_HOST_DEVICE uint64_t claim(Cell own, int64_t i) const {
-    constexpr uint64_t kFree = 0;
-    const Key key = state.keys[i].value();
-    const auto mask = static_cast<uint64_t>(state.cell_count - 1);
-    for (uint64_t place = hash_of(key) & mask;; place = (place + 1) & mask) {
-      Cell& cell = state.cells[place];
-      auto* both = reinterpret_cast<uint64_t*>(&cell);
-      uint64_t found = atomic_read(both);
-      if (found == kFree) found = atomic_compare_and_swap(both, kFree, bit_cast<uint64_t>(own));
-      if (found == kFree) return place;
-      const auto occupant = bit_cast<Cell>(found);
-      if (state.keys[~occupant.first].value() != key) continue;
-      if (occupant.first < own.first) atomic_max(&cell.first, own.first);
-      if (occupant.last < own.last) atomic_max(&cell.last, own.last);
-      return place;
-    }
+    const auto read = [](const uint64_t* word) { return atomic_read(word); };
+    state.places[i] = static_cast<int32_t>(claim(state.cells, state.cell_count, state.keys, i, read));
   }
 };
 
@@ -178,6 +181,13 @@ struct NameKeys {
   }
 };
 
+// At place j of the order, between the numbers of two keys, or at an end: the key that begins here, and those
+// before it that have no position; at the end those that are left.
+HKV_HOST_DEVICE void mark(const Occurrences& batch, int64_t keys, int64_t before, int64_t here, int64_t j) {
+  const int64_t end = here < keys ? here + 1 : keys;
+  HKV_ROLLED for (int64_t key = before + 1; key < end; ++key) batch.offsets[key] = static_cast<int32_t>(j);
+}
+
 // For n + 1 indices.
 struct MarkGroups {
   static constexpr int kGroup = 1;
@@ -187,11 +197,7 @@ struct MarkGroups {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t j) const {
     const int64_t keys = batch.keys(groups.n);
     if (j >= keys) batch.offsets[j] = static_cast<int32_t>(groups.items_with_target());
-    // The key that begins here, and those before it that have no position; at the end those that are left.
-    const int64_t before = j > 0 ? groups.target(j - 1) : -1;
-    const int64_t here = j < groups.n ? groups.target(j) : groups.limit;
-    const int64_t end = here < keys ? here + 1 : keys;
-    HKV_ROLLED for (int64_t key = before + 1; key < end; ++key) batch.offsets[key] = static_cast<int32_t>(j);
+    mark(batch, keys, j > 0 ? groups.target(j - 1) : -1, j < groups.n ? groups.target(j) : groups.limit, j);
     if (j < groups.n) batch.order[j] = groups.has_item(j) ? groups.item(j) : -1;
   }
 };

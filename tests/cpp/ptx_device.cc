@@ -110,15 +110,15 @@ cudaError_t launch_kernel(const void* function, dim3 grid, dim3 block, size_t sh
   const ptx::Kernel& kernel = find_kernel(kernel_names().at(function));
   if (!loaded.empty() && !is_loaded(function)) ptx::stop(kernel.name + ": is not among those loaded");
   if (grid.y * grid.z * block.y * block.z != 1) ptx::stop(kernel.name + ": more than one dimension");
-  if (shared != 0) ptx::stop(kernel.name + ": shared memory that the launch asks for");
+  if (shared != 0 && !kernel.asks_for_shared) ptx::stop(kernel.name + ": shared memory for nobody");
   if (grid.x == 0 || block.x == 0 || block.x > kernel.most_threads) return cudaErrorInvalidConfiguration;
   std::vector<char> parameters(static_cast<size_t>(kernel.parameter_bytes));
   for (size_t i = 0; i < kernel.parameters.size(); ++i) {
     const auto [offset, bytes] = kernel.parameters[i];
     std::memcpy(parameters.data() + offset, arguments[i], static_cast<size_t>(bytes));
   }
-  return give([&kernel, grid, block, parameters] {
-    ptx::run_grid(kernel, grid.x, block.x, parameters, memory, order_of_threads);
+  return give([&kernel, grid, block, shared, parameters] {
+    ptx::run_grid(kernel, grid.x, block.x, shared, parameters, memory, order_of_threads);
   });
 }
 

@@ -275,10 +275,10 @@ struct Resident {
   std::vector<Warp> warps;
 };
 
-std::unique_ptr<Resident> start_block(const Block& form, unsigned index) {
+std::unique_ptr<Resident> start_block(const Block& form, unsigned index, size_t shared) {
   auto resident = std::make_unique<Resident>(Resident{form, {}});
   resident->block.index = index;
-  resident->block.shared.resize(static_cast<size_t>(form.kernel->shared_bytes), kGarbage);
+  resident->block.shared.resize(static_cast<size_t>(form.kernel->shared_bytes) + shared, kGarbage);
   for (unsigned thread = 0; thread < form.threads; thread += kWarpLanes) {
     resident->warps.emplace_back(resident->block, static_cast<int>(thread));
   }
@@ -311,8 +311,8 @@ void open_barrier(std::vector<Warp>& warps) {
 
 }  // namespace
 
-void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std::vector<char>& parameters,
-              Memory& memory, Random& random) {
+void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, size_t shared,
+              const std::vector<char>& parameters, Memory& memory, Random& random) {
   constexpr int64_t kTurn = 400, kLongTurn = 1 << 20;  // instructions at most
   constexpr size_t kResidents = 3;       // blocks at a time, begun in order
   // Of a grid, and of each of its warps: then somebody waits for ever.
@@ -323,7 +323,9 @@ void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std
   std::vector<std::unique_ptr<Resident>> residents;
   unsigned begun = 0;
   for (int64_t turn = 0; turn < most_turns; ++turn) {
-    while (residents.size() < kResidents && begun < blocks) residents.push_back(start_block(form, begun++));
+    while (residents.size() < kResidents && begun < blocks) {
+      residents.push_back(start_block(form, begun++, shared));
+    }
     if (residents.empty()) return;
     std::vector<Warp*> able;
     for (const auto& resident : residents) {

@@ -121,7 +121,8 @@ class Warp {
   std::array<uint32_t, kWarpLanes> waits_for_{};
 };
 
-void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, const std::vector<char>& parameters,
-              Memory& memory, Random& random);
+// `shared`: bytes that the launch asks for, of each block.
+void run_grid(const Kernel& kernel, unsigned blocks, unsigned threads, size_t shared,
+              const std::vector<char>& parameters, Memory& memory, Random& random);
 
 }  // namespace hkv::testing::ptx

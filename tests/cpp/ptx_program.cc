@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <sstream>
 
 namespace hkv::testing::ptx {
@@ -69,8 +70,8 @@ Declared declared(const std::string& text) {
 
 class Reader {
  public:
-  Reader(const std::string& text, size_t position, int line)
-      : text_(text), position_(position), line_(line) {}
+  Reader(const std::string& text, size_t position, int line, const std::set<std::string>& unsized)
+      : text_(text), position_(position), line_(line), unsized_(unsized) {}
 
   // From behind ".entry".
   Kernel read() {
@@ -152,6 +153,7 @@ class Reader {
     const std::string what = statement.substr(0, blank), rest = trimmed(statement.substr(blank));
     if (what == ".reg") return declare_registers(rest);
     if (what != ".shared" && what != ".local") stop(kernel_.name + ": unknown directive " + statement);
+    if (kernel_.asks_for_shared) stop(kernel_.name + ": an array behind those without a size: " + rest);
     const Declared array = declared(rest);
     symbols_[array.name] = place(what == ".shared" ? kernel_.shared_bytes : kernel_.local_bytes, array.bytes);
   }
@@ -192,6 +194,11 @@ class Reader {
     }
     if (const auto symbol = symbols_.find(text); symbol != symbols_.end()) {
       return constant(static_cast<uint64_t>(symbol->second));
+    }
+    if (unsized_.contains(text)) {
+      kernel_.asks_for_shared = true;
+      place(kernel_.shared_bytes, 0);
+      return constant(static_cast<uint64_t>(kernel_.shared_bytes));
     }
     if (text.starts_with("0f") || text.starts_with("0d")) {
       return constant(std::strtoull(text.c_str() + 2, nullptr, 16));
@@ -264,6 +271,7 @@ class Reader {
   const std::string& text_;
   size_t position_;
   int line_;
+  const std::set<std::string>& unsized_;
   Kernel kernel_;
   std::map<std::string, int64_t> symbols_;
   std::map<std::string, int> labels_;
@@ -325,6 +333,16 @@ void share_registers(Kernel& kernel) {
   for (auto& [special, number] : kernel.specials) renumber(number);
 }
 
+// The names of arrays whose sizes launches say.
+std::set<std::string> unsized_arrays(const std::string& text) {
+  const std::string begin = ".extern .shared ";
+  std::set<std::string> names;
+  for (size_t at = text.find(begin); at != std::string::npos; at = text.find(begin, at + 1)) {
+    names.insert(declared(text.substr(at + begin.size(), text.find(';', at) - at - begin.size())).name);
+  }
+  return names;
+}
+
 std::string without_comments(const std::string& text) {
   std::string rest;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -344,11 +362,12 @@ void stop(const std::string& what) {
 
 std::map<std::string, Kernel> read_program(const std::string& commented) {
   const std::string text = without_comments(commented), entry = ".entry ";
+  const std::set<std::string> unsized = unsized_arrays(text);
   std::map<std::string, Kernel> kernels;
   for (size_t at = text.find(entry); at != std::string::npos; at = text.find(entry, at + 1)) {
     const auto line =
         static_cast<int>(std::count(text.begin(), text.begin() + static_cast<int64_t>(at), '\n')) + 1;
-    Kernel kernel = Reader(text, at + entry.size(), line).read();
+    Kernel kernel = Reader(text, at + entry.size(), line, unsized).read();
     share_registers(kernel);
     kernels[kernel.name] = kernel;
   }

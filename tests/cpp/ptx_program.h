@@ -54,6 +54,7 @@ struct Kernel {
   int64_t parameter_bytes = 0, shared_bytes = 0, local_bytes = 0;
   int registers = 0;
   unsigned most_threads = 1024;  // of a block
+  bool asks_for_shared = false;  // of a size that the launch says, behind shared_bytes
   std::map<uint64_t, int> constants;  // by value
   std::map<Special, int> specials;
 };

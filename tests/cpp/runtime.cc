@@ -3,6 +3,7 @@
 // linked.
 #include "runtime.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace hkv::testing {
@@ -19,6 +20,8 @@ std::map<const void*, std::string>& names() {
 dim3 pushed_grid, pushed_block;
 size_t pushed_shared;
 cudaStream_t pushed_stream;
+constexpr int kMemoryOfAnyBlock = 48 << 10;
+std::map<const void*, int> block_memory;  // by function, where it was asked for
 constexpr int kDevices = 128;  // as many as CUB remembers
 cudaError_t last_error = cudaSuccess;
 
@@ -32,6 +35,16 @@ template <class Work>
 cudaError_t give(cudaStream_t stream, const Work& work) {
   if (stream != kStream) return told(cudaErrorInvalidResourceHandle);
   return told(device_form.refusal != cudaSuccess ? device_form.refusal : work());
+}
+
+cudaError_t give_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments,
+                        cudaStream_t stream) {
+  return give(stream, [&] {
+    const auto asked = block_memory.find(function);
+    const int most = asked == block_memory.end() ? 0 : asked->second;
+    if (shared > static_cast<size_t>(std::max(most, kMemoryOfAnyBlock))) return cudaErrorInvalidValue;
+    return launch_kernel(function, grid, block, shared, arguments);
+  });
 }
 
 }  // namespace
@@ -75,16 +88,15 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
                                cudaStream_t stream) {
-  return give(stream, [&] { return launch_kernel(kernel, grid, block, shared, arguments); });
+  return give_kernel(kernel, grid, block, shared, arguments, stream);
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
                              cudaStream_t stream) {  // what nvcc 12 calls
-  return give(stream, [&] { return launch_kernel(function, grid, block, shared, arguments); });
+  return give_kernel(function, grid, block, shared, arguments, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-  return give(config->stream, [&] {
-    return launch_kernel(function, config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments);
-  });
+  return give_kernel(function, config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments,
+                     config->stream);
 }
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
   return give(stream, [&] { return set_memory(address, value, bytes); });
@@ -98,12 +110,20 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = attributes->binaryVersion = device_form.sm;
   return cudaSuccess;
 }
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > device_form.block_memory) {
+    return told(cudaErrorInvalidValue);
+  }
+  block_memory[function] = value;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   constexpr int kMostX = 0x7fffffff;
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = device_form.sm / 10; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = device_form.sm % 10; return cudaSuccess;
     case cudaDevAttrMultiProcessorCount: *value = device_form.multiprocessors; return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = device_form.block_memory; return cudaSuccess;
     case cudaDevAttrMaxGridDimX: *value = kMostX; return cudaSuccess;
     default: return cudaErrorInvalidValue;
   }

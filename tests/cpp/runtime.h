@@ -13,6 +13,7 @@ namespace hkv::testing {
 struct DeviceForm {
   int sm = 90;  // the compute capability
   int multiprocessors = 132;
+  int block_memory = 227 << 10;       // that a block may ask for
   int device = 0;                     // the current one
   cudaError_t refusal = cudaSuccess;  // of every launch and memset
 };

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "backends/cuda_executor.h"
 #include "binding/signature.h"
@@ -122,8 +123,24 @@ void group(CudaExecutor& executor, int64_t n) {
   Groups groups = Groups::take(arena, n, n);
   executor.group(groups, arena.take<char>(CudaExecutor::group_bytes(n)));
 }
+void unique(CudaExecutor& executor, int64_t n) {
+  executor.unique(n, static_cast<Words*>(nobodys()), {}, {}, static_cast<char*>(nobodys()));
+}
+void list(CudaExecutor& executor, int64_t n) { executor.list(n, {}, static_cast<char*>(nobodys())); }
 void group_few(CudaExecutor& executor) { group(executor, kSortedByBlock); }
 void group_many(CudaExecutor& executor) { group(executor, kSortedByBlock + 1); }
+void unique_few(CudaExecutor& executor) { unique(executor, kUniqueByBlock); }
+void unique_many(CudaExecutor& executor) { unique(executor, kUniqueByBlock + 1); }
+void list_few(CudaExecutor& executor) { list(executor, kSortedByBlock); }
+void list_many(CudaExecutor& executor) { list(executor, kSortedByBlock + 1); }
+
+int64_t launches_of(testing::Checks& checks, void (*work)(CudaExecutor&)) {
+  CudaExecutor executor(kStream);
+  notes.launches = 0;
+  work(executor);
+  checks.expect(executor.failure().empty(), executor.failure());
+  return notes.launches;
+}
 
 // What is refused is told, and ends the call: nothing is launched that would read what was not written, a
 // later refusal does not hide it, and who uses the thread next is not told of it.
@@ -139,8 +156,8 @@ void check_refusal(testing::Checks& checks, const std::string& expected, const W
   zero(executor);
   launch(executor);
   scan(executor, 1000);
-  group_few(executor);
-  group_many(executor);
+  for (const auto more : {group_few, group_many, unique_few, unique_many, list_few, list_many})
+    more(executor);
   scan(executor, int64_t{1} << 31);
   executor.finish();
   checks.expect(notes.launches == 0, expected + ": and something was launched after it");
@@ -155,18 +172,25 @@ int main() {
   check_error(checks, cudaErrorInsufficientDriver, "compiled by CUDA " + kToolkit);
   check_refusal(checks, "cudaMemsetAsync failed", zero);
   check_refusal(checks, "a kernel launch, or something before it, failed", launch);
-  check_refusal(checks, "a kernel launch, or something before it, failed", group_few);
+  for (const auto few : {group_few, unique_few, list_few}) {
+    check_refusal(checks, "a kernel launch, or something before it, failed", few);
+  }
   check_refusal(checks, "CUB failed", [](CudaExecutor& executor) { scan(executor, 1000); });
   check_refusal(checks, "CUB failed", group_many);
   check_refusal(checks, "the batch is too large: 2147483648 items",
                 [](CudaExecutor& executor) { scan(executor, int64_t{1} << 31); });
-  CudaExecutor executor(kStream);
-  notes.launches = 0;
-  group_few(executor);
-  checks.expect(notes.launches == 1, "a block sorts what it holds by more than one launch");
-  group_many(executor);
-  checks.expect(notes.launches > 2, "CUB sorts what no block holds by one launch");
-  checks.expect(executor.failure().empty(), "a sort: " + executor.failure());
+  for (const auto few : {group_few, unique_few, list_few}) {
+    checks.expect(launches_of(checks, few) == 1, "a block does what it holds by more than one launch");
+  }
+  for (const auto many : {group_many, unique_many, list_many}) {
+    checks.expect(launches_of(checks, many) > 2, "what no block holds is done by one launch");
+  }
+  for (const int kilobytes : {64, 99, 163, 227}) {  // of devices of capability 7.5, 8.6, 8.0 and 9.0
+    device_form.block_memory = kilobytes << 10;
+    const bool is_one = launches_of(checks, unique_few) == 1;
+    checks.expect(is_one == (kilobytes > 128),
+                  "distinct keys by a block that has no such memory, or by none");
+  }
   for (const int sm : {80, 90, 100}) {
     device_form.sm = device_form.device = sm;  // CUB remembers what it was told of a device
     int asked = 0;
