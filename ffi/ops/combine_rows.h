@@ -63,17 +63,16 @@ struct SumTerms {
 
   // Elements column to column + columns - 1 of the sum of a span, from left to right. A tile asks for some
   // terms before it adds the first: each is a row of its own somewhere in memory.
-  template <int kBlock>
+  template <int kAhead, int kBlock>
   HKV_HOST_DEVICE void add(const TermSpan& span, int64_t column, int columns, float (&sum)[kBlock]) const {
-    constexpr int kAhead = kRowsAhead<kBlock>;
     const RowType type = span.level > 0 ? RowType::kFloat32 : rows.type;
     for (float& element : sum) element = 0.0f;  // the sum of no terms
     if constexpr (kAhead > 1) {
       if (columns == kBlock && are_aligned<Floats>(span, type == RowType::kFloat32)) {
-        return add_aligned<Floats>(span, type, column, sum);
+        return add_aligned<Floats, kAhead>(span, type, column, sum);
       }
       if (columns == kBlock && are_aligned<Halves>(span, type != RowType::kFloat32)) {
-        return add_aligned<Halves>(span, type, column, sum);
+        return add_aligned<Halves, kAhead>(span, type, column, sum);
       }
     }
     int64_t term = 0;
@@ -111,7 +110,7 @@ struct SumTerms {
   template <int kBlock>
   HKV_HOST_DEVICE void sum_of(int64_t key, const TermSpan& span, int64_t column, int columns,
                               float (&sum)[kBlock]) const {
-    add(span, column, columns, sum);
+    add<kRowsAhead<kBlock>>(span, column, columns, sum);
     if (weights == nullptr && occurrences(key) == 1) return;
     for (int c = 0; c < kBlock; ++c) sum[c] = same_nan(sum[c]);
   }
@@ -148,10 +147,9 @@ struct SumTerms {
   // `add` of such rows, those of short spans too. All numbers are on their way together, then all rows.
   // Nothing is decided between the loads, or each would wait for the one before it: where there is no term or
   // no row, another one is read and left out.
-  template <class Block, int kBlock>
+  template <class Block, int kAhead, int kBlock>
   HKV_HOST_DEVICE void add_aligned(const TermSpan& span, RowType type, int64_t column,
                                    float (&sum)[kBlock]) const {
-    constexpr int kAhead = kRowsAhead<kBlock>;
     const RowsView& of = rows_of(span);
     HKV_ROLLED for (int64_t first = 0; first < span.length; first += kAhead) {
       int32_t number[kAhead];
@@ -232,7 +230,11 @@ struct SumTree {
     // More lanes than elsewhere: the levels of a frequent key's sum wait for each other.
     static constexpr int kGroup = 16;
     static constexpr bool kOwnIndex = true;
+    static constexpr int kBlocks = 3;  // of a multiprocessor: rows on their way take registers
     static constexpr int64_t kGrain = 1024;
+    // And more rows: a whole chunk's come in four turns.
+    template <int kBlock>
+    static constexpr int kAhead = kRowsAhead<kBlock> > 1 ? 8 : 1;
     SumTerms terms;
     int level;
     const int32_t* inverse;
@@ -270,7 +272,7 @@ struct SumTree {
       if (group.rank() == 0) owners[target] = owner + 1;
       for_each_block<G>(group, terms.rows.width, [&]<int kBlock>(int64_t column, int columns) HKV_INLINE {
         float sum[kBlock];
-        terms.add(span, column, columns, sum);
+        terms.add<kAhead<kBlock>>(span, column, columns, sum);
         store_block(RowType::kFloat32, terms.partial.row(target), column, columns, sum);
       });
     }
