@@ -167,7 +167,9 @@ class FusedOptimizer:
             raise TypeError(f"optim.update: FTRL takes no learning_rate: {_ONE_ALPHA}")
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule.form)
-        table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
+        table, batch = _updates.batch_of(
+            table, before, result, row_gradients, apply, verifies=False
+        )
         count = before.shared["count"]
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
         rate = _rate(own if learning_rate is None else learning_rate, count)
@@ -178,10 +180,12 @@ class FusedOptimizer:
         names = [name for name, _ in rule.starts]
         steps = before.rows["count"] if rule.count_per_row else ahead
         groups = batch.groups
-        clock, values, *states, steps = _ffi.call(
+        index = table.index
+        clock, values, *states, steps, skipped = _ffi.call(
             f"update_{rule.name}",
-            *(table.index.clock, table.values, *(before.rows[name] for name in names), steps),
-            *(batch.slots, groups.keys, rate),
+            *(index.clock, index.digests, index.keys),
+            *(table.values, *(before.rows[name] for name in names), steps),
+            *(batch.skipped, batch.slots, groups.keys, rate),
             *(groups.count, groups.inverse, *_index.occurrences(groups)),
             *batch.terms.operands,
             table=table.name,
@@ -194,7 +198,7 @@ class FusedOptimizer:
             before,
             rows=rows | {"count": steps} if rule.count_per_row else rows,
             shared=before.shared | {"count": ahead if rule.count_per_row else steps},
-            skipped=batch.skipped,
+            skipped=skipped,
         )
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
 

@@ -31,7 +31,8 @@ class Batch(NamedTuple):
       groups: who they are.
       slots: where their rows lie, -1 for those that are not updated.
       terms: what their gradients are sums of.
-      skipped: as of the table's optimizer rows, with those that lost their slot since the lookup.
+      skipped: as of the table's optimizer rows, with those that lost their slot since the lookup,
+        unless whoever asks verifies that.
     """
 
     groups: _index.Groups
@@ -85,8 +86,12 @@ def batch_of(
     result: Any,
     row_gradients: Any,
     apply: Bool[Array, ""] | None,
+    verifies: bool = True,
 ) -> tuple[Table, Batch]:
-    """Checks the arguments of an update; several results are merged into one batch."""
+    """Checks the arguments of an update; several results are merged into one batch.
+
+    Where the caller verifies slots, those of one result are left to it.
+    """
     results, gradients = listed(result, row_gradients)
     for each in results:
         if each.values.shape[-1] != table.dim:
@@ -103,7 +108,11 @@ def batch_of(
             f"{skipped.dtype}{list(skipped.shape)}: to count from 0 again give "
             "jnp.zeros((1,), jnp.uint32)"
         )
-    index, groups, slots, skipped = _verified(table.index, results, skipped)
+    index = table.index
+    if verifies or not _is_one_batch(results):
+        index, groups, slots, skipped = _verified(index, results, skipped)
+    else:
+        groups, slots = results[0].groups, results[0].unique_slots
     if apply is not None:
         slots = jnp.where(apply, slots, NO_SLOT)
         skipped = jnp.where(apply, skipped, before.skipped)

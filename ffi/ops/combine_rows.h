@@ -286,17 +286,24 @@ struct SumTree {
 
   template <class Executor>
   void reserve(Arena& arena) {
-    const SumTerms shape = terms();
-    const int64_t places = shape.first_place(depth() + 1);
     const int64_t row_bytes = rows.width * static_cast<int64_t>(sizeof(float));
-    partial = {arena.take<char>(places * row_bytes), RowType::kFloat32, places, rows.width, row_bytes};
-    owners = arena.take<int32_t>(places);
+    partial = {arena.take<char>(places() * row_bytes), RowType::kFloat32, places(), rows.width, row_bytes};
+    owners = arena.take<int32_t>(places());
   }
 
   template <class Executor>
   void run(Executor& executor) const {
+    executor.zero(owners, places() * static_cast<int64_t>(sizeof(int32_t)));
+    sum(executor);
+  }
+
+  // Of partial sums: fewer than positions.
+  int64_t places() const { return terms().first_place(depth() + 1); }
+
+  // Once all owners are 0.
+  template <class Executor>
+  void sum(Executor& executor) const {
     const SumTerms view = terms();
-    executor.zero(owners, view.first_place(depth() + 1) * static_cast<int64_t>(sizeof(int32_t)));
     for (int level = 0; level < depth(); ++level) {
       executor.each(view.places(level), Step{view, level, inverse.data, owners});
     }

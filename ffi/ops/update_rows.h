@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "ops/combine_rows.h"
+#include "ops/verify_slots.h"
 
 namespace hkv {
 
@@ -178,6 +179,40 @@ HKV_HOST_DEVICE uint16_t to_bfloat16_stochastic(float value, uint64_t random) {
   return static_cast<uint16_t>((bits + static_cast<uint32_t>(random >> 48)) >> 16);
 }
 
+// By one of the workers that call it.
+template <class Rule>
+struct MakeScales {
+  static constexpr int kGroup = 1;
+  Rule rule;
+  const uint32_t* steps;
+  StepScales* scales;  // or null: each row has its own
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t i) const {
+    if (i == 0 && scales != nullptr) *scales = rule.scales(*steps);
+  }
+};
+struct NoScales {
+  HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t) const {}
+};
+
+// What an update by tiles has behind it, for as many indices as there are slots.
+template <class Scales>
+struct PrepareUpdate {
+  static constexpr int kGroup = 1;
+  Scales make_scales;
+  CountOnDevice count;
+  HeldSlots held;
+  Slot* verified;
+  int32_t* owners;
+  int64_t places;
+
+  HKV_HOST_DEVICE void operator()(const SerialGroup& group, int64_t i) const {
+    make_scales(group, i);
+    if (i < places) owners[i] = 0;
+    if (i < count.value()) verified[i] = held.verified(i);
+  }
+};
+
 template <class Rule>
 struct UpdateRows {
   static constexpr const char* kName = Rule::kName;
@@ -188,15 +223,17 @@ struct UpdateRows {
   int64_t stochastic = 0;
   int64_t seed = 0;  // the bits of the unsigned seed
   double max_gradient = std::numeric_limits<double>::infinity();
-  Array<uint32_t> clock;
+  IndexArrays index;
   RowsView values;
   RowsView states[kMostStates];
   Array<uint32_t> steps;  // of all rows, the present one included; or of each row, before it
+  Array<uint32_t> stale;
   Array<Slot> slots;
   Array<Words> keys;
   Array<float> rate;
   SumTree gradients;
   StepScales* scales = nullptr;
+  Slot* verified = nullptr;
 
   template <class Binder>
   void describe(Binder& binder) {
@@ -205,12 +242,15 @@ struct UpdateRows {
     binder.attribute("stochastic", stochastic);
     binder.attribute("seed", seed);
     binder.attribute("max_gradient", max_gradient);
-    binder.inout("clock", clock, "2");
+    binder.inout("clock", index.clock, "2");
+    binder.in("digests", index.digests, "B 128");
+    binder.in("index_keys", index.keys, "B 128 2");
     binder.inout("values", values, "S ...");
     for (int i = 0; i < Rule::kStates; ++i) {
       binder.inout_floats(kNames[i], states[i], kRowwise ? "S" : "S ...");
     }
     binder.inout("steps", steps, "c");
+    binder.inout("stale", stale, "1");
     binder.in("slots", slots, "n");
     binder.in("keys", keys, "n 2");
     binder.in("rate", rate, "1");
@@ -221,15 +261,6 @@ struct UpdateRows {
     const bool fits = steps.rows == 1 || steps.rows == values.count;
     return fits ? nullptr : "steps: expected one number, or one for every row of values";
   }
-
-  struct Prepare {
-    static constexpr int kGroup = 1;
-    Rule rule;
-    const uint32_t* steps;
-    StepScales* scales;
-
-    HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t) const { *scales = rule.scales(*steps); }
-  };
 
   struct Step {
     static constexpr int kGroup = 8;
@@ -243,33 +274,34 @@ struct UpdateRows {
     RowsView values;
     RowsView states[kMostStates];
     uint32_t* steps;
-    const Slot* slots;
-    const Words* keys;
+    HeldSlots held;
+    const Slot* slots;  // of tiles: verified
     const float* rate;
     const StepScales* scales;
     SumTerms terms;
 
     HKV_HOST_DEVICE int64_t lines_ahead() const {
-      int64_t lines = lines_of(values);
+      int64_t lines = lines_of(values) + 1;
       for (int i = 0; i < Rule::kStates; ++i) lines += lines_of(states[i]);
       return lines;
     }
     HKV_HOST_DEVICE void prefetch_far(int64_t key) const {
-      prefetch_row(values, slots[key]);
-      for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], slots[key]);
+      held.prefetch_far(key);
+      prefetch_row(values, held.slots[key]);
+      for (int i = 0; i < Rule::kStates; ++i) prefetch_row(states[i], held.slots[key]);
     }
 
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t key) const {
       // Before the first branch, so that all are on their way together.
-      const Slot slot = slots[key];
+      const Slot slot = slot_of<G>(key);
       const TermSpan span = terms.last_terms(key);
       if (slot < 0 || slot >= values.count) return;
       if (span.length == 0) return;  // no position says that it is to be updated
       const uint32_t before = counts_rows ? steps[slot] : 0;
       const uint32_t step = counts_rows ? before + (before != ~uint32_t{0} ? 1 : 0) : *steps;
       const StepScales scale = scales_at(step);
-      const uint64_t random = is_stochastic ? random_base(keys[key].value(), step) : 0;
+      const uint64_t random = is_stochastic ? random_base(held.batch[key].value(), step) : 0;
       const float learning_rate = *rate;
       const bool is_plain = has_float32_rows();
       float row_state = 0.0f;
@@ -320,6 +352,12 @@ struct UpdateRows {
     }
 
    private:
+    template <Group G>
+    HKV_HOST_DEVICE Slot slot_of(int64_t key) const {
+      if constexpr (G::size() == 1) return held.verified(key);
+      return slots[key];
+    }
+
     HKV_HOST_DEVICE bool is_bounded() const { return max_gradient <= std::numeric_limits<float>::max(); }
 
     // As FBGEMM's max_gradient and optax.clip have it; a NaN stays. Not in the loop of the rule, which most
@@ -433,15 +471,24 @@ struct UpdateRows {
   void reserve(Arena& arena) {
     gradients.reserve<Executor>(arena);
     scales = arena.take<StepScales>(kHasScales<Rule> ? 1 : 0);
+    verified = arena.take<Slot>(Executor::kHasTiles ? slots.rows : 0);
   }
 
   template <class Executor>
   void run(Executor& executor) const {
     const bool counts_rows = steps.rows > 1;
-    if constexpr (kHasScales<Rule>) {
-      if (!counts_rows) executor.each(1, Prepare{rule, steps.data, scales});
+    const CountOnDevice count{gradients.count.data, slots.rows};
+    const HeldSlots held{index.view(1), keys.data, slots.data, stale.data};
+    const auto make_scales = scaling(counts_rows ? nullptr : scales);
+    if constexpr (Executor::kHasTiles) {
+      executor.each(slots.rows,
+                    PrepareUpdate<std::remove_const_t<decltype(make_scales)>>{
+                        make_scales, count, held, verified, gradients.owners, gradients.places()});
+      gradients.sum(executor);
+    } else {
+      if constexpr (kHasScales<Rule>) executor.each(1, make_scales);
+      gradients.run(executor);
     }
-    gradients.run(executor);
     Step step{rule,
               stochastic != 0,
               counts_rows,
@@ -450,17 +497,25 @@ struct UpdateRows {
               values,
               {},
               steps.data,
-              slots.data,
-              keys.data,
+              held,
+              verified,
               rate.data,
               scales,
               gradients.terms()};
     for (int i = 0; i < Rule::kStates; ++i) step.states[i] = states[i];
-    const CountOnDevice count{gradients.count.data, slots.rows};
     if constexpr (Executor::kHasTiles) {
       if (values.width >= kWide) return executor.each(count, WideStep{step});
     }
     executor.each(count, step);
+  }
+
+ private:
+  auto scaling(StepScales* to) const {
+    if constexpr (kHasScales<Rule>) {
+      return MakeScales<Rule>{rule, steps.data, to};
+    } else {
+      return NoScales{};
+    }
   }
 };
 

@@ -57,9 +57,18 @@ class Counted {
     set_batch(batch);
     call<Unique>(host_, {{"keys", "batch"}});
     call<ListOccurrences>(host_, {{"order", "all_order"}, {"offsets", "all_offsets"}});
+    // Of the first slots, the last one holds the first key.
     std::vector<Slot> slots;
-    for (int64_t i = 0; i < buckets_; ++i) slots.push_back(static_cast<Slot>(buckets_ - 1 - i));
+    std::vector<Words> held(static_cast<size_t>(slots_));
+    const std::vector<Words> keys = store_.at("unique_keys").as<Words>();
+    for (int64_t i = 0; i < buckets_; ++i) {
+      slots.push_back(static_cast<Slot>(buckets_ - 1 - i));
+      held[static_cast<size_t>(slots.back())] = keys[static_cast<size_t>(i)];
+    }
     store_["updated_slots"] = Buffer::of(slots);
+    store_["held_keys"] = Buffer::of(held);
+    store_["held_digests"] = Buffer::of(std::vector<Digest>(static_cast<size_t>(slots_), 1));
+    store_["stale"] = Buffer::of(std::vector<uint32_t>{0});
     store_["steps"] = Buffer::of(std::vector<uint32_t>{1});
     store_["rate"] = Buffer::of(std::vector<float>{0.125f});
   }
@@ -210,7 +219,8 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
   counted.set_repeated_batch();
   const Names terms = {{"order", "all_order"},     {"offsets", "all_offsets"}, {"sources", "absent"},
                        {"weights", "absent"},      {"gradients", "rows"},      {"values", "updated"},
-                       {"slots", "updated_slots"}, {"keys", "unique_keys"}};
+                       {"slots", "updated_slots"}, {"keys", "unique_keys"},    {"index_keys", "held_keys"},
+                       {"digests", "held_digests"}};
   counted.count_tally();
   counted.count_rows<CombineRows>(terms);
   counted.count_rows<UpdateRows<SgdRule>>(terms);

@@ -367,7 +367,13 @@ class Scenario {
     attributes["seed"] = static_cast<double>(random_.below(1 << 20));
     if (random_.chance(0.5)) attributes["max_gradient"] = 0.5;
     Names names = kTerms;
-    names.insert({{"slots", "summed_slots"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
+    std::vector<Slot> stale = machines_["summed_slots"].as<Slot>();
+    for (Slot& slot : stale) {
+      if (random_.chance(0.1)) slot = random_slot();
+    }
+    machines_.set("stale_slots", Buffer::of(stale));
+    names.insert(
+        {{"slots", "stale_slots"}, {"index_keys", "keys"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
     call<UpdateRows<Rule>>(attributes, names);
   }
 
