@@ -32,7 +32,7 @@ class Batch(NamedTuple):
       slots: where their rows lie, -1 for those that are not updated.
       terms: what their gradients are sums of.
       skipped: as of the table's optimizer rows, with those that lost their slot since the lookup,
-        unless whoever asks verifies that.
+        as far as slots were verified.
     """
 
     groups: _index.Groups
@@ -90,7 +90,7 @@ def batch_of(
 ) -> tuple[Table, Batch]:
     """Checks the arguments of an update; several results are merged into one batch.
 
-    Where the caller verifies slots, those of one result are left to it.
+    With `verifies` the slots of one result are verified here; those of several always are.
     """
     results, gradients = listed(result, row_gradients)
     for each in results:

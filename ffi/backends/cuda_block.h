@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cub/block/block_load.cuh>
@@ -186,19 +187,22 @@ inline bool fits_block(int64_t n, int64_t block_memory) {
   return n > 0 && n <= kUniqueByBlock && cell_bytes(n) + kKeptOfBlock <= block_memory;
 }
 
-// More memory than any block may have must be asked for.
+// By a block that may ask for so much memory. What is more than every block may have, 48 KiB, must be asked
+// for, and holds for a kernel from then on: always the same, or who launches it meanwhile would get less.
 inline cudaError_t start_unique(int64_t n, const Words* keys, Mask valid, const UniqueKeys& out,
-                                cudaStream_t stream) {
+                                int64_t block_memory, cudaStream_t stream) {
   const auto launch = [&](auto kernel) {
-    const auto bytes = static_cast<int>(cell_bytes(n));
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    kernel<<<1, kUniqueThreads, static_cast<size_t>(bytes), stream>>>(
+    kernel<<<1, kUniqueThreads, static_cast<size_t>(cell_bytes(n)), stream>>>(
         static_cast<int>(n), static_cast<int>(distinct::cells_for(n)), keys, valid, out);
     return cudaSuccess;
   };
-  return n <= 2 * kUniqueThreads ? launch(unique_by_block<2>) : launch(unique_by_block<kUniqueMost>);
+  constexpr int kFew = 2;
+  static_assert(kFew * kUniqueThreads * 2 * sizeof(distinct::Cell) + kKeptOfBlock <= 48 << 10);
+  if (n <= kFew * kUniqueThreads) return launch(unique_by_block<kFew>);
+  const auto most = static_cast<int>(std::min(cell_bytes(kUniqueByBlock), block_memory - kKeptOfBlock));
+  const cudaError_t error =
+      cudaFuncSetAttribute(unique_by_block<kUniqueMost>, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  return error == cudaSuccess ? launch(unique_by_block<kUniqueMost>) : error;
 }
 
 }  // namespace hkv

@@ -159,10 +159,11 @@ class CudaExecutor : public ManyWorkers<CudaExecutor> {
   }
 
   void unique(int64_t n, const Words* keys, Mask valid, const UniqueKeys& out, char* scratch) {
-    if (!fits_block(n, of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin))) {
+    const int memory = of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    if (!fits_block(n, memory)) {
       return ManyWorkers::unique(n, keys, valid, out, scratch);
     }
-    start([&] { check(start_unique(n, keys, valid, out, stream_), "cudaFuncSetAttribute"); });
+    start([&] { check(start_unique(n, keys, valid, out, memory, stream_), "cudaFuncSetAttribute"); });
   }
   void list(int64_t n, const Occurrences& batch, char* scratch) {
     if (n > kSortedByBlock) return ManyWorkers::list(n, batch, scratch);

@@ -73,7 +73,7 @@ struct State : Scratch {
 };
 
 // Linear probing: a cell is of one key for ever, and never empty again, so that all positions of a key end at
-// the same cell: that of position i. `read`: a cell that others may be writing to, as a word, or 0.
+// the same cell. Returns that of position i. `read`: a cell that others may be writing to, as a word, or 0.
 template <class Read>
 HKV_HOST_DEVICE int64_t claim(Cell* cells, int64_t cell_count, const Words* keys, int64_t i,
                               const Read& read) {

@@ -195,7 +195,8 @@ struct NoScales {
   HKV_HOST_DEVICE void operator()(const SerialGroup&, int64_t) const {}
 };
 
-// What an update by tiles has behind it, for as many indices as there are slots.
+// What comes before an update by tiles, for every position of the batch, of which there are no fewer than
+// places.
 template <class Scales>
 struct PrepareUpdate {
   static constexpr int kGroup = 1;
@@ -479,14 +480,13 @@ struct UpdateRows {
     const bool counts_rows = steps.rows > 1;
     const CountOnDevice count{gradients.count.data, slots.rows};
     const HeldSlots held{index.view(1), keys.data, slots.data, stale.data};
-    const auto make_scales = scaling(counts_rows ? nullptr : scales);
+    auto make_scales = scaling(counts_rows ? nullptr : scales);
     if constexpr (Executor::kHasTiles) {
-      executor.each(slots.rows,
-                    PrepareUpdate<std::remove_const_t<decltype(make_scales)>>{
-                        make_scales, count, held, verified, gradients.owners, gradients.places()});
+      executor.each(slots.rows, PrepareUpdate<decltype(make_scales)>{make_scales, count, held, verified,
+                                                                     gradients.owners, gradients.places()});
       gradients.sum(executor);
     } else {
-      if constexpr (kHasScales<Rule>) executor.each(1, make_scales);
+      if constexpr (kHasScales<Rule>) executor.each(counts_rows ? 0 : 1, make_scales);
       gradients.run(executor);
     }
     Step step{rule,

@@ -21,7 +21,8 @@ dim3 pushed_grid, pushed_block;
 size_t pushed_shared;
 cudaStream_t pushed_stream;
 constexpr int kMemoryOfAnyBlock = 48 << 10;
-std::map<const void*, int> block_memory;  // by function, where it was asked for
+// By the memory of a device's blocks and by function, where more was asked for.
+std::map<std::pair<int, const void*>, int> block_memory;
 constexpr int kDevices = 128;  // as many as CUB remembers
 cudaError_t last_error = cudaSuccess;
 
@@ -40,7 +41,7 @@ cudaError_t give(cudaStream_t stream, const Work& work) {
 cudaError_t give_kernel(const void* function, dim3 grid, dim3 block, size_t shared, void** arguments,
                         cudaStream_t stream) {
   return give(stream, [&] {
-    const auto asked = block_memory.find(function);
+    const auto asked = block_memory.find({device_form.block_memory, function});
     const int most = asked == block_memory.end() ? 0 : asked->second;
     if (shared > static_cast<size_t>(std::max(most, kMemoryOfAnyBlock))) return cudaErrorInvalidValue;
     return launch_kernel(function, grid, block, shared, arguments);
@@ -111,10 +112,13 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > device_form.block_memory) {
+  int& own = block_memory[{device_form.block_memory, function}];
+  // A lower value would refuse the launches of whoever has asked before.
+  const bool is_possible = value <= device_form.block_memory && value >= own;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || !is_possible) {
     return told(cudaErrorInvalidValue);
   }
-  block_memory[function] = value;
+  own = value;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

@@ -314,6 +314,10 @@ class Scenario {
     call<ListOccurrences>({}, names);
     names.insert({{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}, {"sums", "any_sums"}});
     call<CombineRows>({}, names);
+    machines_.set("steps", Buffer::of(std::vector<uint32_t>{1}));
+    machines_.set("rate", Buffer::of(std::vector<float>{0.125f}));
+    names.insert({{"slots", "summed_slots"}, {"index_keys", "keys"}, {"keys", "unique_keys"}});
+    call<UpdateRows<SgdRule>>({{"stochastic", 0}, {"seed", 0}}, names);
   }
 
   // Pooled gradients: positions share rows, some have none, and there are weights now and then.
@@ -371,9 +375,11 @@ class Scenario {
     for (Slot& slot : stale) {
       if (random_.chance(0.1)) slot = random_slot();
     }
-    machines_.set("stale_slots", Buffer::of(stale));
-    names.insert(
-        {{"slots", "stale_slots"}, {"index_keys", "keys"}, {"keys", "unique_keys"}, {"gradients", "pooled"}});
+    machines_.set("updated_slots", Buffer::of(stale));
+    names.insert({{"slots", "updated_slots"},
+                  {"index_keys", "keys"},
+                  {"keys", "unique_keys"},
+                  {"gradients", "pooled"}});
     call<UpdateRows<Rule>>(attributes, names);
   }
 

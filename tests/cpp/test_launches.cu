@@ -129,6 +129,7 @@ void unique(CudaExecutor& executor, int64_t n) {
 void list(CudaExecutor& executor, int64_t n) { executor.list(n, {}, static_cast<char*>(nobodys())); }
 void group_few(CudaExecutor& executor) { group(executor, kSortedByBlock); }
 void group_many(CudaExecutor& executor) { group(executor, kSortedByBlock + 1); }
+void unique_half(CudaExecutor& executor) { unique(executor, kUniqueByBlock / 2); }
 void unique_few(CudaExecutor& executor) { unique(executor, kUniqueByBlock); }
 void unique_many(CudaExecutor& executor) { unique(executor, kUniqueByBlock + 1); }
 void list_few(CudaExecutor& executor) { list(executor, kSortedByBlock); }
@@ -188,7 +189,8 @@ int main() {
   for (const int kilobytes : {64, 99, 163, 227}) {  // of devices of capability 7.5, 8.6, 8.0 and 9.0
     device_form.block_memory = kilobytes << 10;
     const bool is_one = launches_of(checks, unique_few) == 1;
-    checks.expect(is_one == (kilobytes > 128),
+    const bool is_half_one = launches_of(checks, unique_half) == 1;
+    checks.expect(is_one == (kilobytes > 128) && is_half_one == (kilobytes > 64),
                   "distinct keys by a block that has no such memory, or by none");
   }
   for (const int sm : {80, 90, 100}) {
