@@ -575,8 +575,9 @@ def test_a_native_update_with_counts_of_some_rows_is_refused(platform):
     assert table.optimizer is not None
     [update] = [one for one in _ffi.signatures() if one.name == "update_adam"]
     operands = groups._asdict() | _index.occurrences(groups)._asdict()
-    operands |= {"clock": table.index.clock, "values": table.values, "keys": keys.words}
-    operands |= {"first_state": table.values, "second_state": table.values}
+    operands |= {"clock": table.index.clock, "digests": table.index.digests, "keys": keys.words}
+    operands |= {"index_keys": table.index.keys, "stale": table.optimizer.skipped}
+    operands |= {"values": table.values, "first_state": table.values, "second_state": table.values}
     operands |= {"slots": result.unique_slots, "rate": jnp.ones(1), "gradients": result.values}
     operands |= {"sources": jnp.zeros(0, jnp.int32), "weights": jnp.zeros(0)}
     attributes = {name: dtype.type(0) for name, dtype in update.attributes.items()}
