@@ -112,7 +112,7 @@ def batch_of(
     if verifies or not _is_one_batch(results):
         index, groups, slots, skipped = _verified(index, results, skipped)
     else:
-        groups, slots = results[0].groups, results[0].unique_slots
+        groups, slots = merged_groups(results)
     if apply is not None:
         slots = jnp.where(apply, slots, NO_SLOT)
         skipped = jnp.where(apply, skipped, before.skipped)
