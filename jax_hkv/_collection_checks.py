@@ -47,22 +47,24 @@ def check_declared(tables: Sequence[TableConfig], features: Sequence[Feature]) -
         raise ValueError(f"{call}: no feature is looked up in {idle}: leave those tables out")
 
 
-def as_scores(call: str, scores: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Scores by names of features, or of none; raises unless those are features of the inputs."""
-    if scores is None:
+def by_feature(
+    call: str, argument: str, given: Any, inputs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What some features have, by name, {} for None; raises unless those are of the inputs."""
+    if given is None:
         return {}
-    if not isinstance(scores, Mapping):
+    if not isinstance(given, Mapping):
         raise TypeError(
-            f"{call}: scores must be a dict of features of the inputs, {list(inputs)}, got "
-            f"{type(scores).__name__}: give {{name: scores}}, one for each id or one number"
+            f"{call}: {argument} must be a dict of features of the inputs, {list(inputs)}, got "
+            f"{type(given).__name__}: give {{name: {argument}}}, as the feature's ids are"
         )
-    unknown = [name for name in scores if name not in inputs]
+    unknown = [name for name in given if name not in inputs]
     if unknown:
         raise ValueError(
-            f"{call}: scores must be of features of the inputs, {list(inputs)}, got {unknown}: "
+            f"{call}: {argument} must be of features of the inputs, {list(inputs)}, got {unknown}: "
             "leave out those of features that are not looked up"
         )
-    return scores
+    return given
 
 
 def check_names(call: str, groups: Sequence[Group], tables: Any, some: bool = False) -> None:

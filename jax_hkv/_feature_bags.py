@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import pooled
-from jax_hkv._checks import as_mask, as_scores, flat_mask
+from jax_hkv._checks import as_flat_mask, as_mask, as_scores, flat_mask
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv.features import (
     Bagged,
@@ -132,6 +132,21 @@ def joined_scores(
         shape = _shape_of(inputs[name])
         pairs.append(as_scores(f"{call} of the feature {name!r}", policy, own, shape))
     return Keys.concatenate(pairs)
+
+
+def joined_masks(
+    call: str, argument: str, names: list[str], inputs: Any, masks: Mapping[str, Any]
+) -> Bool[Array, " n"] | None:
+    """The masks of features of a table as :func:`joined_scores`: all True of one without; None."""
+    given = {name: masks.get(name) for name in names}
+    if all(mask is None for mask in given.values()):
+        return None
+    return jnp.concatenate(
+        [
+            as_flat_mask(f"{call} of the feature {name!r}", argument, own, _shape_of(inputs[name]))
+            for name, own in given.items()
+        ]
+    )
 
 
 def _shape_of(ids: Any) -> tuple[int, ...]:

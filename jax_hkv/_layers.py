@@ -244,10 +244,9 @@ def look_up(
     *,
     train: bool,
     valid: Any,
-    scores: Any,
-    evicted: bool,
+    **training: Any,
 ) -> tuple[Table, Found]:
-    """Looks up single ids, over the devices of an axis if there is one.
+    """Looks up single ids, over the devices of an axis if there is one; `training`: options then.
 
     Half rows of a layer whose output `dtype` is another come in float32: what gradients are taken
     by has the type of the gradients, and those of an output in float32 may be too small for half.
@@ -259,7 +258,7 @@ def look_up(
         options["axis_name"] = exchange if train else exchange.of_reads()
         operations = sharding
     if train:
-        options |= {"scores": scores, "return_evicted": evicted}
+        options |= training
     else:
         options["fill"] = "initial"
     with contextlib.nullcontext() if exchange else lookup_of_layer("Embed"):

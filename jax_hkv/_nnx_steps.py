@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from jax_hkv import _micro_batches, _trees
-from jax_hkv.table import Table
+from jax_hkv.table import Counts, Table
 
 # For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
 # lookups as attributes, for which a tree has no room. Older versions of Flax know only this.
@@ -47,6 +47,34 @@ class TableVariable(nnx.Variable[Table]):
         """So many have been."""
         if lookups != self.recorded():
             super().set_value(_with_lookups(super().get_value(), lookups))
+
+
+class Looked(NamedTuple):
+    """What a training lookup returned, and the counts of the tables that are in its table."""
+
+    result: Any
+    counts: dict[str, Counts]
+
+
+class Lookup(nnx.Variable):
+    """Holds a :class:`Looked`; it lives from the forward pass to the update."""
+
+
+class RowPerturbation(nnx.Variable):
+    """Zeros that are added to the rows of a lookup, so that their gradient can be taken."""
+
+
+class LossScaleVariable(nnx.Variable):
+    """Holds a :class:`jax_hkv.optim.LossScale`."""
+
+
+def numbered(module: nnx.Module, pattern: str, attribute: str) -> Iterator[tuple[str, Any]]:
+    """The attributes that a pattern names, from number 0 on."""
+    number = 0
+    while hasattr(module, pattern.format(attribute, number)):
+        name = pattern.format(attribute, number)
+        yield name, getattr(module, name)
+        number += 1
 
 
 def take_turn(variable: Any) -> int:

@@ -296,15 +296,15 @@ def of_batch(
     train: bool,
     fill: float | str,
     scores: Any = None,
+    admit: jax.Array | None = None,
     evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, pooled.BagRows]:
     """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
     if exchange is None:
         with lookup_of_layer(call):
-            return pooled.of_batch(
-                call, table, batch, train=train, fill=fill, scores=scores, evicted=evicted
-            )
+            options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
+            return pooled.of_batch(call, table, batch, train=train, fill=fill, **options)
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
@@ -316,6 +316,7 @@ def of_batch(
         train=train,
         initial=pooled.is_initial(call, fill),
         scores=pairs,
+        admit=admit if train else None,
         evicted=evicted and train,
         measure=measure,
     )

@@ -28,7 +28,7 @@ from jax_hkv import (
 )
 from jax_hkv._checks import as_bool, as_integer, as_mask, check_function
 from jax_hkv._exchange import as_exchange
-from jax_hkv._feature_bags import as_one, bags_of, joined_scores
+from jax_hkv._feature_bags import as_one, bags_of, joined_masks, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, joined_in_namespaces
@@ -427,6 +427,7 @@ class Collection:
         partial: bool = False,
         return_evicted: bool = False,
         scores: Mapping[str, Any] | None = None,
+        admit: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -446,6 +447,9 @@ class Collection:
             or Padded's `ids`), or one number; see :func:`jax_hkv.find_or_insert`. A training lookup
             needs them of all features of tables under CUSTOM; under LFU and EPOCH_LFU the ids of
             other features count once each. What is only read takes no notice of them.
+          admit: of features in `inputs`, by name: ``bool`` of the shape of the feature's ids; see
+            :func:`jax_hkv.find_or_insert`. An id enters a table if a position of one of the
+            table's features lets it in; those of other features do. Not for what is only read.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
@@ -453,7 +457,7 @@ class Collection:
         Raises:
           ValueError: if a feature is missing, or a name is none of a feature; for scores that a
             table's policy does not take, or lacks, naming the feature.
-          TypeError: naming the feature, for inputs or scores of another form.
+          TypeError: naming the feature, for inputs, scores or masks of another form.
 
         Example:
           >>> import jax_hkv as hkv
@@ -471,7 +475,8 @@ class Collection:
         return_evicted = as_bool(call, "return_evicted", return_evicted)
         self.check_inputs(call, inputs, partial)
         self.check_tables(call, tables)
-        scores = _collection_checks.as_scores(call, scores, inputs)
+        scores = _collection_checks.by_feature(call, "scores", scores, inputs)
+        admit = _collection_checks.by_feature(call, "admit", admit, inputs)
         if train:
             self._warn_of_frozen(inputs)
         tables = dict(tables)
@@ -487,11 +492,12 @@ class Collection:
                 continue
             batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
-            own_scores = None
+            own_scores = own_admit = None
             trains = train and group.optimizer is not None
             if trains:
                 names = [part.feature for part in own_parts]
                 own_scores = joined_scores(call, group.tables[0].policy, names, inputs, scores)
+                own_admit = joined_masks(call, "admit", names, inputs, admit)
             tables[group.name], found = _sharded.of_batch(
                 f"{call} of {group.name!r}",
                 tables[group.name],
@@ -501,6 +507,7 @@ class Collection:
                 train=trains,
                 fill=fill,
                 scores=own_scores,
+                admit=own_admit,
                 evicted=return_evicted,
                 measure=group.counts,
             )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,12 +29,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
-from flax.core.scope import in_filter, union_filters
+from flax.core.scope import union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
-from jax_hkv._checks import as_bool
+from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -49,6 +48,7 @@ from jax_hkv._layer_arguments import (
     new_table,
 )
 from jax_hkv._layers import StepInfo as StepInfo
+from jax_hkv._linen_steps import asked, next_of
 from jax_hkv._placement import Placement
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
@@ -164,7 +164,13 @@ class Embed(_Layer):
 
     @nn.compact
     def __call__(
-        self, ids: Any, *, train: bool = False, valid: Any = None, scores: Any = None
+        self,
+        ids: Any,
+        *,
+        train: bool = False,
+        valid: Any = None,
+        scores: Any = None,
+        admit: Any = None,
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -175,6 +181,7 @@ class Embed(_Layer):
             alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
+          admit: ``bool`` of the ids' shape: of training, which positions let new ids in; None: all.
         """
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         variable = self._table("table", self.features, self._create)
@@ -187,7 +194,8 @@ class Embed(_Layer):
             train=is_training,
             valid=valid,
             scores=scores,
-            evicted=self.return_evicted,
+            admit=admit,
+            return_evicted=self.return_evicted,
         )
         if is_training:
             variable.value = table
@@ -239,6 +247,7 @@ class EmbedBag(Embed):
         valid: Any = None,
         weights: Any = None,
         scores: Any = None,
+        admit: Any = None,
     ) -> Float[Array, "*batch features"]:
         """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
 
@@ -249,6 +258,7 @@ class EmbedBag(Embed):
           valid: ``bool`` of the ids' shape; masked ids are not in their bag.
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
+          admit: see :class:`Embed`.
         """
         variable = self._table("table", self.features, self._create)
         batch, layout = _layers.as_batch(self, ids, weights, valid, train)
@@ -264,6 +274,7 @@ class EmbedBag(Embed):
             train=is_training,
             fill=fill,
             scores=scores,
+            admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
             evicted=self.return_evicted,
         )
         if is_training:
@@ -301,6 +312,7 @@ class EmbedCollection(_Layer):
         train: bool = False,
         partial: bool = False,
         scores: Mapping[str, Any] | None = None,
+        admit: Mapping[str, Any] | None = None,
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
@@ -309,6 +321,7 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
           scores: of some features, by name, or of all; see :meth:`jax_hkv.Collection.lookup`.
+          admit: of some features, by name, or of all; see there.
         """
         check_outputs(type(self).__name__, self.dtype, self.unseen, self.return_evicted)
         check_collection(type(self).__name__, self.collection)
@@ -319,7 +332,7 @@ class EmbedCollection(_Layer):
         is_training = self._begin(train)
         own = {name: variable.value for name, variable in variables.items()}
         tables, looked_up = _layers.look_up_features(
-            self, own, inputs, train=is_training, partial=partial, scores=scores
+            self, own, inputs, train=is_training, partial=partial, scores=scores, admit=admit
         )
         rows = dict(looked_up.rows)
         for group in groups:
@@ -593,7 +606,9 @@ def train_step(
                 changing = union_filters([*kept, *also], mutable)
                 outputs, after = state.model.apply(before, *inputs, mutable=changing, **kwargs)
                 variables.update({name: after[name] for name in (*kept, *also) if name in after})
-                return outputs if mutable is False else (outputs, _asked(mutable, before, after))
+                if mutable is False:
+                    return outputs
+                return outputs, asked(mutable, (*MUTABLE, PERTURBATIONS), before, after)
 
             loss, aux = _layers.loss_and_aux(loss_fn(apply, *args), has_aux)
             scaled = _layers.scaled(devices.part(loss), state.loss_scale, micro_batches)
@@ -608,7 +623,7 @@ def train_step(
         )(state.params, zeros, collections)
         lookups = _lookups(updated)
         after = {
-            name: updated[name] if name == TABLES else _next_of(old, updated[name])
+            name: updated[name] if name == TABLES else next_of(old, updated[name])
             for name, old in collections.items()
         }
         return after, gradients[0], (loss, aux, lookups, _gradients(lookups, gradients[1]))
@@ -666,33 +681,6 @@ def train_step(
     return _layers.host_checked(
         jitted, TrainState, lambda outputs: outputs[1], placement, micro_batches, check_overflow
     )
-
-
-def _next_of(old: Any, new: Any) -> Any:
-    """A collection (of statistics) after a step; one that a model sows into is left as it was."""
-    return new if jax.tree.structure(old) == jax.tree.structure(new) else old
-
-
-def _asked(mutable: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The collections that a call was asked for, but for those of the layers."""
-    own = (*MUTABLE, PERTURBATIONS)
-    names = [name for name in after if name not in own and in_filter(mutable, name)]
-    return {name: _of_this_call(before.get(name, {}), after[name]) for name in names}
-
-
-def _of_this_call(before: Any, after: Any) -> Any:
-    """A collection after a call, without what `init` or an earlier call has sown into it."""
-    earlier: Any = flatten_dict(before)
-    found: dict[Any, Any] = {}
-    for path, leaf in flatten_dict(after).items():
-        sown = earlier.get(path)
-        if isinstance(sown, tuple) and isinstance(leaf, tuple):
-            is_kept = len(leaf) >= len(sown) and all(map(operator.is_, sown, leaf))
-            leaf = leaf[len(sown) :] if is_kept else leaf
-            if not leaf:
-                continue
-        found[path] = leaf
-    return unflatten_dict(found)
 
 
 _state_dicts.register(

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
 from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
-from jax_hkv._checks import as_bool
+from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo as StepInfo
@@ -38,8 +38,13 @@ from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
+    Looked,
+    Lookup,
+    LossScaleVariable,
+    RowPerturbation,
     end_turns,
     in_micro_batches,
+    numbered,
     take_turn,
 )
 from jax_hkv._nnx_steps import TableVariable as TableVariable
@@ -54,25 +59,6 @@ Model = TypeVar("Model", bound=nnx.Module)
 _LOOKUP = "lookup_{}_{}"
 _ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
-
-
-class Looked(NamedTuple):
-    """What a training lookup returned, and the counts of the tables that are in its table."""
-
-    result: Any
-    counts: dict[str, Counts]
-
-
-class Lookup(nnx.Variable):
-    """Holds a :class:`Looked`; it lives from the forward pass to the update."""
-
-
-class RowPerturbation(nnx.Variable):
-    """Zeros that are added to the rows of a lookup, so that their gradient can be taken."""
-
-
-class LossScaleVariable(nnx.Variable):
-    """Holds a :class:`jax_hkv.optim.LossScale`."""
 
 
 class Owner(NamedTuple):
@@ -100,7 +86,7 @@ class _Layer(nnx.Module):
             getattr(self, attribute).set_value(table)
 
     def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
-        return list(_numbered(self, _LOOKUP, attribute))
+        return list(numbered(self, _LOOKUP, attribute))
 
     def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
@@ -122,7 +108,7 @@ class _Layer(nnx.Module):
         for owner in self._owners():
             end_turns(getattr(self, owner.attribute))
             for pattern in (_LOOKUP, _ROWS):
-                for name, _ in list(_numbered(self, pattern, owner.attribute)):
+                for name, _ in list(numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
 
 
@@ -191,7 +177,13 @@ class Embed(_Layer):
             self.unseen_row = nnx.Param(jnp.zeros((features,), param_dtype))
 
     def __call__(
-        self, ids: Any, *, train: bool = False, valid: Any = None, scores: Any = None
+        self,
+        ids: Any,
+        *,
+        train: bool = False,
+        valid: Any = None,
+        scores: Any = None,
+        admit: Any = None,
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -201,6 +193,7 @@ class Embed(_Layer):
           train: whether unseen ids are inserted. Otherwise the table is left alone.
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
+          admit: ``bool`` of the ids' shape: of training, which positions let new ids in; None: all.
         """
         train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
@@ -212,7 +205,8 @@ class Embed(_Layer):
             train=train,
             valid=valid,
             scores=scores,
-            evicted=self.return_evicted,
+            admit=admit,
+            return_evicted=self.return_evicted,
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
@@ -254,6 +248,7 @@ class EmbedBag(Embed):
         valid: Any = None,
         weights: Any = None,
         scores: Any = None,
+        admit: Any = None,
     ) -> Float[Array, "*batch features"]:
         """The combined embeddings of bags of ids; float32 unless `dtype` says otherwise.
 
@@ -264,6 +259,7 @@ class EmbedBag(Embed):
           valid: ``bool`` of the ids' shape; masked ids are not in their bag.
           weights: ``float32`` of the ids' shape; differentiable.
           scores: see :class:`Embed`.
+          admit: see :class:`Embed`.
         """
         train = as_bool(type(self).__name__, "train", train)
         batch, layout = _layers.as_batch(self, ids, weights, valid, train)
@@ -278,6 +274,7 @@ class EmbedBag(Embed):
             train=train,
             fill=fill,
             scores=scores,
+            admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
             evicted=self.return_evicted,
         )
         self._store("table", table, train)
@@ -330,6 +327,7 @@ class EmbedCollection(_Layer):
         train: bool = False,
         partial: bool = False,
         scores: Mapping[str, Any] | None = None,
+        admit: Mapping[str, Any] | None = None,
     ) -> dict[str, Float[Array, ...]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
@@ -338,10 +336,11 @@ class EmbedCollection(_Layer):
           train: see :class:`Embed`; tables without an optimizer are only read.
           partial: whether `inputs` may be of some features only.
           scores: of some features, by name, or of all; see :meth:`jax_hkv.Collection.lookup`.
+          admit: of some features, by name, or of all; see there.
         """
         train = as_bool(type(self).__name__, "train", train)
         tables, looked_up = _layers.look_up_features(
-            self, self.tables, inputs, train=train, partial=partial, scores=scores
+            self, self.tables, inputs, train=train, partial=partial, scores=scores, admit=admit
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):
@@ -375,15 +374,6 @@ class EmbedCollection(_Layer):
     def _owners(self) -> Iterator[Owner]:
         for group in self.collection.groups:
             yield Owner(f"table_{group.name}", group.name, group.optimizer)
-
-
-def _numbered(module: nnx.Module, pattern: str, attribute: str) -> Iterator[tuple[str, Any]]:
-    """The attributes that a pattern names, from number 0 on."""
-    number = 0
-    while hasattr(module, pattern.format(attribute, number)):
-        name = pattern.format(attribute, number)
-        yield name, getattr(module, name)
-        number += 1
 
 
 def _layers_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], _Layer]]:

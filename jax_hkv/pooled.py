@@ -245,6 +245,7 @@ def of_batch(
     train: bool,
     fill: float | str,
     scores: Any = None,
+    admit: jax.Array | None = None,
     evicted: bool = False,
 ) -> tuple[Table, BagRows]:
     """The rows of a batch of bags, whose weights are those of its combiner: for layers.
@@ -256,6 +257,7 @@ def of_batch(
       train: whether absent ids are inserted.
       fill: what ids without a row add; see :func:`find_pooled`.
       scores: of training lookups, one for each id.
+      admit: of training lookups, a mask of the ids, of any shape; None: all.
       evicted: whether the result of a training lookup carries the evicted entries.
     """
     initial = is_initial(call, fill)
@@ -264,7 +266,7 @@ def of_batch(
         return after_read(table, clock), BagRows(values, slots, None)
     check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
-    table, result = _find_or_insert(table, batch, pairs, None, initial=initial, evicted=evicted)
+    table, result = _find_or_insert(table, batch, pairs, admit, initial=initial, evicted=evicted)
     return table, BagRows(result.values, result.slots, result)
 
 
