@@ -19,7 +19,7 @@ from metrics import auc
 from numpy.random import Generator, Philox
 
 DRAWS_PER_COUNTER = 4  # what Philox makes for one value of its counter
-# The numbers below were tuned together, on 600,000 rows: they hold some 295,000 distinct keys, most
+# The numbers below were tuned together, on 600,000 rows: they hold some 300,000 distinct keys, most
 # of them seen only once or twice, as in a real click log.
 VOCABULARIES = np.geomspace(4, 200_000, CATEGORIES).astype(np.int64)
 ONE_HOT = (1,) * CATEGORIES

@@ -3,7 +3,7 @@
     python examples/dlrm_dcnv2.py                        # a multi-hot log, made up on the spot
     python examples/dlrm_dcnv2.py --data day_0.gz        # a log in the Criteo TSV format, one-hot
     python examples/dlrm_dcnv2.py --capacity-factor 0.1  # room for a tenth: it evicts
-    python examples/dlrm_dcnv2.py --scale 1              # MLPerf's own size: 215 GB of tables
+    python examples/dlrm_dcnv2.py --scale 1              # MLPerf's own size: 213 GB of tables
 
 The last line of standard output is a JSON object with the figures.
 """

@@ -27,7 +27,7 @@ EMBEDDING_HELP = (
     "dense: a row for every key there is, without a table"
 )
 DEFAULT_ROWS = 600_000  # of the built-in log; 13 s on two idle cores
-DEFAULT_CAPACITY = 131_072  # less than half of the 295,000 distinct keys of that log
+DEFAULT_CAPACITY = 131_072  # less than half of the 300,000 distinct keys of that log
 MAX_SEED = 2**32 - 1
 
 Number = TypeVar("Number", int, float)

@@ -55,7 +55,7 @@ class Placement:
         copies of the table where the backend is the CPU).
 
     Raises:
-      ValueError: naming the argument.
+      TypeError, ValueError: naming the argument.
 
     Example:
       >>> import jax_hkv as hkv
@@ -222,6 +222,8 @@ class Placement:
         Raises:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over
             these devices, or if JAX would cut 64-bit integers of a batch.
+          ValueError: likewise, of a batch that :meth:`put` has not seen.
+          RuntimeError: likewise, of a state that an earlier call has used up.
         """
         donate = as_bool("Placement.step", "donate", donate)
         fn = on_parts(with_pair(fn), self.devices)
@@ -250,7 +252,9 @@ class Placement:
           fn: of (state, *batch), for one device, to arrays with a leading axis.
 
         Raises:
-          ValueError: if one of them has none.
+          TypeError, ValueError: if `fn` is no function; when it is called: as :meth:`step`, and if
+            an array has no leading axis.
+          RuntimeError: when it is called, of a state that a step has used up.
 
         Returns:
           A function of (state, *batch) to the arrays of all devices, one after the other (with

@@ -1,7 +1,8 @@
 """Many features over few tables, declared once and looked up together.
 
-Tables that agree in everything but their names are one physical table; a model of 26 features then
-costs one lookup. Ids of different tables are told apart by a number in the highest bits of the key.
+Tables that agree in everything but name and capacity are one physical table; a model of 26 features
+then costs one lookup. Ids of different tables are told apart by a number in the highest bits of the
+key.
 """
 
 from __future__ import annotations

@@ -72,7 +72,10 @@ def constant(value: float) -> Initializer:
     """Every element is `value`.
 
     Every initializer is given to :func:`jax_hkv.create`, a layer or a ``TableConfig``, and raises
-    TypeError or ValueError in the name of an argument that is no float32.
+    TypeError or ValueError in the name of an argument that is no float32, or out of its range.
+
+    Args:
+      value: a finite float32.
 
     Example:
       >>> import jax_hkv as hkv
@@ -96,6 +99,10 @@ def ones() -> Initializer:
 def uniform(low: float, high: float) -> Initializer:
     """Uniform from low to high, which rounding can reach (in half types often).
 
+    Args:
+      low: a finite float32.
+      high: no less than `low`, and so that their distance is a finite float32.
+
     Example:
       >>> import jax_hkv as hkv
       >>> rows = hkv.initial_rows(hkv.create(128, 64, init=uniform(-1, 1)), np.arange(99))
@@ -114,6 +121,10 @@ def uniform(low: float, high: float) -> Initializer:
 def normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
     """Normal; the first argument is the one of ``jax.nn.initializers.normal``.
 
+    Args:
+      stddev: the standard deviation, not negative.
+      mean: a finite float32.
+
     Example:
       >>> import jax_hkv as hkv
       >>> rows = hkv.initial_rows(hkv.create(128, 64, init=normal(0.1)), np.arange(99))
@@ -124,7 +135,11 @@ def normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
 
 
 def truncated_normal(stddev: float = 0.01, *, mean: float = 0.0) -> Initializer:
-    """Normal, cut off at two standard deviations (`stddev` is that before the cut).
+    """Normal, cut off at two standard deviations.
+
+    Args:
+      stddev: the standard deviation before the cut, not negative.
+      mean: a finite float32.
 
     Example:
       >>> import jax_hkv as hkv

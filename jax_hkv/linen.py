@@ -579,10 +579,10 @@ def train_step(
         no room, and raises. Otherwise look at ``strict_overflow`` of the report now and then.
 
     Returns:
-      A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`: loss,
-      aux, the metrics of each table, its counts, and whether the gradients were finite.
+      A function of (state, *args) to the next state and a :class:`jax_hkv.linen.StepInfo`.
 
     Raises:
+      TypeError, ValueError: naming the argument.
       ValueError: while tracing, if `loss_fn` looks up no table with an optimizer by a call with
         ``train=True``: the dense parameters alone would be trained. If it leaves out some of them,
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``

@@ -145,7 +145,7 @@ class Summary:
         lower one of two); empty where there are none.
       nbytes: of the "index", the "values", the "optimizer", the "admission", and in "total".
       epoch: of the table.
-      clock: mutating calls so far.
+      clock: the logical time: mutating calls so far, of the table that entries came from, too.
     """
 
     name: str
@@ -185,7 +185,7 @@ def summarize(table: Table) -> Summary:
       table: of one device, to read; with known values, so not inside ``jit``.
 
     Raises:
-      TypeError: if it is none, or spread over devices.
+      TypeError, RuntimeError: if it is none, or spread over devices, or is used up.
 
     Example:
       >>> import jax_hkv as hkv

@@ -619,6 +619,7 @@ def train_step(
       :class:`jax_hkv.nnx.StepInfo`.
 
     Raises:
+      TypeError, ValueError: naming the argument.
       ValueError: while tracing, if `loss_fn` looks up no table with an optimizer by a call with
         ``train=True``: the dense parameters alone would be trained. If it leaves out some of them,
         a ``UserWarning`` names these once; where tasks take turns, ``warnings.filterwarnings``

@@ -121,6 +121,7 @@ def find(
     Raises:
       TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM, whose scores
         are always given (use :func:`assign` with scores).
+      RuntimeError: of a table that an earlier call has used up.
 
     Example:
       >>> import numpy as np
@@ -220,7 +221,7 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       valid: see :func:`find`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -252,7 +253,7 @@ def export_keys(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, E
       places as there are keys, of which ``.count`` are meant; zero behind them.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -275,8 +276,12 @@ def _export_keys(table: Table, given: _Given, valid: jax.Array | None) -> Any:
 def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
     """The rows that keys start with, ``[*keys.shape, dim]``, whether they are present or not.
 
+    Args:
+      table: whose initializer and seed they come from, to read.
+      keys: Keys or integers, of any shape.
+
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -337,7 +342,7 @@ def find_or_insert(
       ``jax_hkv.optim.sparse(...).update``.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -394,7 +399,7 @@ def insert_or_assign(
       valid: see :func:`find`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -415,7 +420,7 @@ def insert_and_evict(
     evicted ones, in order of the keys that took their places.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -477,7 +482,7 @@ def accum_or_assign(
       valid: see :func:`find`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -523,7 +528,7 @@ def assign(
       valid: see :func:`find`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -581,7 +586,7 @@ def import_batch(
       The table, and a :class:`WriteResult`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -616,7 +621,7 @@ def erase(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, EraseRe
       valid: see :func:`find`.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -637,6 +642,12 @@ def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
 
 def clear(table: Table) -> Table:
     """Removes every entry; the clock goes on.
+
+    Args:
+      table: to change.
+
+    Raises:
+      TypeError, RuntimeError: if it is no table of one device, or is used up.
 
     Example:
       >>> import jax_hkv as hkv

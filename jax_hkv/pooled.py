@@ -76,7 +76,7 @@ def find_pooled(
       The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -140,7 +140,7 @@ def find_or_insert_pooled(
       initial ones.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv

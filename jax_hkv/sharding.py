@@ -181,6 +181,7 @@ def find(
 
     Raises:
       TypeError, ValueError: naming the argument; also for `touch` under Policy.CUSTOM.
+      NameError: if the axis is not bound.
     """
     call = "sharding.find"
     number = fill_of(call, fill)
@@ -223,6 +224,7 @@ def contains(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.contains"
     exchange = exchange_of(call, table, axis_name)
@@ -325,6 +327,7 @@ def insert_or_assign(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.insert_or_assign"
     exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
@@ -370,6 +373,7 @@ def accum_or_assign(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.accum_or_assign"
     exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
@@ -416,6 +420,7 @@ def assign(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.assign"
     exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
@@ -458,6 +463,7 @@ def import_batch(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     call = "sharding.import_batch"
     exchange = exchange_of(call, table, axis_name)
@@ -498,6 +504,7 @@ def export_keys(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     exchange, given, batch = _to_write("sharding.export_keys", table, keys, valid, axis_name)
 
@@ -533,6 +540,7 @@ def erase(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     exchange, given, batch = _to_write("sharding.erase", table, keys, valid, axis_name)
 
@@ -684,6 +692,7 @@ def update(
 
     Raises:
       TypeError, ValueError: naming the argument.
+      NameError: if the axis is not bound.
     """
     check_one_device("sharding.update", table)
     return _sharded_updates.update(optimizer, table, result, row_gradients, apply=apply, **extra)

@@ -61,6 +61,7 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
 
     Raises:
       TypeError: naming the argument, or if the predicate returns something else.
+      RuntimeError: of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -112,8 +113,9 @@ def expire(
       The table, and how many entries were removed.
 
     Raises:
-      ValueError: under a policy whose scores hold no epoch.
+      ValueError: under a policy whose scores hold no epoch, and if `epochs` is out of its range.
       TypeError: if `epochs` is no integer, or `where` no predicate.
+      RuntimeError: of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -165,7 +167,7 @@ def zero_empty_rows(table: Table) -> Table:
       table: to change.
 
     Raises:
-      TypeError: if it is not the table of one device, or its part.
+      TypeError, RuntimeError: if it is not the table of one device, or its part, or is used up.
 
     Example:
       >>> import numpy as np
@@ -217,7 +219,7 @@ def resize(table: Table, capacity: int) -> tuple[Table, Counts]:
       of another entry, and `refused` none. It holds ``inserted - evicted``.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -305,7 +307,8 @@ def halve_sightings(table: Table) -> Table:
       table: to change.
 
     Raises:
-      ValueError: if the table counts no sightings.
+      TypeError, ValueError: if it is no table of one device, or one that counts no sightings.
+      RuntimeError: if it is used up.
 
     Example:
       >>> import numpy as np
@@ -335,7 +338,7 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
         2**32 - 1.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import jax_hkv as hkv
@@ -373,6 +376,12 @@ def _epoch(call: str, argument: str, epoch: Any, negative: int) -> jax.Array:
 def size(table: Table) -> Int32[Array, ""]:
     """Entries in the table. For use between steps, as all functions that return only a result.
 
+    Args:
+      table: to read.
+
+    Raises:
+      TypeError, RuntimeError: if it is no table, or is used up.
+
     Example:
       >>> import numpy as np
       >>> import jax_hkv as hkv
@@ -385,7 +394,7 @@ def size(table: Table) -> Int32[Array, ""]:
 
 
 def load_factor(table: Table) -> Float[Array, ""]:
-    """Entries by slots, 0 to 1; see :func:`size`."""
+    """Entries by slots, 0 to 1; of what it takes and raises see :func:`size`."""
     check_live("load_factor", table)
     return _load_factor(table)
 
@@ -404,6 +413,7 @@ def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
 
     Raises:
       TypeError: naming the argument, or if the predicate returns something else.
+      RuntimeError: of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -512,7 +522,7 @@ def misplaced(table: Table) -> Int32[Array, ""]:
       whose key stands in another slot too.
 
     Raises:
-      TypeError: naming the argument.
+      TypeError, RuntimeError: naming the argument; the latter of a used-up table.
 
     Example:
       >>> import dataclasses
@@ -561,7 +571,7 @@ def export_batch(table: Table, offset: Any, count: int) -> Entries:
       Entries, of which ``.count`` are meant; zero behind them.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import numpy as np
@@ -579,7 +589,7 @@ def export_batch_if(table: Table, predicate: Predicate, offset: Any, count: int)
     """As :func:`export_batch`, where a predicate holds (see :func:`erase_if`).
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
 
     Example:
       >>> import numpy as np
