@@ -215,13 +215,14 @@ def test_custom_scores_are_the_last_that_were_given(name, twin):
     assert scores_of(both, words(1, 2)).tolist() == [2**40, 0]
 
 
-@pytest.mark.parametrize("name", [*WRITES, "assign", "find"])
+@pytest.mark.parametrize("name", [*WRITES, "find_or_insert_pooled", "assign", "find"])
 def test_scores_that_the_policy_refuses_or_lacks_are_an_error(name, platform):
-    """22: before anything runs, and without a change of the table."""
+    """22: before anything runs; of bags, too."""
     keys, rows = hkv.Keys.from_numpy(LANE_NUMBERS), rows_of(LANE_NUMBERS)
     arguments = {
         "find": (),
         "find_or_insert": (),
+        "find_or_insert_pooled": (),
         "assign": (),
         "accum_or_assign": (rows, np.zeros(LANES, bool)),
     }.get(name, (rows,))

@@ -138,3 +138,20 @@ def test_vmap_over_what_changes_a_table_says_where_it_begins():
     message = "jax.vmap of unique, with which all that changes a table begins: it looks at a batch"
     with pytest.raises(NotImplementedError, match=message):
         jax.vmap(lambda ids: hkv.find_or_insert(table, ids)[1].values)(IDS.reshape(2, 4))
+
+
+@pytest.mark.parametrize("call", ["find_or_insert", "insert_or_assign", "assign", "erase"])
+def test_arrays_of_another_rank_are_named(call):
+    """31: rows and masks of as many elements, too."""
+    table, rows = hkv.create(128, DIM), np.ones((8, DIM), np.float32)
+    operation = getattr(hkv, call)
+    given = {} if call in ("find_or_insert", "erase") else {"values": rows}
+    for mask in (np.ones((8, 1), bool), np.ones((2, 4), bool), np.True_):
+        with pytest.raises(TypeError, match=rf"{call}: valid must be bool\[8\] like the keys, got"):
+            operation(table, IDS, **given, valid=mask)
+    if call == "erase":
+        return
+    for other in (rows[0], rows.reshape(-1), rows[None], rows[:, :, None]):
+        expected = rf"{call}: values must have shape \[8, {DIM}\].* got \[{other.shape[0]}"
+        with pytest.raises(ValueError, match=expected):
+            operation(table, IDS, values=other)

@@ -319,7 +319,7 @@ STEPS = {
     "advance_epoch": lambda t, k: hkv.advance_epoch(t),
     "train_step": train_step,
     "scan": lambda t, k: jax.lax.scan(train_step, t, hkv.Keys(jnp.stack([k.words] * 2))),
-    "fori_loop": lambda t, k: jax.lax.fori_loop(0, 3, lambda _, t: train_step(t, k)[0], t),
+    "while": lambda t, k: jax.lax.fori_loop(*k.low[2:4], lambda _, t: train_step(t, k)[0], t),
     "cond": lambda t, k: jax.lax.cond(k.low[0] > 3, lambda t: train_step(t, k)[0], lambda t: t, t),
 }
 
