@@ -71,8 +71,8 @@ class Exported(NamedTuple):
 def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
-    Exports of one table at several times can be joined too: :func:`import_entries` takes the entry
-    of a key with the highest score, and what rows share comes from the export whose clock is last.
+    Exports of one table at several times can be joined too: an entry, and what rows share, is that
+    of the export whose clock is last.
 
     Args:
       parts: of the parts of one table, at least one.
@@ -112,7 +112,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(parts, key=lambda part: part.clock)
     return Exported(
-        *_concatenated([_entries_of(part) for part in parts]),
+        *_concatenated([_entries_of(part) for part in _without_older(parts)]),
         shared=latest.shared,
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
@@ -121,6 +121,20 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         namespace=latest.namespace,
         seed=seeds[0] if seeds else None,
     )
+
+
+def _without_older(parts: Sequence[Exported]) -> list[Exported]:
+    """Each without the entries of keys that an export of a later clock has."""
+    if len({part.clock for part in parts}) == 1:
+        return list(parts)
+    kept = list(parts)
+    later = np.zeros(0, np.uint64)
+    for clock in sorted({part.clock for part in parts}, reverse=True):
+        own = [number for number, part in enumerate(parts) if part.clock == clock]
+        for number in own:
+            kept[number] = chosen(parts[number], ~np.isin(parts[number].keys, later))
+        later = np.concatenate([later, *(parts[number].keys for number in own)])
+    return kept
 
 
 def namespace_of(exported: Exported) -> Namespace | None:
@@ -256,9 +270,8 @@ def import_entries(
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
     Entries keep their scores and rows; keys that are present are overwritten. Of several entries
-    for one key the one with the highest score counts, and of equal ones the last: where scores are
-    times (LRU and the epoch policies), an export joined with a later one of what has changed gives
-    the later rows; where they are not, import one after the other. Of the table's own
+    for one key the one with the highest score counts, and of equal ones the last (of exports at
+    several times :func:`join_entries` leaves the latest entry of each key). Of the table's own
     clock, epoch and sightings of absent keys and the exported ones the later and higher ones hold
     (under LRU the latest score is such a time too: that of :func:`jax_hkv.import_batch`, say);
     what rows share of the optimizer's state (a step count) comes from the side whose clock is

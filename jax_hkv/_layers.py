@@ -26,7 +26,7 @@ from jax_hkv._keys import check_keys, would_cut
 from jax_hkv._layer_arguments import check_dtype
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
-from jax_hkv._warnings import lookup_of_layer, warn
+from jax_hkv._warnings import agree, lookup_of_layer, warn
 from jax_hkv.features import (
     Bagged,
     Jagged,
@@ -379,8 +379,7 @@ class Devices(NamedTuple):
                 f"trains a table of its own: give its layer axis_name={self.axes[-1]!r}"
             )
         for each in results if self.axes else ():
-            order = sorted if each.exchange.replicas else tuple
-            if order(each.exchange.axes) != order(self.axes):
+            if not agree(each.exchange.replicas, each.exchange.axes, self.axes):
                 raise ValueError(
                     f"train_step: {where} was looked up over the axes {each.exchange.axes}, but "
                     f"the placement spreads it over {self.axes}: name the same axes in both, in "
@@ -620,7 +619,8 @@ def warn_of_no_update(layer: str, module: str) -> None:
 def explain_structure(error: Exception, names: Sequence[str]) -> None:
     """Raises if JAX complains that a loop has given a model more than it had, by one of these."""
     text = str(error)
-    if "structure" in text and any(re.search(rf"\b{re.escape(name)}\b", text) for name in names):
+    is_named = any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
+    if ("structure" in text and is_named) or "Incorrect number of leaves" in text:
         raise TypeError(
             "hkv.nnx: a lookup with train=True leaves its result in the layer, for the update, "
             "which nnx.scan, fori_loop and while_loop do not pass on, nor nnx.cond from one of "

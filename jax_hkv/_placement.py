@@ -226,7 +226,7 @@ class Placement:
           RuntimeError: likewise, of a state that an earlier call has used up.
         """
         donate = as_bool("Placement.step", "donate", donate)
-        fn = on_parts(with_pair(fn), self.devices)
+        fn = on_parts(with_pair(fn), self.devices, self.axes)
         if self.mode == "pmap":
             pmapped = _Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)
             return _Checked(self, "Placement.step", pmapped, donate)
@@ -260,7 +260,7 @@ class Placement:
           A function of (state, *batch) to the arrays of all devices, one after the other (with
           "pmap", along a leading axis).
         """
-        fn = on_parts(with_leading_axes(fn), self.devices)
+        fn = on_parts(with_leading_axes(fn), self.devices, self.axes)
         if self.mode == "pmap":
             return _Checked(self, "Placement.run", _Pmapped(self, "Placement.run", fn))
 

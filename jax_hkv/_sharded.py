@@ -40,7 +40,7 @@ from jax_hkv._exchange import (
 )
 from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
 from jax_hkv._keys import Keys
-from jax_hkv._warnings import lookup_of_layer
+from jax_hkv._warnings import lookup_of_layer, warn_of_axes
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status, is_new
@@ -305,6 +305,7 @@ def of_batch(
         with lookup_of_layer(call):
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
             return pooled.of_batch(call, table, batch, train=train, fill=fill, **options)
+    warn_of_axes(call, exchange.replicas, exchange.axes)
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
@@ -627,6 +628,7 @@ def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:
             f"{call.removeprefix('sharding.')}"
         )
     check_one_device(call, table)
+    warn_of_axes(call, exchange.replicas, exchange.axes)
     return exchange
 
 

@@ -8,12 +8,22 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
 _OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
-_PARTS: contextvars.ContextVar[int] = contextvars.ContextVar("parts", default=1)
+
+
+class _Spread(NamedTuple):
+    """Over how many devices tables are spread, and along which axes."""
+
+    devices: int
+    axes: tuple[str, ...]
+
+
+_ONE = _Spread(1, ())
+_SPREAD: contextvars.ContextVar[_Spread] = contextvars.ContextVar("spread", default=_ONE)
 
 
 def warn(message: str) -> None:
@@ -24,16 +34,18 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def on_parts(fn: Callable[..., Result], devices: int) -> Callable[..., Result]:
-    """A function whose tables are parts of tables over so many devices."""
+def on_parts(
+    fn: Callable[..., Result], devices: int, axes: tuple[str, ...]
+) -> Callable[..., Result]:
+    """A function whose tables are parts of tables over so many devices, along these axes."""
 
     @functools.wraps(fn)
     def on_part(*args: Any) -> Result:
-        token = _PARTS.set(devices)
+        token = _SPREAD.set(_Spread(devices, axes))
         try:
             return fn(*args)
         finally:
-            _PARTS.reset(token)
+            _SPREAD.reset(token)
 
     return on_part
 
@@ -48,15 +60,33 @@ def warn_of_part(call: str, remedy: str | None = None) -> None:
 def lookup_of_layer(call: str) -> Iterator[None]:
     """Warns, in the name of a layer or a collection that has no axis name, once for its lookup."""
     _warn_of_part(call, "give axis_name=")
-    token = _PARTS.set(1)
+    token = _SPREAD.set(_ONE)
     try:
         yield
     finally:
-        _PARTS.reset(token)
+        _SPREAD.reset(token)
+
+
+def agree(replicas: bool, axes: tuple[str, ...], spread: tuple[str, ...]) -> bool:
+    """Whether an exchange along axes meets the owners of keys of a table that is spread so."""
+    return sorted(axes) == sorted(spread) if replicas else axes == spread
+
+
+def warn_of_axes(call: str, replicas: bool, axes: tuple[str, ...]) -> None:
+    """Warns where keys go along other axes than those that a Placement spreads tables over."""
+    devices, spread = _SPREAD.get()
+    if devices > 1 and not agree(replicas, axes, spread):
+        warn(
+            f"{call}: axis_name names the axes {axes}, but the Placement of this function spreads "
+            f"tables over {spread}: keys are sought on devices that do not have them, and the same "
+            "key may get an entry on several; name the same axes in both, in the same order, or, "
+            "where the devices along other axes hold equal tables, silence this with "
+            "warnings.filterwarnings"
+        )
 
 
 def _warn_of_part(call: str, remedy: str) -> None:
-    devices = _PARTS.get()
+    devices = _SPREAD.get().devices
     if devices > 1:
         warn(
             f"{call}: inside a function of Placement a table is one device's part of {devices}, of "

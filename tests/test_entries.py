@@ -179,6 +179,34 @@ def test_a_small_table_before_a_large_one_trains_as_one_large_table(policy, choi
         assert_same_bits(getattr(both, name), getattr(whole, name))
 
 
+@pytest.mark.parametrize("policy", hkv.Policy)
+def test_an_entry_of_joined_exports_is_that_of_the_later_one(policy):
+    """Also where it has a lower score, having left and come back in between."""
+    table = made(1024, policy=policy)
+    scored = policy is hkv.Policy.CUSTOM
+
+    def write(table, ids, row, score):
+        rows = np.full((len(ids), DIM), row, np.float32)
+        given = {"scores": np.full(len(ids), score, np.uint32)} if scored else {}
+        return hkv.insert_or_assign(table, ids, rows, **given)[0]
+
+    ids = np.arange(100, dtype=np.int32)
+    for _ in range(3):
+        table = write(table, ids, 1.0, 9)
+    earlier = sharding.export_entries(table)
+    table, _ = hkv.erase(table, ids[:50])
+    table = write(table, ids[:20], 2.0, 5)
+    later = sharding.export_entries(table)
+    for parts in ([earlier, later], [later, earlier], [later, earlier, later]):
+        joined = sharding.join_entries(parts)
+        whole, counts = sharding.import_entries(None, made(1024, policy=policy), joined)
+        assert int(counts.inserted) == 100  # nothing tells that 30 have left
+        own = sharding.export_entries(hkv.erase(whole, ids[20:50])[0])
+        for name in ("keys", "scores", "values"):
+            order, expected = np.argsort(own.keys), np.argsort(later.keys)
+            assert_same_bits(getattr(own, name)[order], getattr(later, name)[expected])
+
+
 TABLE = trained(made(128), np.arange(10, dtype=np.int32))
 ENTRIES = hkv.export_batch(TABLE, 0, 16)
 WRONG = {

@@ -357,42 +357,6 @@ def test_a_layer_inside_nn_scan_trains_as_the_unrolled_one(rng):
     )
 
 
-LOOPS = {
-    "scan": lambda model, ids, train: nnx.scan(
-        lambda layer, own: (layer, layer(own, train=train)), in_axes=(nnx.Carry, 0)
-    )(model, ids)[1],
-    "fori_loop": lambda model, ids, train: nnx.fori_loop(
-        0,
-        len(ids),
-        lambda i, pair: (pair[0], pair[1] + pair[0](ids[i], train=train)),
-        (model, jnp.zeros((2, DIM))),
-    )[1],
-    "while_loop": lambda model, ids, train: nnx.while_loop(
-        lambda turn: turn[1] < len(ids),
-        lambda turn: (turn[0], turn[1] + 1, turn[2] + turn[0](ids[turn[1]], train=train)),
-        (model, 0, jnp.zeros((2, DIM))),
-    )[2],
-    "cond": lambda model, ids, train: nnx.cond(
-        ids[0, 0] > 0,
-        lambda layer: layer(ids, train=train),
-        lambda _: jnp.zeros((3, 2, DIM)),
-        model,
-    ),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_nnx_loop_looks_up_in_evaluation_and_says_where_to_in_training(loop):
-    model = hkv.nnx.Embed(256, DIM, optimizer=OPTIMIZER)
-    ids = jnp.arange(6).reshape(3, 2)
-    rows = LOOPS[loop](model, ids, False)
-    assert np.isfinite(rows).all()
-    state = hkv.nnx.TrainState(model, optax.sgd(0.1))
-    step = hkv.nnx.train_step(lambda model, ids: jnp.sum(LOOPS[loop](model, ids, True)))
-    with pytest.raises(TypeError, match=r"nnx\.scan, .*in one call, and pass rows in"):
-        step(state, ids)
-
-
 def test_a_step_counts_the_ids_of_each_table(made):
     """By the names that were declared, though they are one physical table; linen and nnx."""
     _, linen_infos = run(fresh_state(made[0][0]), made)
