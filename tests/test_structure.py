@@ -41,6 +41,7 @@ OPTIONAL = {
     "linen": {"flax"},
     "nnx": {"flax"},
     "_nnx_devices": {"flax"},
+    "_linen_steps": {"flax"},
     "_nnx_steps": {"flax"},
     "_state_dicts": {"flax"},
     "checkpoint": {"orbax"},
