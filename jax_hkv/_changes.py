@@ -17,6 +17,7 @@ from jax_hkv._checks import as_bool, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._exports import all_of
+from jax_hkv._keys import check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
@@ -248,6 +249,7 @@ def _check(call: str, changes: Any, remedy: str) -> None:
         )
     _entries.check_exported(call, "changes.entries", changes.entries, "leave them as they were")
     removed = changes.removed
+    check_unmasked(f"{call}: changes.removed", removed)
     if not isinstance(removed, np.ndarray) or removed.dtype != np.uint64 or removed.ndim != 1:
         raise TypeError(
             f"{call}: changes.removed must be uint64[m] of NumPy, got {type(removed).__name__} "

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv._compat import is_traced, replicated, trace_state_clean
 from jax_hkv._ffi import FLOATS
-from jax_hkv._keys import Keys, as_keys, check_unmasked, keys_of, would_cut
+from jax_hkv._keys import Keys, as_keys, check_not_donated, check_unmasked, keys_of, would_cut
 from jax_hkv._keys import as_bool as as_bool
 from jax_hkv.index import Policy
 from jax_hkv.initializers import Initializer, variance_scaling
@@ -104,7 +104,7 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
     """The type of rows that a caller named, as a type or by its name."""
     try:
         found = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         found = None
     if found is None or found not in FLOATS:
         given = found.name if found is not None and dtype is not None else dtype
@@ -117,9 +117,10 @@ def as_float_dtype(call: str, argument: str, dtype: Any) -> np.dtype:
 
 def as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
     """What JAX makes an array of."""
+    check_not_donated(call, argument, value)
     try:
         return replicated(jnp.asarray(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{call}: {argument} must be {expected}, got {type(value).__name__} ({error})"
         ) from None

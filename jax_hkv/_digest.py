@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt32
 
 _MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
@@ -43,9 +44,11 @@ def digest(tree: Any) -> UInt32[Array, 2]:
     return total
 
 
-def _words(leaf: jax.Array) -> UInt32[Array, " n"]:
+def _words(leaf: Any) -> UInt32[Array, " n"]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.itemsize == 8:
+        leaf = np.ascontiguousarray(leaf).view(np.uint32)  # of which JAX, with x64 off, drops half
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)

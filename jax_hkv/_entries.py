@@ -15,7 +15,7 @@ from jax_hkv._checks import as_bool, as_integer, as_list, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
-from jax_hkv._keys import Keys, less_equal
+from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
@@ -373,6 +373,7 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
         ("values", exported.values, False),
         *states,
     ):
+        check_unmasked(f"{call}: {argument}.{name}", leaf)
         dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
         is_form = dtype == np.uint64 and len(shape) == 1 if is_number else _is_of_numbers(leaf)
         if not is_form or not shape or shape[:1] != entries:
@@ -393,14 +394,14 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
                 f"{getattr(leaf, 'dtype', type(leaf).__name__)}: "
                 f"{_in_own_order(leaf) or 'leave it as it was exported'}"
             )
-    as_integer(call, f"{argument}.clock", exported.clock, 0, 2**64 - 1)
+    as_integer(call, f"{argument}.clock", exported.clock, 0, 2**63 - 1)  # so that time goes on
     as_integer(call, f"{argument}.epoch", exported.epoch, 0, 2**32 - 1)
     as_integer(call, f"{argument}.policy", exported.policy, 0, max(Policy))
     if exported.seed is not None:
         as_integer(call, f"{argument}.seed", exported.seed, 0, 2**64 - 1)
     try:
         namespace_of(exported)
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise TypeError(
             f"{call}: {argument}.namespace must be as it was exported, or the `namespace` of a "
             f"collection's group, got {type(exported.namespace).__name__}"

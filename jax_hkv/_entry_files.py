@@ -61,7 +61,12 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
     if exported.counters is not None:
         rows["counters"] = exported.counters
-    # Of types that NumPy does not know, such as bfloat16, the bits are written.
+    if (namespace := as_array(_entries.namespace_of(exported))) is not None:
+        rows["namespace"] = namespace
+    if exported.seed is not None:
+        rows["seed"] = np.asarray(exported.seed, np.uint64)
+    # Of types that NumPy does not know, such as bfloat16, the bits are written. And whoever reads
+    # knows by them what there was.
     types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
     arrays: dict[str, Any] = {
         _file_of(number, name): leaf.view(f"u{leaf.dtype.itemsize}")
@@ -72,10 +77,6 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     arrays |= {"keys": exported.keys, "scores": exported.scores, "types": types}
     arrays |= {"clock": np.uint64(exported.clock), "epoch": np.uint64(exported.epoch)}
     arrays |= {"policy": np.uint64(exported.policy)}
-    if (namespace := as_array(_entries.namespace_of(exported))) is not None:
-        arrays["namespace"] = namespace
-    if exported.seed is not None:
-        arrays["seed"] = np.uint64(exported.seed)
     return arrays
 
 
@@ -97,6 +98,10 @@ def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
             f"{call}: path must be that of a file, got the directory {path!r}: name a file in it"
         )
     path = os.path.realpath(path)  # a link stays one
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(
+            errno.EINVAL, f"{call}: path must be that of a file, which this is not: name one", path
+        )
     unfinished = f"{path}.{uuid.uuid4().hex[:8]}.writing"  # others may write there, too
     try:
         with open(unfinished, "xb") as file:  # NumPy would put .npz behind a name

@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, _updates
 from jax_hkv._checks import as_integer, as_number, as_one_flag
 from jax_hkv._compat import is_traced
+from jax_hkv._keys import form_of
 from jax_hkv.table import is_one_result
 
 # Between them 1 / scale is a normal float32: XLA may take subnormal ones for zero.
@@ -80,6 +82,13 @@ def clip_by_global_norm(
             f"{call}: row_gradients must have one entry for each table, got {len(row_gradients)} "
             f"for {len(results)} results"
         )
+    for leaf in jax.tree.leaves(gradients):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if not jnp.issubdtype(dtype, np.inexact):
+            raise TypeError(
+                f"{call}: gradients must be floating-point numbers, got {form_of(leaf)}, which a "
+                "factor below 1 makes zeros: cast them"
+            )
     gradients = jax.tree.map(jnp.asarray, gradients)
     parts = [
         (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)

@@ -221,6 +221,15 @@ def _read_only(words: Any) -> Any:
     return words
 
 
+def check_not_donated(call: str, argument: str, array: Any) -> None:
+    """Raises of a batch's array that an earlier call has used up."""
+    if isinstance(array, jax.Array) and not is_traced(array) and array.is_deleted():
+        raise RuntimeError(
+            f"{call}: {argument} was used up by an earlier call, got an array that was donated or "
+            "deleted: donate the state alone (donate_argnums=0), or give a batch of its own"
+        )
+
+
 def check_unmasked(what: str, array: Any) -> None:
     """Raises for a masked array, whose mask would be lost; errors begin with what it is."""
     if isinstance(array, np.ma.MaskedArray):
@@ -329,14 +338,18 @@ def check_keys(call: str, argument: str, ids: Any) -> Any:
     key whether it comes as such, or through a ``jax.jit`` that has made 32 bits of it.
     """
     if isinstance(ids, Keys):
+        check_not_donated(call, argument, ids.words)
         _check_words(call, argument, ids.words)
         words = replicated(ids.words)
         return ids if words is ids.words else Keys(words)
     check_unmasked(f"{call}: {argument}", ids)
+    check_not_donated(call, argument, ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
         return _check_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
+    if kind in ("list", "tuple"):
+        remedy += " Bags are jax_hkv.Jagged.from_lists(ids) or from_lengths(values, lengths)."
     if kind == "Jagged":
         remedy = (
             "Bags of ids are for find_pooled, find_or_insert_pooled and the layers Embed, EmbedBag "
@@ -403,7 +416,7 @@ def _check_array(call: str, argument: str, ids: Any) -> Any:
         return Keys.from_numpy(ids)
     if ids.dtype not in _INTEGERS:
         remedy = "hash anything else to 64 bits"
-        if ids.dtype.kind in "iu" and not ids.dtype.isnative:
+        if jnp.issubdtype(ids.dtype, np.integer) and not ids.dtype.isnative:
             remedy = "its bytes have another order than here: give jax_hkv.Keys.from_numpy(ids)"
         raise TypeError(
             f"{call}: {argument} must hold integers of 8 to 64 bits, got {ids.dtype}: {remedy}"

@@ -14,7 +14,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._checks import as_bool, as_list, check_function, check_held_once, check_not_used_up
+from jax_hkv._checks import (
+    as_bool,
+    as_integer,
+    as_list,
+    check_function,
+    check_held_once,
+    check_not_used_up,
+)
 from jax_hkv._compat import (
     check_elements,
     is_traced,
@@ -288,6 +295,7 @@ class Placement:
             one for each device (of :meth:`jax_hkv.Jagged.for_parts`), as far as its row_splits
             show that: of one whose bags at the seams are empty they do not.
         """
+        micro_batches = as_integer("Placement.put", "micro_batches", micro_batches, 1, 2**31 - 1)
         for node in jax.tree.leaves(batch, is_leaf=is_jagged):
             if is_jagged(node):
                 self._check_jagged(node, micro_batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -293,10 +293,11 @@ def _words(what: str, ids: Any) -> np.ndarray:
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
         )
-    if isinstance(ids, (str, bytes, bytearray, memoryview)) or not isinstance(ids, Collection):
+    no_bags = (str, bytes, bytearray, memoryview, Mapping, Set)  # nor have the last two an order
+    if isinstance(ids, no_bags) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
-            "bag of one id is [id]"
+            "bag of one id is [id]; weights are a list of their own"
         )
     if len(ids) > _FEW and set(map(type, ids)) == {int}:
         array = np.array([*ids])
@@ -503,6 +504,8 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
         return None
     expected = f"float32{list(shape)}, one for each id"
     array = _checks.as_array(call, "weights", weights, expected)
+    if array.dtype == jnp.float64:  # what numbers are where x64 is on
+        array = array.astype(jnp.float32)
     if array.dtype != jnp.float32 or array.shape != shape:
         raise TypeError(
             f"{call}: weights must be {expected}, got {form_of(array)}: cast "

@@ -41,6 +41,7 @@ from jax_hkv._keys import Keys
 from jax_hkv._layer_arguments import (
     Unseen,
     check_collection,
+    check_made_so,
     check_outputs,
     check_state,
     check_step,
@@ -185,7 +186,7 @@ class Embed(_Layer):
         """
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         variable = self._table("table", self.features, self._create)
-        is_training = self._begin(train)
+        is_training = self._begins(train, variable.value)
         table, found = _layers.look_up(
             variable.value,
             ids,
@@ -214,9 +215,14 @@ class Embed(_Layer):
             return self.param("unseen", init, (self.features,), self.param_dtype)
         return None if self.unseen == "initial" else 0.0
 
-    def _create(self) -> Table:
-        call = type(self).__name__
-        settings = Settings(
+    def _begins(self, train: bool, table: Table) -> bool:
+        is_training = self._begin(train)
+        if is_training:
+            check_made_so(type(self).__name__, "/".join(self.path), table, self._settings())
+        return is_training
+
+    def _settings(self) -> Settings:
+        return Settings(
             self.features,
             self.param_dtype,
             self.policy,
@@ -225,8 +231,11 @@ class Embed(_Layer):
             self.seed,
             self.admission,
         )
-        name = "/".join(self.path) or call
-        return new_table(call, name, self.axis_name, self.capacity, self.optimizer, settings)
+
+    def _create(self) -> Table:
+        call = type(self).__name__
+        name, given = "/".join(self.path) or call, self._settings()
+        return new_table(call, name, self.axis_name, self.capacity, self.optimizer, given)
 
 
 class EmbedBag(Embed):
@@ -264,7 +273,7 @@ class EmbedBag(Embed):
         batch, layout = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
-        is_training = self._begin(train)
+        is_training = self._begins(train, variable.value)
         table, found = _sharded.of_batch(
             type(self).__name__,
             variable.value,

@@ -19,6 +19,7 @@ from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_float_dtype, as_initializer, as_integer, check_not_used_up
+from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
@@ -388,7 +389,7 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
 def check_live(call: str, table: Any) -> None:
     """Raises unless `table` is a Table that no step has used up."""
     check_table(call, table)
-    check_not_used_up(call, [table.clock], "table")
+    check_not_used_up(call, [table.clock, table.values], "table")
 
 
 def check_dim(call: str, table: Any, argument: str, dim: int) -> None:
@@ -436,6 +437,12 @@ def check_one_device(call: str, table: Any) -> None:
             "averages all leaves (jax.tree.map, optax.incremental_update) changes whose the rows "
             "are. Change table.values alone; averages of rows are a table of their own "
             "(docs/guide.md, by assign)"
+        )
+    if table.values.dtype not in FLOATS:
+        raise TypeError(
+            f"{call}: table must have rows of float32, bfloat16 or float16, got "
+            f"{table.values.dtype}: rows of other numbers lie in those of a type of their size, by "
+            'jax.lax.bitcast_convert_type (docs/guide.md, "Serving")'
         )
     own = () if table.optimizer is None else table.optimizer.rows.values()
     counts = [leaf.shape[0] for leaf in (table.values, *own)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -155,3 +158,123 @@ def test_arrays_of_another_rank_are_named(call):
         expected = rf"{call}: values must have shape \[8, {DIM}\].* got \[{other.shape[0]}"
         with pytest.raises(ValueError, match=expected):
             operation(table, IDS, values=other)
+
+
+@pytest.mark.parametrize("what", ["keys", "words", "valid", "values"])
+def test_a_batch_that_was_donated_is_named(what):
+    """As a table is; JAX's own error names neither call nor argument."""
+    given = {"keys": jnp.arange(8), "valid": jnp.ones(8, bool), "values": jnp.ones((8, DIM))}
+    if what == "words":
+        given["keys"] = hkv.Keys(jnp.zeros((8, 2), jnp.uint32))
+    jax.tree.leaves(given["keys" if what == "words" else what])[0].delete()
+    named = "keys" if what == "words" else what
+    with pytest.raises(RuntimeError, match=f"insert_or_assign: {named} was used up.*donated"):
+        hkv.insert_or_assign(hkv.create(128, DIM), **given)
+
+
+def test_a_table_whose_rows_were_donated_is_named():
+    table = hkv.create(128, DIM)
+    table.values.delete()
+    with pytest.raises(RuntimeError, match=f"find: table {USED_UP}table"):
+        hkv.find(table, IDS)
+
+
+def test_rows_of_integers_are_refused():
+    """Whoever replaces a table's rows: nobody starts or updates those of other numbers."""
+    table = hkv.create(128, DIM)
+    table = dataclasses.replace(table, values=table.values.astype(jnp.int32))
+    for call in (hkv.find, hkv.find_or_insert, hkv.initial_rows):
+        with pytest.raises(TypeError, match=f"{call.__name__}: table must have rows of float32, .* "
+                                            "got int32"):  # fmt: skip
+            call(table, IDS)
+
+
+def test_random_keys_and_numbers_of_64_bits_are_no_arguments():
+    table = hkv.create(128, DIM)
+    with pytest.raises(TypeError, match="find: keys must hold integers .* got key<"):
+        hkv.find(table, jax.random.key(0))
+    with pytest.raises(TypeError, match=r"find: valid must be bool\[8\] like the keys, got"):
+        hkv.find(table, IDS, valid=2**31)
+
+
+@pytest.mark.parametrize("bags", [[{5: 0.5, 6: 2.0}], [{5, 6}], [[5], {6: 1.0}.keys()]])
+def test_bags_are_lists(bags):
+    """Of a dict the weights were lost, and a set has no order."""
+    with pytest.raises(TypeError, match="must be a list or an array of integers, got (dict|set)"):
+        hkv.Jagged.from_lists(bags)
+
+
+@pytest.mark.parametrize("name", ["keys", "scores", "values"])
+def test_masks_of_exports_are_not_lost(name):
+    exported = hkv.sharding.export_entries(hkv.find_or_insert(hkv.create(128, DIM), IDS)[0])
+    masked = np.ma.masked_array(getattr(exported, name), mask=True)
+    with pytest.raises(TypeError, match=rf"import_entries: exported\.{name}.*asked"):
+        hkv.sharding.import_entries(None, hkv.create(128, DIM), exported._replace(**{name: masked}))
+
+
+def test_a_time_that_cannot_go_on_is_refused():
+    exported = hkv.sharding.export_entries(hkv.create(128, DIM))._replace(clock=2**63)
+    with pytest.raises(ValueError, match=r"exported\.clock must be from 0 to 9223372036854775807"):
+        hkv.sharding.import_entries(None, hkv.create(128, DIM), exported)
+
+
+@pytest.mark.parametrize("bits", [np.int64, np.uint64, np.float64])
+def test_a_digest_is_of_all_bits(bits):
+    one, other = (np.array([number, 3], bits) for number in (1, 1 + 2**40))
+    digests = [hkv.sharding.digest({"a": leaf}).tolist() for leaf in (one, other, one.copy())]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_gradients_of_integers_are_not_clipped_to_zeros():
+    with pytest.raises(TypeError, match=r"gradients must be floating-point .* int32\[2\].*cast"):
+        hkv.optim.clip_by_global_norm(1.0, {"w": np.array([3, 4], np.int32)}, [], [])
+
+
+@pytest.mark.parametrize("wrong", [0, -1, None, "abc"])
+def test_a_batch_of_no_parts_is_refused(wrong):
+    placement = hkv.sharding.Placement(jax.make_mesh((1,), ("device",)))
+    with pytest.raises((TypeError, ValueError), match=r"Placement\.put: micro_batches must be"):
+        placement.put(IDS, micro_batches=wrong)
+
+
+LAYER = {"policy": hkv.Policy.LFU, "choices": 2, "seed": 7, "param_dtype": jnp.bfloat16}
+LAYER |= {"admission": hkv.admission.frequency(3), "embedding_init": hkv.initializers.ones()}
+
+
+@pytest.mark.parametrize("name", LAYER)
+@pytest.mark.parametrize("layer", [hkv.linen.Embed, hkv.linen.EmbedBag])
+def test_a_layer_that_trains_a_table_of_another_kind_says_so(layer, name):
+    """The table would decide, silently. To read it, its size is enough."""
+    made, other = layer(256, DIM), layer(256, DIM, **{name: LAYER[name]})
+    ids, mutable = IDS[:, None], [*hkv.linen.MUTABLE, hkv.linen.PERTURBATIONS]
+    variables = made.init(jax.random.key(0), ids)
+    made.apply(variables, ids, train=True, mutable=mutable)
+    np.testing.assert_array_equal(other.apply(variables, ids), made.apply(variables, ids))
+    for one, own in ((other, variables), (made, other.init(jax.random.key(0), ids))):
+        with pytest.raises(ValueError, match=rf"{layer.__name__} : {name} must be that of"):
+            one.apply(own, ids, train=True, mutable=mutable)
+
+
+def test_entries_are_not_written_over_what_is_no_file(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="save_entries: path must be that of a file"):
+        hkv.sharding.save_entries(path, hkv.sharding.export_entries(hkv.create(128, DIM)))
+    assert path.is_fifo()
+
+
+def test_weights_of_float64_are_those_of_float32():
+    """As numbers are where x64 is on."""
+    table, _ = hkv.find_or_insert(hkv.create(128, DIM), IDS)
+    weights = np.linspace(0.1, 2, 8).reshape(4, 2)
+    with jax.enable_x64(True):
+        rows = [
+            hkv.find_pooled(table, IDS.reshape(4, 2), weights=own)[1].values
+            for own in (weights, weights.astype(np.float32), weights.tolist())
+        ]
+        by_weights = jax.grad(
+            lambda own: hkv.find_pooled(table, IDS.reshape(4, 2), weights=own)[1].values.sum()
+        )(jnp.asarray(weights))
+    assert rows[0].dtype == jnp.float32 and by_weights.dtype == jnp.float64
+    for own in rows[1:]:
+        np.testing.assert_array_equal(rows[0], own)

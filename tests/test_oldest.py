@@ -205,3 +205,30 @@ def test_small_batches_evict_what_the_scores_say(buckets, choices, twin, rng):
                 scores = rng.integers(0, both.oracle.time, LENGTH).astype(np.uint64)
                 both.import_batch(batch, scores, rows_of(batch), LENGTH, valid)
     assert taken > 30, "notes were hardly used"
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("what", ["ones", "random"])
+def test_a_damaged_list_damages_nothing_else(what, choices, platform, rng):
+    """Of whatever bits: entries stay in their buckets, and none is lost untold."""
+    buckets = 16
+    words = np.full((buckets, 4), 2**32 - 1, np.uint32)
+    if what == "random":
+        words = rng.integers(0, 2**32, (buckets, 4), np.uint32)
+        words[:, 1] = 2**31  # a time, high enough that all are older
+    table = hkv.create(buckets * LANES, 2, choices=choices)
+    for _ in range(6):
+        keys = hkv.Keys.from_numpy(rng.integers(0, U64_MAX, 1000, np.uint64))
+        table, _ = hkv.find_or_insert(table, keys)
+    for length in (5, 100, 400):
+        table = dataclasses.replace(
+            table, index=dataclasses.replace(table.index, oldest=jnp.asarray(words))
+        )
+        before = set(hkv.sharding.export_entries(table).keys.tolist())
+        keys = rng.integers(0, U64_MAX, length, np.uint64)
+        table, result = hkv.insert_and_evict(table, hkv.Keys.from_numpy(keys), rows_of(keys))
+        evicted = result.evicted.keys.to_numpy()[: int(result.evicted.count)].tolist()
+        after = hkv.sharding.export_entries(table).keys.tolist()
+        inserted = keys[np.asarray(hkv.is_new(result.status))].tolist()
+        assert len(evicted) > 3 and sorted(after) == sorted((before - {*evicted}) | {*inserted})
+        assert int(hkv.misplaced(table)) == 0
