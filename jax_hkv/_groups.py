@@ -162,6 +162,11 @@ class Group:
                 "Group.take says what of another collection's table can come along"
             )
 
+    def check_made_so(self, call: str, table: Table) -> None:
+        """Raises where a table was made otherwise than the group's; see :class:`Settings`."""
+        config = self.tables[0]
+        Settings(*(getattr(config, name) for name in Settings._fields)).check_made_so(call, table)
+
     def number(self, table: str) -> int:
         """Of one of the tables."""
         names = [config.name for config in self.tables]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 
 from jax_hkv._checks import as_bool, as_integer, check_function
@@ -70,6 +69,15 @@ def check_row_gradients(given: Any) -> None:
         )
 
 
+# Of settings in layers, which name them as Flax does.
+_FIELDS = {"dim": "features", "dtype": "param_dtype", "init": "embedding_init"}
+
+
+def check_made_so(call: str, table: Table, given: Settings) -> None:
+    """Raises where a layer that trains says of its table what is not so."""
+    given.checked(call, **_FIELDS).check_made_so(call, table, **_FIELDS)
+
+
 def new_table(
     call: str, name: str, axis_name: Any, capacity: Any, optimizer: Any, given: Settings
 ) -> Table:
@@ -84,36 +92,13 @@ def new_table(
       given: the settings, which layers know by other names than tables.
     """
     check_optimizer(call, optimizer)
-    settings = given.checked(
-        call, dim="features", dtype="param_dtype", init="embedding_init"
-    )._asdict()
+    settings = given.checked(call, **_FIELDS)._asdict()
     exchange = as_exchange(axis_name)
     if exchange is not None:
         capacity = exchange.local_capacity(as_integer(call, "capacity", capacity, 1, 2**63 - 1))
     buckets_of(call, capacity)
     table = create(capacity, name=name, **settings)
     return table if optimizer is None else optimizer.init(table)
-
-
-def check_made_so(call: str, name: str, table: Table, given: Settings) -> None:
-    """Raises where a layer that trains says of its table what is not so: the table would decide."""
-    own = given.checked(call, dim="features", dtype="param_dtype", init="embedding_init")
-    starting = None if own.admission is None else jax.eval_shape(own.admission.start)
-    rules = [each and each.rule for each in (starting, table.admission)]
-    for what, wanted, got in (
-        ("param_dtype", own.dtype, table.dtype),
-        ("policy", own.policy, table.policy),
-        ("choices", own.choices, table.choices),
-        ("embedding_init", own.init.for_dim(own.dim), table.initializer),
-        ("seed", own.seed, table.seed),
-        ("admission", *rules),
-    ):
-        if wanted != got:
-            raise ValueError(
-                f"{call} {name}: {what} must be that of the layer's table where it trains, {got}, "
-                f"got {wanted}: a table is what it was made as; give the layer that, or make a new "
-                "table and import the entries"
-            )
 
 
 def check_loss_fn(call: str, first: str, loss_fn: Any, has_aux: Any) -> None:

@@ -496,6 +496,7 @@ class Collection:
             own_scores = own_admit = None
             trains = train and group.optimizer is not None
             if trains:
+                group.check_made_so(f"{call} of {group.name!r}", tables[group.name])
                 names = [part.feature for part in own_parts]
                 own_scores = joined_scores(call, group.tables[0].policy, names, inputs, scores)
                 own_admit = joined_masks(call, "admit", names, inputs, admit)

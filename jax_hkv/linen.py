@@ -218,7 +218,8 @@ class Embed(_Layer):
     def _begins(self, train: bool, table: Table) -> bool:
         is_training = self._begin(train)
         if is_training:
-            check_made_so(type(self).__name__, "/".join(self.path), table, self._settings())
+            call = " ".join([type(self).__name__, "/".join(self.path)])
+            check_made_so(call.strip(), table, self._settings())
         return is_training
 
     def _settings(self) -> Settings:

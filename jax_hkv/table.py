@@ -291,6 +291,31 @@ class Settings(NamedTuple):
             admission=self.admission,
         )
 
+    def check_made_so(self, call: str, table: Table, **names: str) -> None:
+        """Raises where they, checked ones, are not those of a table, which would decide, silently.
+
+        Args:
+          call: a lookup that trains, for errors.
+          table: that it was given.
+          **names: of fields that the call has other names for.
+        """
+        starting = None if self.admission is None else jax.eval_shape(self.admission.start)
+        mine, its = (each and each.rule for each in (starting, table.admission))
+        for name, wanted, got in (
+            ("dtype", self.dtype, table.dtype),
+            ("policy", self.policy, table.policy),
+            ("choices", self.choices, table.choices),
+            ("init", self.init.for_dim(self.dim), table.initializer),
+            ("seed", self.seed, table.seed),
+            ("admission", mine, its),
+        ):
+            if wanted != got:
+                raise ValueError(
+                    f"{call}: {names.get(name, name)} must be that of the table that it trains, "
+                    f"{got}, got {wanted}: a table is what it was made as; say so here, or make a "
+                    "new one and import the entries"
+                )
+
 
 def _as_policy(call: str, policy: Any) -> Policy:
     """A policy, or the integer of one; members of other enumerations are integers too."""

@@ -175,3 +175,24 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     sharding.save_changes(link, CHANGES)
     assert link.is_symlink() and stat.S_IMODE(target.stat().st_mode) == 0o600
     assert_equal_saved(sharding.load_changes(target).removed, CHANGES.removed)
+
+
+@pytest.mark.parametrize("lost", ["namespace", "seed", "counters"])
+def test_a_file_that_lacks_what_only_some_have_is_not_whole(lost, tmp_path):
+    """As a damaged directory of the archive makes of one: keys of a group were plain ids then."""
+    rule = hkv.admission.frequency(3, width=64, depth=2)
+    tables = [hkv.TableConfig(name, 128, 2, admission=rule) for name in ("users", "items")]
+    collection = hkv.Collection(tables, [hkv.Feature(name, name) for name in ("users", "items")])
+    (table,) = collection.create().values()
+    exported = sharding.export_entries(table)
+    sharding.save_entries(tmp_path / "whole", exported)
+    read = sharding.load_entries(tmp_path / "whole")
+    assert read.seed == exported.seed is not None
+    assert_equal_saved((read.namespace, read.counters), (exported.namespace, exported.counters))
+    with np.load(tmp_path / "whole") as saved:
+        arrays = {name: saved[name] for name in saved.files}
+    del arrays[lost]
+    with open(tmp_path / "part", "wb") as file:
+        np.savez(file, **arrays)
+    with pytest.raises(ValueError, match=f"not whole.*{lost}"):
+        sharding.load_entries(tmp_path / "part")

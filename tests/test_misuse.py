@@ -251,8 +251,24 @@ def test_a_layer_that_trains_a_table_of_another_kind_says_so(layer, name):
     made.apply(variables, ids, train=True, mutable=mutable)
     np.testing.assert_array_equal(other.apply(variables, ids), made.apply(variables, ids))
     for one, own in ((other, variables), (made, other.init(jax.random.key(0), ids))):
-        with pytest.raises(ValueError, match=rf"{layer.__name__} : {name} must be that of"):
+        with pytest.raises(ValueError, match=rf"{layer.__name__}: {name} must be that of"):
             one.apply(own, ids, train=True, mutable=mutable)
+
+
+@pytest.mark.parametrize("name", ["choices", "seed", "init", "admission"])
+def test_a_collection_that_trains_a_table_of_another_kind_says_so(name):
+    """Those of its policy and of its type of rows it does not read either."""
+    settings = {**LAYER, "init": hkv.initializers.ones()}
+    configs = [
+        hkv.TableConfig("t", 256, DIM, optimizer=SGD, **own) for own in ({}, {name: settings[name]})
+    ]
+    made, other = (hkv.Collection([own], [hkv.Feature("f", "t")]) for own in configs)
+    tables = made.create()
+    rows = [own.lookup(tables, {"f": IDS})[1].rows["t"] for own in (made, other)]
+    np.testing.assert_array_equal(*rows)
+    made.lookup(tables, {"f": IDS}, train=True)
+    with pytest.raises(ValueError, match=rf"lookup of 't': {name} must be that of the table"):
+        other.lookup(tables, {"f": IDS}, train=True)
 
 
 def test_entries_are_not_written_over_what_is_no_file(tmp_path):
