@@ -90,7 +90,7 @@ class Feature:
         its weight where the inputs have weights.
 
     Raises:
-      ValueError: for another combiner.
+      TypeError, ValueError: for a name that is no str, and for another combiner.
     """
 
     name: str
@@ -98,7 +98,13 @@ class Feature:
     combiner: str | None = "sum"
 
     def __post_init__(self) -> None:
-        if self.combiner is not None and self.combiner not in COMBINERS:
+        for argument, given in (("name", self.name), ("table", self.table)):
+            if not isinstance(given, str):
+                raise TypeError(
+                    f"Feature {self.name!r}: {argument} must be a str, got {type(given).__name__}"
+                )
+        is_name = isinstance(self.combiner, str)
+        if self.combiner is not None and not (is_name and self.combiner in COMBINERS):
             raise ValueError(
                 f"Feature {self.name!r}: combiner must be one of "
                 f"{', '.join(map(repr, COMBINERS))} or None, got {self.combiner!r}: None gives "

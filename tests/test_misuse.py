@@ -271,6 +271,16 @@ def test_a_collection_that_trains_a_table_of_another_kind_says_so(name):
         other.lookup(tables, {"f": IDS}, train=True)
 
 
+def test_names_of_features_are_text():
+    for wrong in (None, ["f"], 3):
+        with pytest.raises(TypeError, match="Feature .*: name must be a str, got"):
+            hkv.Feature(wrong, "t")
+        with pytest.raises(TypeError, match="Feature 'f': table must be a str, got"):
+            hkv.Feature("f", wrong)
+    with pytest.raises(ValueError, match="Feature 'f': combiner must be one of"):
+        hkv.Feature("f", "t", np.array(["sum", "mean"]))
+
+
 def test_entries_are_not_written_over_what_is_no_file(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
