@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -293,7 +293,7 @@ def _words(what: str, ids: Any) -> np.ndarray:
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
         )
-    no_bags = (str, bytes, bytearray, memoryview, Mapping, Set)  # nor have the last two an order
+    no_bags = (str, bytes, bytearray, memoryview, Mapping)  # whose values would be lost
     if isinstance(ids, no_bags) or not isinstance(ids, Collection):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "

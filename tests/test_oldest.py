@@ -227,7 +227,9 @@ def test_a_damaged_list_damages_nothing_else(what, choices, platform, rng):
         before = set(hkv.sharding.export_entries(table).keys.tolist())
         keys = rng.integers(0, U64_MAX, length, np.uint64)
         table, result = hkv.insert_and_evict(table, hkv.Keys.from_numpy(keys), rows_of(keys))
-        evicted = result.evicted.keys.to_numpy()[: int(result.evicted.count)].tolist()
+        gone = result.evicted
+        assert gone is not None
+        evicted = gone.keys.to_numpy()[: int(gone.count)].tolist()
         after = hkv.sharding.export_entries(table).keys.tolist()
         inserted = keys[np.asarray(hkv.is_new(result.status))].tolist()
         assert len(evicted) > 3 and sorted(after) == sorted((before - {*evicted}) | {*inserted})

@@ -47,9 +47,10 @@ struct alignas(16) Oldest {
     return count;
   }
   HKV_HOST_DEVICE int first() const { return count_trailing_zeros(lanes) / 8; }  // if there is one
-  // Below kLanes whatever the array holds, which a caller may have made; negative: none.
+  // Below kLanes whatever the array holds, which a caller may have made; -1: none.
   HKV_HOST_DEVICE int lane(int place) const {
-    return (static_cast<int>(lanes >> 8 * place & 0xff) - 1) & ~kLanes;
+    const auto number = static_cast<int>(lanes >> 8 * place & 0xff);
+    return (number < kLanes ? number : kLanes) - 1;
   }
   HKV_HOST_DEVICE void put(int place, int lane) { lanes |= static_cast<uint64_t>(lane + 1) << 8 * place; }
   HKV_HOST_DEVICE void drop(int place) { lanes &= ~(uint64_t{0xff} << 8 * place); }
