@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -67,6 +68,12 @@ def without_rematerialization() -> contextlib.AbstractContextManager[Any]:
 def is_fixed(shape: Iterable[Any]) -> bool:
     """Whether no size is a symbol, as ``jax.export`` has them."""
     return all(isinstance(size, (int, np.integer)) for size in shape)
+
+
+def came_from(module: str, error: BaseException) -> bool:
+    """Whether an error passed through a function of a module."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == module for frame in frames)
 
 
 def is_traced(array: Any) -> bool:

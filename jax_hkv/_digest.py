@@ -47,6 +47,8 @@ def digest(tree: Any) -> UInt32[Array, 2]:
 def _words(leaf: Any) -> UInt32[Array, " n"]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    if jnp.iscomplexobj(leaf):
+        return jnp.concatenate([_words(leaf.real), _words(leaf.imag)])
     if not isinstance(leaf, jax.Array) and leaf.dtype.itemsize == 8:
         leaf = np.ascontiguousarray(leaf).view(np.uint32)  # of which JAX, with x64 off, drops half
     if leaf.dtype == jnp.bool_:

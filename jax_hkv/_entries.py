@@ -72,7 +72,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
     Exports of one table at several times can be joined too: an entry, and what rows share, is that
-    of the export whose clock is last.
+    of the export whose clock is last. (An update is no tick: of exports before and after it leave
+    out the earlier one.)
 
     Args:
       parts: of the parts of one table, at least one.
@@ -387,7 +388,9 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
                 f"of its keys, got {dtype or type(leaf).__name__}{list(shape)}: "
                 f"{cast or same + 'every optimizer array'}"
             )
+    check_unmasked(f"{call}: {argument}.counters", exported.counters)
     for name, leaf in exported.shared.items():
+        check_unmasked(f"{call}: {argument}.shared[{name!r}]", leaf)
         if not _is_of_numbers(leaf):
             raise TypeError(
                 f"{call}: {argument}.shared[{name!r}] must be an array of numbers, got "

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
-from jax_hkv._compat import is_traced, without_rematerialization
+from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import check_keys, would_cut
@@ -620,7 +620,8 @@ def explain_structure(error: Exception, names: Sequence[str]) -> None:
     """Raises if JAX complains that a loop has given a model more than it had, by one of these."""
     text = str(error)
     is_named = any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
-    if ("structure" in text and is_named) or "Incorrect number of leaves" in text:
+    is_counted = "number of leaves" in text and came_from("flax.nnx.transforms.iteration", error)
+    if ("structure" in text and is_named) or is_counted:
         raise TypeError(
             "hkv.nnx: a lookup with train=True leaves its result in the layer, for the update, "
             "which nnx.scan, fori_loop and while_loop do not pass on, nor nnx.cond from one of "

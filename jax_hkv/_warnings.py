@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 Result = TypeVar("Result")
 
 _OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
@@ -69,7 +71,16 @@ def lookup_of_layer(call: str) -> Iterator[None]:
 
 def agree(replicas: bool, axes: tuple[str, ...], spread: tuple[str, ...]) -> bool:
     """Whether an exchange along axes meets the owners of keys of a table that is spread so."""
-    return sorted(axes) == sorted(spread) if replicas else axes == spread
+    named, known = ([name for name in each if not _is_of_one(name)] for each in (axes, spread))
+    return sorted(named) == sorted(known) if replicas else named == known
+
+
+def _is_of_one(axis: str) -> bool:
+    """Whether an axis has one device, so that it matters not who names it."""
+    try:
+        return jax.lax.axis_size(axis) == 1
+    except NameError:  # whoever asks for an axis that is not bound is told of that
+        return False
 
 
 def warn_of_axes(call: str, replicas: bool, axes: tuple[str, ...]) -> None:
@@ -79,9 +90,9 @@ def warn_of_axes(call: str, replicas: bool, axes: tuple[str, ...]) -> None:
         warn(
             f"{call}: axis_name names the axes {axes}, but the Placement of this function spreads "
             f"tables over {spread}: keys are sought on devices that do not have them, and the same "
-            "key may get an entry on several; name the same axes in both, in the same order, or, "
-            "where the devices along other axes hold equal tables, silence this with "
-            "warnings.filterwarnings"
+            "key may get an entry on several (of replicas some do not see all keys); name the same "
+            "axes in both, in the same order, or, where the devices along other axes hold equal "
+            "tables, silence this with warnings.filterwarnings"
         )
 
 

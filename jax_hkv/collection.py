@@ -450,7 +450,8 @@ class Collection:
             other features count once each. What is only read takes no notice of them.
           admit: of features in `inputs`, by name: ``bool`` of the shape of the feature's ids; see
             :func:`jax_hkv.find_or_insert`. An id enters a table if a position of one of the
-            table's features lets it in; those of other features do. Not for what is only read.
+            table's features lets it in, and all of a feature without a mask do. Not for what is
+            only read.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.

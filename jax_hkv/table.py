@@ -310,9 +310,10 @@ class Settings(NamedTuple):
             ("admission", mine, its),
         ):
             if wanted != got:
+                mine, its = (getattr(each, "name", each) for each in (wanted, got))
                 raise ValueError(
                     f"{call}: {names.get(name, name)} must be that of the table that it trains, "
-                    f"{got}, got {wanted}: a table is what it was made as; say so here, or make a "
+                    f"{its}, got {mine}: a table is what it was made as; say so here, or make a "
                     "new one and import the entries"
                 )
 

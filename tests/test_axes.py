@@ -87,6 +87,17 @@ def test_the_axes_of_the_placement_are_not(own, axes):
     assert int(inserted) == len(IDS)
 
 
+def test_axes_of_one_device_matter_not():
+    """A model axis that is set to 1, say."""
+    mesh = jax.make_mesh((4, 1), ("data", "model"), devices=jax.devices("cpu")[:4])
+    placement = Placement(mesh)
+    table = placement.create(lambda: hkv.create(256, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = placement.run(lambda table, ids: find(table, ids, "data")[1].found)
+        assert not found(table, placement.put(IDS)).any()
+
+
 def test_an_evaluation_of_nnx_warns_of_the_axes_of_a_layer():
     placement = placement_of()
     make = lambda: hkv.nnx.Embed(1024, 4, axis_name="table")  # noqa: E731

@@ -55,3 +55,16 @@ def test_an_nnx_loop_looks_up_in_evaluation_and_says_where_to_in_training(loop):
     step = hkv.nnx.train_step(lambda model, ids: jnp.sum(LOOPS[loop](model, ids, True)))
     with pytest.raises(TypeError, match=r"nnx\.scan, .*in one call, and pass rows in"):
         step(state, ids)
+
+
+def test_an_error_of_the_users_own_stays_as_it_is():
+    """That Flax has in the same words where a state is put together."""
+    graph, _ = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    state = hkv.nnx.TrainState(hkv.nnx.Embed(256, DIM, optimizer=OPTIMIZER), optax.sgd(0.1))
+
+    def loss_fn(model, ids):
+        nnx.merge(graph, nnx.State({}))
+        return jnp.sum(model(ids, train=True))
+
+    with pytest.raises(ValueError, match="number of leaves"):
+        hkv.nnx.train_step(loss_fn)(state, jnp.arange(3))
