@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jax_hkv._compat import is_traced, replicated, trace_state_clean
+from jax_hkv._compat import is_traced, is_used_up, replicated, trace_state_clean
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, as_keys, check_not_donated, check_unmasked, keys_of, would_cut
 from jax_hkv._keys import as_bool as as_bool
@@ -298,7 +298,7 @@ def check_not_used_up(
 ) -> None:
     """Raises if one of a state's leaves was donated to an earlier step."""
     for leaf in leaves:
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+        if is_used_up(leaf):
             again = ""
             if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
                 again = " (or by this one, in which JAX has found a NaN or an infinity)"

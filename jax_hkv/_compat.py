@@ -76,6 +76,11 @@ def came_from(module: str, error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == module for frame in frames)
 
 
+def is_used_up(leaf: Any) -> bool:
+    """Whether it is an array that was donated, or deleted."""
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
+
+
 def is_traced(array: Any) -> bool:
     """Whether an array stands for a value that is not known yet."""
     return isinstance(array, Tracer)

@@ -70,13 +70,14 @@ class TableConfig:
             raise TypeError(f"{call}: name must be a str, got {type(self.name).__name__}")
         # Of all devices together; how many one can have is known where it is created.
         capacity = as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
-        given = Settings(
-            self.dim, self.dtype, self.policy, self.choices, self.init, self.seed, self.admission
-        )
-        checked = given.checked(call)
+        checked = self._settings.checked(call)
         for name, value in (checked._asdict() | {"capacity": capacity}).items():
             object.__setattr__(self, name, value)
         check_optimizer(call, self.optimizer)
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings(*(getattr(self, name) for name in Settings._fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +171,7 @@ class Group:
 
     def check_made_so(self, call: str, table: Table) -> None:
         """Raises where a table was made otherwise than the group's; see :class:`Settings`."""
-        config = self.tables[0]
-        Settings(*(getattr(config, name) for name in Settings._fields)).check_made_so(call, table)
+        self.tables[0]._settings.check_made_so(call, table)
 
     def number(self, table: str) -> int:
         """Of one of the tables."""
@@ -335,14 +335,8 @@ class Group:
         try:
             table = create(
                 capacity if exchange is None else exchange.local_capacity(capacity),
-                config.dim,
-                dtype=config.dtype,
-                policy=config.policy,
-                choices=config.choices,
-                init=config.init,
-                seed=config.seed,
                 name=self.name,
-                admission=config.admission,
+                **config._settings._asdict(),
             )
             index = dataclasses.replace(table.index, namespace=self.namespace)
             table = dataclasses.replace(table, index=index)

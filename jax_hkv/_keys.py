@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from jax_hkv._compat import is_fixed, is_traced, replicated
+from jax_hkv._compat import is_fixed, is_traced, is_used_up, replicated
 
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
@@ -223,7 +223,7 @@ def _read_only(words: Any) -> Any:
 
 def check_not_donated(call: str, argument: str, array: Any) -> None:
     """Raises of a batch's array that an earlier call has used up."""
-    if isinstance(array, jax.Array) and not is_traced(array) and array.is_deleted():
+    if is_used_up(array):
         raise RuntimeError(
             f"{call}: {argument} was used up by an earlier call, got an array that was donated or "
             "deleted: donate the state alone (donate_argnums=0), or give a batch of its own"

@@ -17,7 +17,6 @@ from jax_hkv.sharding import Placement
 
 DIM, BATCH, HOTNESS = 4, 24, 3
 SGD = hkv.optim.sgd(0.1)
-FLAX = {"linen": hkv.linen, "nnx": hkv.nnx}
 LAYERS = ("Embed", "EmbedBag", "EmbedCollection")
 
 
@@ -163,7 +162,7 @@ def test_new_ids_enter_where_a_position_may_let_them_in(flax, way, layer, rng):
     assert kept_out > 50
 
 
-@pytest.mark.parametrize("flax", FLAX)
+@pytest.mark.parametrize("flax", MODELS)
 def test_reading_asks_nobody(flax, rng):
     """An evaluation with a mask gives what it gives without one."""
     ids, admit = batch_of("Embed", rng)
@@ -179,7 +178,7 @@ def test_reading_asks_nobody(flax, rng):
     np.testing.assert_array_equal(evaluated(admit=~admit), evaluated())
 
 
-@pytest.mark.parametrize("flax", FLAX)
+@pytest.mark.parametrize("flax", MODELS)
 def test_masks_of_another_form_are_errors(flax, rng):
     """By layer, and of a collection by feature."""
 
