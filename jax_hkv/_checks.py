@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -124,6 +125,20 @@ def as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
         raise TypeError(
             f"{call}: {argument} must be {expected}, got {type(value).__name__} ({error})"
         ) from None
+
+
+def as_row_dtype(call: str, dtype: Any) -> np.dtype[Any] | None:
+    """The type in which rows are to come; None: the usual one."""
+    if dtype is None:
+        return None
+    with contextlib.suppress(TypeError, ValueError):
+        kind = jnp.dtype(dtype)
+        if kind in FLOATS:
+            return kind
+    raise TypeError(
+        f"{call}: dtype must be float32, bfloat16 or float16, or None for the usual type of rows, "
+        f"got {dtype!r}: cast what comes back, values.astype(dtype)"
+    )
 
 
 def as_mask(

@@ -84,6 +84,11 @@ class Signature:
         )
 
     @property
+    def casts(self) -> bool:
+        """Whether calls say, by `dtype`, of which type a result is."""
+        return any(result.dtype == "cast" for result in self.results)
+
+    @property
     def aliases(self) -> dict[int, int]:
         """Operand number to result number, for what is updated in place."""
         results = [i for i, result in enumerate(self.results) if result.in_place]
@@ -100,6 +105,7 @@ class _Axes:
         }
         self.row: tuple[int, ...] | None = None
         self.row_dtype: Any = None
+        self.cast_dtype: Any = params.get("dtype")
         for argument, operand in zip(signature.operands, operands, strict=True):
             self._read(argument, operand)
 
@@ -146,6 +152,8 @@ class _Axes:
         """What an argument must be; one of any floating-point type keeps what is given."""
         if argument.dtype == "row":
             return self.row_dtype
+        if argument.dtype == "cast":
+            return self.cast_dtype
         if argument.dtype == "float":
             return given.dtype if given.dtype in FLOATS else "float32, bfloat16 or float16"
         return np.dtype(argument.dtype)
@@ -394,18 +402,23 @@ def signatures() -> tuple[Signature, ...]:
 CUSTOM_CALLS = tuple(_TARGET_PREFIX + signature.name for signature in signatures())
 
 
-def call(name: str, *operands: jax.Array, table: str = "batch", **attributes: Any) -> list[Any]:
+def call(
+    name: str, *operands: jax.Array, table: str = "batch", dtype: Any = None, **attributes: Any
+) -> list[Any]:
     """Binds the primitive of a native operation.
 
     Args:
       name: of the operation.
       *operands: in the order of its signature.
       table: the name of the table, for error messages.
+      dtype: of the result that is of whatever type the call asks for.
       **attributes: static integers and floats.
     """
     signature, primitive = _OPERATIONS[name]
     expected = signature.attributes
     if set(attributes) != set(expected):
         raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
-    words = {attribute: _word(expected[attribute], x) for attribute, x in attributes.items()}
+    words: dict[str, Any] = {key: _word(expected[key], x) for key, x in attributes.items()}
+    if signature.casts:
+        words["dtype"] = np.dtype(dtype)
     return primitive.bind(*match_varying(operands), table=table, **words)

@@ -387,6 +387,7 @@ def insert_rows(
     pinned: jax.Array | None = None,
     is_ticked: bool = False,
     reads: bool = False,
+    dtype: Any = None,
 ) -> tuple[Table, Inserted]:
     """Inserts absent keys with their initial or the given rows, and refreshes the others.
 
@@ -403,6 +404,7 @@ def insert_rows(
       is_ticked: whether the clock already stands at the time of this batch.
       reads: whether the rows of the positions are wanted: initial ones where they got none, zeros
         where masked.
+      dtype: of those rows; None: of the table's.
     """
     groups = seen = _index.unique(keys, valid)
     if table.admission is not None or admit is not None:
@@ -416,12 +418,14 @@ def insert_rows(
     if offered is not None:
         table = scatter_values(table, new, groups.first, offered)
         if reads:
-            table, values = gather_values(table, slots, initial=(*start, keys, valid))
+            initial = (*start, keys, valid)
+            table, values = gather_values(table, slots, initial=initial, dtype=dtype)
         return table, Inserted(groups, seen, upserted, entries, values)
     if reads:
         clock, stored, values = _rows.gather_or_init(
             *(table.index.clock, table.values, slots, groups.inverse, groups.first, new),
             *(groups.keys, keys, valid, *start),
+            dtype=dtype,
             name=table.name,
         )
     else:

@@ -23,7 +23,7 @@ from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import check_keys, would_cut
-from jax_hkv._layer_arguments import check_dtype
+from jax_hkv._layer_arguments import check_dtype, rows_dtype
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
@@ -246,13 +246,12 @@ def look_up(
     valid: Any,
     **training: Any,
 ) -> tuple[Table, Found]:
-    """Looks up single ids, over the devices of an axis if there is one; `training`: options then.
+    """Looks up single ids, over the devices of an axis if there is one.
 
-    Half rows of a layer whose output `dtype` is another come in float32: what gradients are taken
-    by has the type of the gradients, and those of an output in float32 may be too small for half.
+    `training` are options of a lookup that trains.
     """
     exchange = as_exchange(axis_name)
-    options: dict[str, Any] = {"valid": valid}
+    options: dict[str, Any] = {"valid": valid, "dtype": dtype}
     operations: Any = _operations
     if exchange is not None:
         options["axis_name"] = exchange if train else exchange.of_reads()
@@ -267,8 +266,6 @@ def look_up(
     if not train:
         slots = jnp.where(result.found, jnp.int32(0), NO_SLOT)
         return table, Found(result.values, slots, None)
-    if dtype is not None and jnp.dtype(dtype) != table.dtype:
-        result = result._replace(values=widened(result.values))
     slots = result.slots if exchange is None else _sharded.slots_like(result.status)
     return table, Found(result.values, slots, result)
 
@@ -290,6 +287,7 @@ def look_up_features(layer: Any, tables: Any, inputs: Any, **options: Any) -> An
     """The lookup of a layer's collection; a learned row of ids without one is added later."""
     fill = "initial" if layer.unseen == "initial" else 0.0
     own = {"axis_name": layer.axis_name, "return_evicted": layer.return_evicted}
+    own["dtype"] = rows_dtype(layer, train=options["train"])
     return layer.collection.lookup(tables, inputs, fill=fill, **own, **options)
 
 
@@ -301,17 +299,6 @@ def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> j
     own = absent if valid is None else absent & jnp.asarray(valid)
     replaced = jnp.where(own[..., None], jnp.asarray(unseen, rows.dtype), 0)
     return jnp.where(absent[..., None], replaced, rows)
-
-
-def trained(layer: Any, result: Any) -> Any:
-    """The result of a lookup, its rows (which gradients are like) in bfloat16 if the output is.
-
-    Not in float16, which has not the range of gradients. Learned rows are added up in float32.
-    """
-    check_dtype(type(layer).__name__, layer.dtype)
-    if layer.unseen == "learned" or layer.dtype is None or jnp.dtype(layer.dtype) != jnp.bfloat16:
-        return result
-    return result._replace(values=cast(layer, result.values))
 
 
 def cast(layer: Any, rows: jax.Array) -> jax.Array:

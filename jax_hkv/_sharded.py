@@ -39,7 +39,7 @@ from jax_hkv._exchange import (
     spread,
 )
 from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._warnings import lookup_of_layer, warn_of_axes
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
@@ -161,6 +161,7 @@ class _Task(NamedTuple):
       scored: whether the scores of entries are wanted, if none is inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
       evicted: whether the evicted entries are wanted.
+      dtype: of the rows, or None; rows that are summed travel in the table's.
       measure: what else to count of the distinct keys.
     """
 
@@ -175,6 +176,7 @@ class _Task(NamedTuple):
     scored: bool
     initial: bool
     evicted: bool
+    dtype: Any
     measure: Measure | None
 
     @property
@@ -208,6 +210,7 @@ def look_up(
     offered: jax.Array | None = None,
     admit: jax.Array | None = None,
     evicted: bool = False,
+    dtype: Any = None,
     measure: Measure | None = None,
 ) -> tuple[Table, ShardedResult, Keys | None]:
     """Looks up the batches of all devices; inside shard_map or pmap.
@@ -226,6 +229,7 @@ def look_up(
       offered: of training, a row for each position: of keys that are inserted the first counts.
       admit: of training, which positions let their keys in, of any shape; None: all.
       evicted: whether the evicted entries are wanted.
+      dtype: of the rows; None: the table's, of bags float32.
       measure: what else is counted of the distinct keys at their owners.
 
     Returns:
@@ -256,17 +260,18 @@ def look_up(
     own_bags = None if pools_later else bags
     task = _Task(
         *(exchange, items, offered, own_bags, owners_pool, train, touches, reads),
-        *(scored, initial, evicted, measure),
+        *(scored, initial, evicted, None if pools_later else dtype, measure),
     )
     table, seen, route = in_rounds(
         exchange, plan, table, items, partial(_round, task), task.bag_count
     )
     if pools_later and bags is not None:
         slots = jnp.where(valid, _rows.positions(positions), NO_SLOT)
-        seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags))
+        seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags, dtype))
     counts, by_table = of_all(plan, exchange, (seen.counts, seen.by_table))
     groups = route.legs[0].groups if route.legs else None
-    values = checkpoint_name(seen.values, ROWS_NAME)
+    values = seen.values if dtype is None else seen.values.astype(dtype)  # others are as they came
+    values = checkpoint_name(values, ROWS_NAME)
     result = ShardedResult(
         *(values, batch.keys, seen.status, counts, route.left_out, by_table),
         *(groups, bags, exchange, route, seen.evicted),
@@ -295,6 +300,7 @@ def of_batch(
     is_weighted: bool,
     train: bool,
     fill: float | str,
+    dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,
     evicted: bool = False,
@@ -304,7 +310,8 @@ def of_batch(
     if exchange is None:
         with lookup_of_layer(call):
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
-            return pooled.of_batch(call, table, batch, train=train, fill=fill, **options)
+            options |= {"train": train, "fill": fill, "dtype": dtype}
+            return pooled.of_batch(call, table, batch, **options)
     warn_of_axes(call, exchange.replicas, exchange.axes)
     pairs = None
     if train:
@@ -319,9 +326,9 @@ def of_batch(
         scores=pairs,
         admit=admit if train else None,
         evicted=evicted and train,
+        dtype=dtype or jnp.float32,
         measure=measure,
     )
-    result = result._replace(values=result.values.astype(jnp.float32))
     rows = pooled.BagRows(result.values, slots_like(result.status), result if train else None)
     return table, rows
 
@@ -466,6 +473,7 @@ def _round(
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,
             reads=reads,
+            dtype=_travels_in(task, table),
         )
         slots, rows = inserted.upserted.slots, inserted.values
     elif task.touches:
@@ -535,7 +543,8 @@ def _home_rows(
     """
     keys, valid = arrived.keys, arrived.valid
     if bags is not None:
-        table, rows = pooled.pool_stored(table, keys, slots, bags, valid, task.initial)
+        kind = None if plan.hops else task.dtype  # sums of sums are float32
+        table, rows = pooled.pool_stored(table, keys, slots, bags, valid, task.initial, dtype=kind)
         return table, bags_homeward(plan, rows), rows
     everyones = plan.replicas and plan.hops
     room = slots.shape[0]
@@ -543,15 +552,23 @@ def _home_rows(
         keys, valid, slots = _own((keys, valid, slots), plan)
     if rows is None:
         initial = (table.initializer, table.seed, keys, valid) if task.initial else None
-        table, rows = gather_values(table, slots, initial=initial)
+        table, rows = gather_values(table, slots, initial=initial, dtype=_travels_in(task, table))
     if not plan.hops:
         return table, rows, rows
     by_place = rows if everyones else homeward(plan, legs, rows, last=False)
     # Of replicas the result's values matter for their shape alone.
-    returned = jnp.zeros((room, table.dim), table.dtype) if everyones else rows
+    returned = jnp.zeros((room, table.dim), rows.dtype) if everyones else rows
     if task.bags is None:
         return table, by_slot(by_place, legs[0].slots), returned
-    return table, pooled.pool_by_slot(by_place, legs[0].slots, task.bags), returned
+    rows = pooled.pool_by_slot(by_place, legs[0].slots, task.bags, task.dtype)
+    return table, rows, returned
+
+
+def _travels_in(task: _Task, table: Table) -> Any:
+    """The type in which rows come from their owners, the narrower one; None: the table's."""
+    kind = task.dtype
+    is_wider = kind is not None and jnp.dtype(kind).itemsize > table.dtype.itemsize
+    return None if task.bags is not None or is_wider else kind
 
 
 def _own(tree: Any, plan: Plan) -> Any:
@@ -616,6 +633,14 @@ def is_strict(result: Any) -> bool:
 
 
 # --- Parts ---------------------------------------------------------------------------------------
+
+
+def as_flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
+    """Keys as they were given, and as a batch without bags."""
+    given = as_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
+    mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
+    return given, Bagged(given.reshape(-1), mask, None)
 
 
 def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:

@@ -27,7 +27,7 @@ from jax_hkv import (
     pooled,
     whole_table,
 )
-from jax_hkv._checks import as_bool, as_integer, as_mask, check_function
+from jax_hkv._checks import as_bool, as_integer, as_mask, as_row_dtype, check_function
 from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of, joined_masks, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
@@ -429,6 +429,7 @@ class Collection:
         return_evicted: bool = False,
         scores: Mapping[str, Any] | None = None,
         admit: Mapping[str, Any] | None = None,
+        dtype: Any = None,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
 
@@ -452,6 +453,7 @@ class Collection:
             :func:`jax_hkv.find_or_insert`. An id enters a table if a position of one of the
             table's features lets it in, and all of a feature without a mask do. Not for what is
             only read.
+          dtype: of the rows; see :func:`jax_hkv.find_pooled`.
 
         Returns:
           The tables, and rows that :meth:`spread` gives to the features.
@@ -475,6 +477,7 @@ class Collection:
         call = "Collection.lookup"
         train = as_bool(call, "train", train)
         return_evicted = as_bool(call, "return_evicted", return_evicted)
+        dtype = as_row_dtype(call, dtype)
         self.check_inputs(call, inputs, partial)
         self.check_tables(call, tables)
         scores = _collection_checks.by_feature(call, "scores", scores, inputs)
@@ -509,6 +512,7 @@ class Collection:
                 is_weighted=is_weighted,
                 train=trains,
                 fill=fill,
+                dtype=dtype,
                 scores=own_scores,
                 admit=own_admit,
                 evicted=return_evicted,

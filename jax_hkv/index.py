@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -292,6 +292,7 @@ def find_rows(
     *,
     fill: float,
     initial: tuple[Initializer, int] | None,
+    dtype: Any = None,
 ) -> tuple[Index, Int32[Array, " n"], Num[Array, "n ..."]]:
     """:func:`find` and :func:`jax_hkv.rows.gather` in one pass, equal in bits.
 
@@ -302,6 +303,7 @@ def find_rows(
       values: rows by slot.
       fill: the row of masked keys, and of absent ones unless:
       initial: initializer and seed of the first rows that absent keys get.
+      dtype: of the rows that come back; None: of the values.
     """
     initializer, seed = initial or (Initializer(0), 0)
     clock, slots, found = _ffi.call(
@@ -315,6 +317,7 @@ def find_rows(
         table=index.name,
         choices=index.choices,
         initialize=int(initial is not None),
+        dtype=values.dtype if dtype is None else dtype,
         fill=float(fill),
         **rows.attributes(initializer, seed),
     )

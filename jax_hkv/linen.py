@@ -47,6 +47,7 @@ from jax_hkv._layer_arguments import (
     check_step,
     check_updated,
     new_table,
+    rows_dtype,
 )
 from jax_hkv._layers import StepInfo as StepInfo
 from jax_hkv._linen_steps import asked, next_of
@@ -117,7 +118,6 @@ class _Layer(nn.Module):
         is_seen = is_given or self.is_mutable_collection(PERTURBATIONS)
         if optimizer is not None and not is_seen:
             _layers.warn_of_no_update(type(self).__name__, "linen")
-        result = _layers.trained(self, result)
         self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
         return self.perturb(rows, result.values, PERTURBATIONS)
 
@@ -191,7 +191,7 @@ class Embed(_Layer):
             variable.value,
             ids,
             self.axis_name,
-            self.dtype,
+            rows_dtype(self, train=is_training, usual=variable.value.dtype),
             train=is_training,
             valid=valid,
             scores=scores,
@@ -283,6 +283,7 @@ class EmbedBag(Embed):
             is_weighted=layout.is_weighted,
             train=is_training,
             fill=fill,
+            dtype=rows_dtype(self, train=is_training),
             scores=scores,
             admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
             evicted=self.return_evicted,

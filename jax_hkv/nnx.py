@@ -90,7 +90,6 @@ class _Layer(nnx.Module):
 
     def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
         """Keeps the result of a lookup for the update; its rows carry their gradient out."""
-        result = _layers.trained(self, result)
         if not self.is_recording:
             if any(own.optimizer for own in self._owners() if own.attribute == attribute):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")
@@ -197,11 +196,12 @@ class Embed(_Layer):
         """
         train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
+        own = self._own()
         table, found = _layers.look_up(
-            self._own(),
+            own,
             ids,
             self.axis_name,
-            self.dtype,
+            _arguments.rows_dtype(self, train=train, usual=own.dtype),
             train=train,
             valid=valid,
             scores=scores,
@@ -273,6 +273,7 @@ class EmbedBag(Embed):
             is_weighted=layout.is_weighted,
             train=train,
             fill=fill,
+            dtype=_arguments.rows_dtype(self, train=train),
             scores=scores,
             admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
             evicted=self.return_evicted,

@@ -77,6 +77,7 @@ def find(
     valid: Any = ...,
     touch: bool = ...,
     fill: float | str = ...,
+    dtype: Any = ...,
     return_scores: Literal[False] = ...,
 ) -> tuple[Table, FindResult]: ...
 @overload
@@ -87,6 +88,7 @@ def find(
     valid: Any = ...,
     touch: bool = ...,
     fill: float | str = ...,
+    dtype: Any = ...,
     return_scores: Literal[True],
 ) -> tuple[Table, ScoredFindResult]: ...
 
@@ -98,6 +100,7 @@ def find(
     valid: Any = None,
     touch: bool = False,
     fill: float | str = 0.0,
+    dtype: Any = None,
     return_scores: bool = False,
 ) -> tuple[Table, Any]:
     """Looks up rows. Absent keys stay absent; :func:`contains` reads no rows.
@@ -110,6 +113,8 @@ def find(
       fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
         default is 0.0 here, and "initial" in :func:`jax_hkv.find_pooled`. Another number is
         another program.
+      dtype: float32, bfloat16 or float16: the type in which rows come, as by ``astype`` (from
+        float32 rounded to nearest even), but converted where they are read. None: the table's.
       return_scores: whether the scores of the entries come with their rows.
 
     Returns:
@@ -138,11 +143,12 @@ def find(
     touches = _checks.as_bool("find", "touch", touch)
     given, mask = _batch("find", table, keys, valid, merges=touches)
     number = fill_of("find", fill)
+    kind = _checks.as_row_dtype("find", dtype)
     scored = _checks.as_bool("find", "return_scores", return_scores)
     if touches:
         _checks.check_scores("find with touch=True", table.policy, None)
-        return _find_and_touch(table, given, mask, fill=number, scored=scored)
-    clock, result = _find(table, given, mask, fill=number, scored=scored)
+        return _find_and_touch(table, given, mask, fill=number, dtype=kind, scored=scored)
+    clock, result = _find(table, given, mask, fill=number, dtype=kind, scored=scored)
     return after_read(table, clock), result
 
 
@@ -175,27 +181,30 @@ def as_number(fill: int | None) -> float:
     return float(np.uint32(fill or 0).view(np.float32))
 
 
-@jitted("fill", "scored")
+@jitted("fill", "dtype", "scored")
 def _find(
-    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, scored: bool
+    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, dtype: Any, scored: bool
 ) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     initial = (table.initializer, table.seed) if fill is None else None
     index, slots, values = _index.find_rows(
-        table.index, keys, valid, table.values, fill=as_number(fill), initial=initial
+        *(table.index, keys, valid, table.values),
+        fill=as_number(fill),
+        initial=initial,
+        dtype=dtype,
     )
     table, result = _found(dataclasses.replace(table, index=index), given, values, slots, scored)
     return table.index.clock, result
 
 
-@jitted("fill", "scored")
+@jitted("fill", "dtype", "scored")
 def _find_and_touch(
-    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, scored: bool
+    table: Table, given: _Given, valid: jax.Array | None, fill: int | None, dtype: Any, scored: bool
 ) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     table, slots = _inserts.touch(table, keys, valid)
     initial = (table.initializer, table.seed, keys, valid) if fill is None else None
-    table, values = gather_values(table, slots, fill=as_number(fill), initial=initial)
+    table, values = gather_values(table, slots, fill=as_number(fill), initial=initial, dtype=dtype)
     return _found(table, given, values, slots, scored)
 
 
@@ -318,6 +327,7 @@ def find_or_insert(
     scores: Any = None,
     valid: Any = None,
     admit: Any = None,
+    dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
     """Looks up rows; absent keys are inserted, with their initial or the given row.
@@ -335,6 +345,7 @@ def find_or_insert(
       valid: see :func:`find`.
       admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
         valid positions. None: at all. Present keys are found and scored whatever it says.
+      dtype: of the rows that come back; see :func:`find`. Their gradients may have it too.
       return_evicted: whether the result carries the evicted entries.
 
     Returns:
@@ -361,11 +372,13 @@ def find_or_insert(
     if values is not None:
         offered = rows_of("find_or_insert", values, table, given)
     own = _checks.as_mask("find_or_insert", "admit", admit, given.shape)
+    kind = _checks.as_row_dtype("find_or_insert", dtype)
     evicted = _checks.as_bool("find_or_insert", "return_evicted", return_evicted)
-    return _find_or_insert(table, given, mask, pairs, offered, own, evicted=evicted)
+    batch = (given, mask, pairs, offered, own)
+    return _find_or_insert(table, *batch, dtype=kind, evicted=evicted)
 
 
-@jitted("evicted")
+@jitted("dtype", "evicted")
 def _find_or_insert(
     table: Table,
     given: _Given,
@@ -373,13 +386,14 @@ def _find_or_insert(
     scores: Keys | None,
     offered: jax.Array | None,
     admit: jax.Array | None,
+    dtype: Any,
     evicted: bool,
 ) -> Any:
     keys, valid = _checks.flat_batch(given, valid)
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
     table, inserted = insert_rows(
-        table, keys, valid, scores, offered, evicted, admit=admit, reads=True
+        table, keys, valid, scores, offered, evicted, admit=admit, reads=True, dtype=dtype
     )
     result = insert_result(checkpoint_name(inserted.values, ROWS_NAME), keys, inserted)
     rows = result.values.reshape(*given.shape, table.dim)

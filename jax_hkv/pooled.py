@@ -44,7 +44,7 @@ COMBINERS = ("sum", "mean", "sqrtn")
 class PooledFindResult(NamedTuple):
     """A row for each bag, and whether each id is present (masked ones and padding are not)."""
 
-    values: Float32[Array, "*batch dim"]
+    values: Float[Array, "*batch dim"]
     found: Bool[Array, "*ids"]
 
 
@@ -56,6 +56,7 @@ def find_pooled(
     weights: Any = None,
     valid: Any = None,
     fill: float | str = "initial",
+    dtype: Any = None,
 ) -> tuple[Table, PooledFindResult]:
     """Looks up bags of ids; the rows of a bag come back combined. Absent ids stay absent.
 
@@ -71,9 +72,11 @@ def find_pooled(
       fill: what absent ids add: "initial" for the rows that they would start with, or 0 for
         nothing; they count in the divisor either way. The default is "initial" here, and 0.0 in
         :func:`jax_hkv.find`.
+      dtype: float32, bfloat16 or float16: to which the sums, which are made in float32, are
+        rounded. None: float32.
 
     Returns:
-      The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids.
+      The table, and rows ``[*batch, dim]`` with `found` of the shape of the ids.
 
     Raises:
       TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.
@@ -91,22 +94,25 @@ def find_pooled(
     check_one_device("find_pooled", table)
     warn_of_part("find_pooled")
     initial = is_initial("find_pooled", fill)
+    kind = _checks.as_row_dtype("find_pooled", dtype)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
-    clock, result = _find_bags(table, batch, initial=initial, layout=layout)
+    clock, result = _find_bags(table, batch, initial=initial, dtype=kind, layout=layout)
     return after_read(table, clock), result
 
 
-@jitted("initial", "layout")
-def _find_bags(table: Table, batch: Bagged, initial: bool, layout: features.Layout) -> Any:
-    clock, values, slots = _find(table, batch, initial=initial)
+@jitted("initial", "dtype", "layout")
+def _find_bags(
+    table: Table, batch: Bagged, initial: bool, dtype: Any, layout: features.Layout
+) -> Any:
+    clock, values, slots = _find(table, batch, initial=initial, dtype=dtype)
     rows = values.reshape(*layout.batch, table.dim)
     return clock, PooledFindResult(rows, (slots >= 0).reshape(layout.ids))
 
 
-@jitted("initial")
-def _find(table: Table, batch: Bagged, initial: bool) -> Any:
+@jitted("initial", "dtype")
+def _find(table: Table, batch: Bagged, initial: bool, dtype: Any) -> Any:
     index, slots = _index.find(table.index, batch.keys, batch.valid)
-    table, values = _rows_of(with_clock(table, index.clock), batch, slots, initial)
+    table, values = _rows_of(with_clock(table, index.clock), batch, slots, initial, dtype)
     return table.index.clock, values, slots
 
 
@@ -119,6 +125,7 @@ def find_or_insert_pooled(
     valid: Any = None,
     scores: Any = None,
     admit: Any = None,
+    dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
     """As :func:`find_or_insert` for bags of ids; the rows of a bag come back combined.
@@ -131,10 +138,11 @@ def find_or_insert_pooled(
       valid: see :func:`find_pooled`.
       scores: of the shape of `ids`, or one number; see :func:`find_or_insert`.
       admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
+      dtype: of the rows that come back; see :func:`find_pooled`.
       return_evicted: whether the result carries the evicted entries.
 
     Returns:
-      The table, and an :class:`InsertResult` whose values are float32 ``[*batch, dim]`` and whose
+      The table, and an :class:`InsertResult` whose values are ``[*batch, dim]`` and whose
       `bags` say what each id added. The gradient by ``values`` goes to
       ``jax_hkv.optim.sparse(...).update`` with that result. Ids that got no row add their
       initial ones.
@@ -156,20 +164,24 @@ def find_or_insert_pooled(
     check_fixed(call, "ids", layout.ids)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
     own = _checks.as_mask(call, "admit", admit, layout.ids)
+    kind = _checks.as_row_dtype(call, dtype)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
-    return _find_or_insert_bags(table, batch, pairs, own, evicted=evicted, layout=layout)
+    options = {"dtype": kind, "evicted": evicted, "layout": layout}
+    return _find_or_insert_bags(table, batch, pairs, own, **options)
 
 
-@jitted("evicted", "layout")
+@jitted("dtype", "evicted", "layout")
 def _find_or_insert_bags(
     table: Table,
     batch: Bagged,
     scores: Keys | None,
     admit: jax.Array | None,
+    dtype: Any,
     evicted: bool,
     layout: features.Layout,
 ) -> Any:
-    table, result = _find_or_insert(table, batch, scores, admit, initial=True, evicted=evicted)
+    options = {"initial": True, "dtype": dtype, "evicted": evicted}
+    table, result = _find_or_insert(table, batch, scores, admit, **options)
     return table, result._replace(
         values=result.values.reshape(*layout.batch, table.dim),
         keys=result.keys.reshape(*layout.ids),
@@ -178,21 +190,24 @@ def _find_or_insert_bags(
     )
 
 
-@jitted("initial", "evicted")
+@jitted("initial", "dtype", "evicted")
 def _find_or_insert(
     table: Table,
     batch: Bagged,
     scores: Keys | None,
     admit: jax.Array | None,
     initial: bool,
+    dtype: Any,
     evicted: bool,
 ) -> Any:
-    reads = initial and batch.bags is None
     table, inserted = insert_rows(
-        table, batch.keys, batch.valid, scores, None, evicted, admit=admit, reads=reads
+        *(table, batch.keys, batch.valid, scores, None, evicted),
+        admit=admit,
+        reads=initial and batch.bags is None,
+        dtype=dtype or jnp.float32,
     )
     slots, rows = inserted.upserted.slots, inserted.values
-    table, values = _rows_of(table, batch, slots, initial, rows)
+    table, values = _rows_of(table, batch, slots, initial, dtype, rows)
     return table, insert_result(values, batch.keys, inserted, batch.bags)
 
 
@@ -201,16 +216,18 @@ def _rows_of(
     batch: Bagged,
     slots: Int32[Array, " n"],
     initial: bool,
+    dtype: Any,
     rows: Float[Array, "n dim"] | None = None,
-) -> tuple[Table, Float32[Array, "b dim"]]:
+) -> tuple[Table, Float[Array, "b dim"]]:
     """A row for each bag, of one id the given ones; see :func:`pool_stored`."""
     keys, valid, bags = batch
     if bags is not None:
-        return pool_stored(table, keys, slots, bags, valid, initial)
+        return pool_stored(table, keys, slots, bags, valid, initial, dtype=dtype)
     if rows is None:
         of_absent = (table.initializer, table.seed, keys, valid) if initial else None
-        table, rows = gather_values(table, slots, initial=of_absent)
-    return table, checkpoint_name(rows.astype(jnp.float32), ROWS_NAME)
+        kind = dtype or jnp.float32
+        table, rows = gather_values(table, slots, initial=of_absent, dtype=kind)
+    return table, checkpoint_name(rows, ROWS_NAME)
 
 
 def is_initial(call: str, fill: Any) -> bool:
@@ -232,7 +249,7 @@ class BagRows(NamedTuple):
       result: of a training lookup, for the optimizer; its `values` are these. None otherwise.
     """
 
-    values: Float32[Array, "b dim"]
+    values: Float[Array, "b dim"]
     slots: Int32[Array, " n"]
     result: Any
 
@@ -244,6 +261,7 @@ def of_batch(
     *,
     train: bool,
     fill: float | str,
+    dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,
     evicted: bool = False,
@@ -256,17 +274,19 @@ def of_batch(
       batch: of :func:`as_batch`, or several put together.
       train: whether absent ids are inserted.
       fill: what ids without a row add; see :func:`find_pooled`.
+      dtype: of the rows; None: float32.
       scores: of training lookups, one for each id.
       admit: of training lookups, a mask of the ids, of any shape; None: all.
       evicted: whether the result of a training lookup carries the evicted entries.
     """
     initial = is_initial(call, fill)
     if not train:
-        clock, values, slots = _find(table, batch, initial=initial)
+        clock, values, slots = _find(table, batch, initial=initial, dtype=dtype)
         return after_read(table, clock), BagRows(values, slots, None)
     check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
-    table, result = _find_or_insert(table, batch, pairs, admit, initial=initial, evicted=evicted)
+    options = {"initial": initial, "dtype": dtype, "evicted": evicted}
+    table, result = _find_or_insert(table, batch, pairs, admit, **options)
     return table, BagRows(result.values, result.slots, result)
 
 
@@ -515,12 +535,13 @@ class _Stored(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What is static of the table."""
+    """What is static of the table, and of the sums."""
 
     initializer: Initializer
     seed: int
     name: str
     has_first_rows: bool  # of valid keys without a slot
+    dtype: Any  # of the sums; None: float32
 
     def initial(self, stored: _Stored) -> Any:
         if not self.has_first_rows:
@@ -535,22 +556,24 @@ def pool_stored(
     bags: Bags,
     valid: jax.Array | None,
     initial: bool,
+    *,
+    dtype: Any = None,
 ) -> tuple[Table, jax.Array]:
     """The weighted sum of each bag's rows in a table; valid keys without one may add first rows."""
-    source = _Source(table.initializer, table.seed, table.name, initial)
+    source = _Source(table.initializer, table.seed, table.name, initial, dtype)
     stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, valid)
     clock, values = _pool_slots(source, stored, bags)
     return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
 
 
 def pool_by_slot(
-    rows: Float[Array, "k dim"], slots: Int32[Array, " n"], bags: Bags
-) -> Float32[Array, "b dim"]:
+    rows: Float[Array, "k dim"], slots: Int32[Array, " n"], bags: Bags, dtype: Any = None
+) -> Float[Array, "b dim"]:
     """The weighted sum of each bag's rows, which stand in an array by the slots of the positions.
 
     Differentiable by the weights; slots of -1 are left out.
     """
-    source = _Source(Initializer(0), 0, "rows", False)
+    source = _Source(Initializer(0), 0, "rows", False, dtype)
     clock = jnp.zeros((2,), jnp.uint32)
     stored = _Stored(clock, rows, slots, bags.splits, Keys(jnp.zeros((0, 2), jnp.uint32)), None)
     return checkpoint_name(_pool_slots(source, stored, bags)[1], ROWS_NAME)
@@ -570,6 +593,7 @@ def _read_bags(source: _Source, stored: _Stored, weights: jax.Array | None) -> A
         *(stored.clock, stored.values, stored.slots, stored.splits),
         weights=weights,
         initial=source.initial(stored),
+        dtype=source.dtype,
         name=source.name,
     )
 
@@ -597,7 +621,7 @@ def _sum_stored_backward(_: _Source, saved: Any, cotangents: Any) -> Any:
     of_bags = cotangents[1]
     if isinstance(of_bags, SymbolicZero):
         return None, None
-    of_weights = jnp.sum(rows * _of_bags(of_bags, bags), axis=-1)
+    of_weights = jnp.sum(rows * _of_bags(of_bags.astype(jnp.float32), bags), axis=-1)
     return None, Bags(None, None, of_weights)  # pyright: ignore[reportArgumentType]
 
 

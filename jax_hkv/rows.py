@@ -5,6 +5,8 @@ Each function takes the clock leaf and returns it, for the order of operations (
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
@@ -45,6 +47,7 @@ def gather(
     *,
     fill: float = 0.0,
     initial: tuple[Initializer, int, Keys, Mask] | None = None,
+    dtype: Any = None,
     name: str,
 ) -> tuple[Clock, Num[Array, "n ..."]]:
     """Rows by slot; where the slot is -1, the fill value or (where the mask says so) a first row.
@@ -55,6 +58,7 @@ def gather(
       slots: of the rows wanted.
       fill: for positions without a slot; numbers that are not floating-point get zero.
       initial: initializer, seed, keys, and which positions without a slot take a first row.
+      dtype: of the rows that come back, which are as ``rows.astype(dtype)``; None: of the values.
       name: of the table.
     """
     initializer, seed, keys, mask = initial or (Initializer(0), 0, None, None)
@@ -66,6 +70,7 @@ def gather(
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
         flags(mask),
         table=name,
+        dtype=values.dtype if dtype is None else dtype,
         fill=float(fill),
         **attributes(initializer, seed),
     )
@@ -80,8 +85,9 @@ def pool(
     *,
     weights: Float32[Array, " n"] | None = None,
     initial: tuple[Initializer, int, Keys, Mask] | None = None,
+    dtype: Any = None,
     name: str,
-) -> tuple[Clock, Float32[Array, "b ..."]]:
+) -> tuple[Clock, Float[Array, "b ..."]]:
     """The sum of the rows of each bag, positions ``splits[j]`` to ``splits[j + 1] - 1``.
 
     The sum is that of docs/semantics.md, section 8; an empty one is zero.
@@ -93,6 +99,7 @@ def pool(
       splits: where bags begin and end.
       weights: factors of the rows.
       initial: initializer, seed, keys, and which positions without a slot add a first row.
+      dtype: of the sums, which are made in float32 and then rounded; None: float32.
       name: of the table.
     """
     initializer, seed, keys, mask = initial or (Initializer(0), 0, None, None)
@@ -106,6 +113,7 @@ def pool(
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
         flags(mask),
         table=name,
+        dtype=jnp.float32 if dtype is None else dtype,
         **attributes(initializer, seed),
     )
     return clock, pooled
@@ -159,6 +167,7 @@ def gather_or_init(
     initializer: Initializer,
     seed: int,
     *,
+    dtype: Any = None,
     name: str,
 ) -> tuple[Clock, Float[Array, "S ..."], Float[Array, "n ..."]]:
     """Rows by slot, of a batch whose new keys have none yet: they get their first rows.
@@ -175,12 +184,14 @@ def gather_or_init(
       mask: of the positions without a slot, those that read a first row, and not zeros.
       initializer: of first rows.
       seed: likewise.
+      dtype: of the rows that come back; None: of the values.
       name: of the table.
     """
     clock, values, rows = _ffi.call(
         "gather_or_init_rows",
         *(clock, values, slots, inverse, first, new_slots, unique_keys, keys.words, flags(mask)),
         table=name,
+        dtype=values.dtype if dtype is None else dtype,
         **attributes(initializer, seed),
     )
     return clock, values, rows

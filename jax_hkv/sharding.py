@@ -30,14 +30,7 @@ from typing import Any, Literal, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_hkv import (
-    _checks,
-    _inserts,
-    _sharded,
-    _sharded_updates,
-    _sharded_writes,
-    pooled,
-)
+from jax_hkv import _checks, _inserts, _sharded, _sharded_updates, _sharded_writes, pooled
 from jax_hkv._changes import (
     ChangeCounts,
     Changes,
@@ -66,7 +59,7 @@ from jax_hkv._sharded import (
 )
 from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
 from jax_hkv._traffic import Collective, Traffic, traffic
-from jax_hkv.features import Bagged, concatenate
+from jax_hkv.features import concatenate
 from jax_hkv.index import Status
 from jax_hkv.operations import as_number, fill_of, rows_of
 from jax_hkv.table import Entries, Table, WriteResult, check_one_device, no_counts
@@ -122,14 +115,6 @@ __all__ = [
 ]
 
 
-def _flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
-    """Keys as they were given, and as a batch without bags."""
-    given = as_keys(call, "keys", keys)
-    check_fixed(call, "keys", given.shape)
-    mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
-    return given, Bagged(given.reshape(-1), mask, None)
-
-
 @overload
 def find(
     table: Table,
@@ -139,6 +124,7 @@ def find(
     valid: Any = ...,
     touch: bool = ...,
     fill: float | str = ...,
+    dtype: Any = ...,
     return_scores: Literal[False] = ...,
 ) -> tuple[Table, ShardedRows]: ...
 @overload
@@ -150,6 +136,7 @@ def find(
     valid: Any = ...,
     touch: bool = ...,
     fill: float | str = ...,
+    dtype: Any = ...,
     return_scores: Literal[True],
 ) -> tuple[Table, ScoredShardedRows]: ...
 
@@ -162,6 +149,7 @@ def find(
     valid: Any = None,
     touch: bool = False,
     fill: float | str = 0.0,
+    dtype: Any = None,
     return_scores: bool = False,
 ) -> tuple[Table, Any]:
     """As :func:`jax_hkv.find`, of a table over the devices of an axis; inside shard_map or pmap.
@@ -174,6 +162,7 @@ def find(
       touch: whether hits are scored as if they had been inserted again (this changes the table).
       fill: the row of absent keys: a number, or "initial" for the row that a key starts with. The
         default is 0.0 here, and "initial" in :func:`find_pooled`.
+      dtype: of the rows, in which they travel, too; see :func:`jax_hkv.find`.
       return_scores: whether scores come with the rows; see :func:`jax_hkv.find`.
 
     Returns:
@@ -187,7 +176,7 @@ def find(
     number = fill_of(call, fill)
     touches = _checks.as_bool(call, "touch", touch)
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, keys, valid)
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
     scored = _checks.as_bool(call, "return_scores", return_scores)
@@ -197,10 +186,12 @@ def find(
         touches=touches,
         scored=scored,
         initial=number is None,
+        dtype=_checks.as_row_dtype(call, dtype),
     )
     values, found = result.values, _has_row(result)
     if number:
-        values = jnp.where(found[:, None], values, jnp.asarray(as_number(number), table.dtype))
+        other = jnp.asarray(as_number(number), table.dtype).astype(values.dtype)
+        values = jnp.where(found[:, None], values, other)
     values = values.reshape(*given.shape, table.dim)
     rows = ShardedRows(values, found.reshape(given.shape), result.overflow)
     if scores is None:
@@ -228,7 +219,7 @@ def contains(
     """
     call = "sharding.contains"
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, keys, valid)
     table, result, _ = _sharded.look_up(
         exchange, table, flat, train=False, reads=False, initial=False
     )
@@ -248,6 +239,7 @@ def find_or_insert(
     scores: Any = None,
     valid: Any = None,
     admit: Any = None,
+    dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert`, of a table over devices; inside shard_map or pmap.
@@ -264,6 +256,7 @@ def find_or_insert(
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
       admit: see :func:`jax_hkv.find_or_insert`; True at a position of any device lets the key in.
+      dtype: of the rows that come back, in which they travel, too; see :func:`jax_hkv.find`.
       return_evicted: whether the result carries the entries that this device's part has lost. With
         an exchange that may take a second round they have room for all devices' keys.
 
@@ -276,7 +269,7 @@ def find_or_insert(
     """
     call = "sharding.find_or_insert"
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     offered = None
     if values is not None:
@@ -289,6 +282,7 @@ def find_or_insert(
         offered=offered,
         admit=_checks.as_mask(call, "admit", admit, given.shape),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
+        dtype=_checks.as_row_dtype(call, dtype),
     )
     return table, _shaped(result, given, (*given.shape, table.dim))
 
@@ -578,6 +572,7 @@ def find_pooled(
     weights: Any = None,
     valid: Any = None,
     fill: float | str = "initial",
+    dtype: Any = None,
 ) -> tuple[Table, ShardedRows]:
     """As :func:`jax_hkv.find_pooled`, of a table over devices; inside shard_map or pmap.
 
@@ -590,10 +585,10 @@ def find_pooled(
       valid: ``bool`` of the shape of `ids`.
       fill: what absent ids add: "initial" or 0. The default is "initial" here, and 0.0 in
         :func:`find`.
+      dtype: of the rows; see :func:`jax_hkv.find_pooled`.
 
     Returns:
-      The table, and float32 rows ``[*batch, dim]`` with `found` of the shape of the ids and
-      `overflow`.
+      The table, and rows ``[*batch, dim]`` with `found` of the shape of the ids and `overflow`.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -610,6 +605,7 @@ def find_pooled(
         is_weighted=layout.is_weighted,
         train=False,
         initial=pooled.is_initial(call, fill),
+        dtype=_checks.as_row_dtype(call, dtype),
     )
     values = result.values.reshape(*layout.batch, table.dim)
     return table, ShardedRows(values, _has_row(result).reshape(layout.ids), result.overflow)
@@ -625,6 +621,7 @@ def find_or_insert_pooled(
     valid: Any = None,
     scores: Any = None,
     admit: Any = None,
+    dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
     """As :func:`jax_hkv.find_or_insert_pooled`, of a table over devices; in shard_map or pmap.
@@ -638,11 +635,12 @@ def find_or_insert_pooled(
       valid: ``bool`` of the shape of `ids`.
       scores: of the shape of `ids`, or one number; see :func:`jax_hkv.find_or_insert`.
       admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
+      dtype: of the rows that come back; see :func:`jax_hkv.find_pooled`.
       return_evicted: see :func:`find_or_insert`.
 
     Returns:
-      The table, and a :class:`ShardedResult` whose values are float32 ``[*batch, dim]``; their
-      gradients go to :func:`update`.
+      The table, and a :class:`ShardedResult` whose values are ``[*batch, dim]``; their gradients
+      go to :func:`update`.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -662,6 +660,7 @@ def find_or_insert_pooled(
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
         admit=_checks.as_mask(call, "admit", admit, layout.ids),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
+        dtype=_checks.as_row_dtype(call, dtype),
     )
     keys = batch.keys.reshape(*layout.ids)
     return table, _shaped(result, keys, (*layout.batch, table.dim))

@@ -487,12 +487,11 @@ def with_clock(table: Table, clock: jax.Array) -> Table:
 
 
 def gather_values(
-    table: Table, slots: jax.Array, *, fill: float = 0.0, initial: Any = None
+    table: Table, slots: jax.Array, *, fill: float = 0.0, initial: Any = None, dtype: Any = None
 ) -> tuple[Table, jax.Array]:
     """Rows by slot; see :func:`jax_hkv.rows.gather` for positions without one."""
-    clock, values = _rows.gather(
-        table.index.clock, table.values, slots, fill=fill, initial=initial, name=table.name
-    )
+    options: dict[str, Any] = {"fill": fill, "initial": initial, "dtype": dtype}
+    clock, values = _rows.gather(table.index.clock, table.values, slots, name=table.name, **options)
     return with_clock(table, clock), values
 
 

@@ -75,6 +75,13 @@ class CallBinder {
     bind_float32(name, prepared(next_result(name)), rows, shape);
   }
 
+  // Rows of the type that is asked for: that of the first rows, if it is no floating-point one.
+  void out_cast(const char* name, RowsView& rows, const char* shape) {
+    const ffi::AnyBuffer buffer = prepared(next_result(name));
+    if (has_rows_ && row_type(rows_type_) == RowType::kOther) return bind(name, buffer, rows, shape);
+    bind_floats(name, buffer, rows, shape);
+  }
+
   // The workspace stands behind the results.
   ffi::AnyBuffer workspace() { return prepared(next_result("workspace")); }
 

@@ -29,6 +29,7 @@ constexpr const char* type_name() {
 
 inline constexpr const char* kRowType = "row";  // the element type of the call's first rows
 inline constexpr const char* kFloatType = "float";  // float32, bfloat16 or float16, whatever the others have
+inline constexpr const char* kCastType = "cast";  // the type that the call asks for; no number, no other type
 
 struct Argument {
   std::string name;
@@ -81,6 +82,9 @@ class SignatureBinder {
   void out_float32(const char* name, const RowsView&, const char* shape) {
     signature_.results.push_back({name, "float32", shape, false});
   }
+  void out_cast(const char* name, const RowsView&, const char* shape) {
+    signature_.results.push_back({name, kCastType, shape, false});
+  }
 
  private:
   template <class T>
@@ -129,6 +133,7 @@ class TraceBinder {
   void inout_floats(const char*, RowsView& rows, const char*) { set_size(rows); }
   void in_float32(const char*, RowsView& rows, const char*) { set_size(rows); }
   void out_float32(const char*, RowsView&, const char*) {}
+  void out_cast(const char*, RowsView&, const char*) {}
 
  private:
   template <class T>

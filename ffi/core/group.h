@@ -359,6 +359,36 @@ struct TileGroup {
     }
   }
 
+  // Every member's own row, in so many units, of whatever the move makes: several rows are read before the
+  // first of them is written.
+  template <int kInFlight, class Move>
+  HKV_HOST_DEVICE void move_each(const Move& move, Slot target, Slot source, int64_t units) const {
+    const int shift = sharing(units);
+    const int rows = kSize >> shift;
+    HKV_ROLLED for (int begin = 0; begin < kSize; begin += kInFlight * rows) {
+      decltype(move.source(source)) sources[kInFlight];
+      decltype(move.target(target)) targets[kInFlight];
+      for (int k = 0; k < kInFlight; ++k) {
+        const int member = begin + k * rows + (rank() >> shift);
+        const int own_source = lane.broadcast(source, member % kSize);
+        const int own_target = lane.broadcast(target, member % kSize);
+        const bool exists = member < kSize && own_source >= 0 && own_target >= 0;
+        sources[k] = exists ? move.source(own_source) : nullptr;
+        targets[k] = move.target(own_target);
+      }
+      const int64_t step = int64_t{1} << shift;
+      HKV_ROLLED for (int64_t unit = rank() & (step - 1); unit < units; unit += step) {
+        typename Move::Held held[kInFlight];
+        for (int k = 0; k < kInFlight; ++k) {
+          if (sources[k] != nullptr) held[k] = move.load(sources[k], unit);
+        }
+        for (int k = 0; k < kInFlight; ++k) {
+          if (sources[k] != nullptr) move.store(targets[k], unit, held[k]);
+        }
+      }
+    }
+  }
+
   template <class Term>
   HKV_HOST_DEVICE uint64_t saturating_sum(int64_t count, Term term) const {
     uint64_t sum = 0;
@@ -378,36 +408,27 @@ struct TileGroup {
     uint32_t words[4];
   };
 
-  // Several rows are read before the first of them is written.
+  template <class Unit>
+  struct CopyUnits {
+    using Held = Unit;
+    char* to;
+    const char* from;
+    int64_t bytes;
+
+    HKV_HOST_DEVICE const Unit* source(Slot row) const {
+      return reinterpret_cast<const Unit*>(from + row * bytes);
+    }
+    HKV_HOST_DEVICE Unit* target(Slot row) const { return reinterpret_cast<Unit*>(to + row * bytes); }
+    HKV_HOST_DEVICE Unit load(const Unit* row, int64_t unit) const { return row[unit]; }
+    HKV_HOST_DEVICE void store(Unit* row, int64_t unit, const Unit& held) const { row[unit] = held; }
+  };
+
   template <class Unit>
   HKV_HOST_DEVICE void copy_each_as(char* to, Slot target, const char* from, Slot source,
                                     int64_t bytes) const {
     constexpr int kInFlight = sizeof(Unit) == sizeof(Vector) ? 4 : 1;
-    const auto units = bytes / static_cast<int64_t>(sizeof(Unit));
-    const int shift = sharing(units);
-    const int rows = kSize >> shift;
-    HKV_ROLLED for (int begin = 0; begin < kSize; begin += kInFlight * rows) {
-      const Unit* sources[kInFlight];
-      Unit* targets[kInFlight];
-      for (int k = 0; k < kInFlight; ++k) {
-        const int member = begin + k * rows + (rank() >> shift);
-        const int own_source = lane.broadcast(source, member % kSize);
-        const int own_target = lane.broadcast(target, member % kSize);
-        const bool exists = member < kSize && own_source >= 0 && own_target >= 0;
-        sources[k] = exists ? reinterpret_cast<const Unit*>(from + own_source * bytes) : nullptr;
-        targets[k] = reinterpret_cast<Unit*>(to + own_target * bytes);
-      }
-      const int64_t step = int64_t{1} << shift;
-      HKV_ROLLED for (int64_t unit = rank() & (step - 1); unit < units; unit += step) {
-        Unit held[kInFlight];
-        for (int k = 0; k < kInFlight; ++k) {
-          if (sources[k] != nullptr) held[k] = sources[k][unit];
-        }
-        for (int k = 0; k < kInFlight; ++k) {
-          if (sources[k] != nullptr) targets[k][unit] = held[k];
-        }
-      }
-    }
+    move_each<kInFlight>(CopyUnits<Unit>{to, from, bytes}, target, source,
+                         bytes / static_cast<int64_t>(sizeof(Unit)));
   }
 
   // Where all scores are the highest, or excluded.

@@ -27,7 +27,7 @@ struct FindRows {
     binder.in("batch", find.batch, "n 2");
     binder.in("valid", find.valid, "n?");
     binder.out("slots", find.slots, "n");
-    binder.out("rows", gather.rows, "n ...");
+    binder.out_cast("rows", gather.rows, "n ...");
   }
 
   template <class Executor>
@@ -38,7 +38,7 @@ struct FindRows {
       rest.keys = find.batch;
       rest.initial = find.valid;
     }
-    executor.each(find.batch.rows, find.step(), rest.step());
+    rest.visit([&](const auto& step) { executor.each(find.batch.rows, find.step(), step); });
   }
 };
 

@@ -1,7 +1,7 @@
-// The rows of a batch that has inserted keys: those of new keys are not there yet. By tiles first rows are
-// computed where they are asked for, and go into the table from their keys' first positions, so that nothing
-// is read back. A thread of a CPU computes longer than it copies: there they are written before all rows are
-// read.
+// The rows of a batch that has inserted keys, in the table's type or another: those of new keys are not there
+// yet. By tiles first rows are computed where they are asked for, and go into the table from their keys'
+// first positions, so that nothing is read back. A thread of a CPU computes longer than it copies: there they
+// are written before all rows are read.
 #pragma once
 
 #include "ops/write_rows.h"
@@ -36,10 +36,11 @@ struct GatherOrInitRows {
     binder.in("unique_keys", unique_keys, "n 2");
     binder.in("keys", keys, "n 2");
     binder.in("initial", initial, "n?");
-    binder.out("rows", rows, "n ...");
+    binder.out_cast("rows", rows, "n ...");
   }
 
-  struct Step {
+  template <bool kCasts>
+  struct Read {
     static constexpr int kGroup = 8;
     static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
@@ -48,8 +49,8 @@ struct GatherOrInitRows {
     RowsView values;
     const Slot* slots;
     const int32_t* inverse;  // of i: the number of its key, or -1
-    const int32_t* first;    // of a number: the key's first position
-    const Slot* new_slots;   // of a number: the slot of a key without a row, or -1
+    const int32_t* first;  // of a number: the key's first position
+    const Slot* new_slots;  // of a number: the slot of a key without a row, or -1
     const Words* keys;
     Mask initial;  // who gets the first row of its key where it has no slot, and not zeros
     RowsView rows;
@@ -59,7 +60,7 @@ struct GatherOrInitRows {
       const bool exists = i < count;
       const bool has_row = exists && new_slot_of(i) < 0 && slots[i] < values.count;
       const Slot slot = has_row ? slots[i] : kNoSlot;
-      group.copy_each(rows.data, static_cast<Slot>(i), values.data, slot, rows.row_bytes);
+      copy_row_each<kCasts>(group, rows, static_cast<Slot>(i), values, slot);
       const bool is_away = exists && slot < 0;
       if (group.ballot(is_away) == 0) return;
       const Slot new_slot = is_away ? new_slot_of(i) : kNoSlot;  // read again: copies need the registers
@@ -69,7 +70,7 @@ struct GatherOrInitRows {
       const int64_t begin = i - group.rank();
       for_each_first_row(group, initializer, rows.width, keys + begin, own,
                          [&](int member, Slot written, int64_t column, int columns, const auto& block) {
-                           store_block(rows.type, rows.row(begin + member), column, columns, block);
+                           store_in_row<kCasts>(values.type, rows, begin + member, column, columns, block);
                            if (written == kRead) return;
                            store_block(values.type, values.row(written), column, columns, block);
                          });
@@ -87,18 +88,31 @@ struct GatherOrInitRows {
     }
   };
 
+  struct Step : Read<false> {};
+  struct Cast : Read<true> {};
+
   template <class Executor>
   void run(Executor& executor) const {
-    const int64_t n = slots.rows;
-    const Initializer initializer = init.initializer();
-    const Mask reads_first = {initial.data_or_null()};
     if constexpr (Executor::kHasTiles) {
-      executor.each(n, Step{n, initializer, values, slots.data, inverse.data, first.data, new_slots.data,
-                            keys.data, reads_first, rows});
+      if (rows.type == values.type) {
+        executor.each(slots.rows, Step{read<false>()});
+      } else {
+        executor.each(slots.rows, Cast{read<true>()});
+      }
     } else {
-      executor.each(n, InitRows::Step{n, initializer, values, new_slots.data, unique_keys.data});
-      executor.each(n, GatherRows::Step{initializer, 0.0f, values, slots.data, keys.data, reads_first, rows});
+      const Initializer initializer = init.initializer();
+      executor.each(slots.rows,
+                    InitRows::Step{slots.rows, initializer, values, new_slots.data, unique_keys.data});
+      GatherRows{0.0f, init, clock, values, slots, keys, initial, rows}.run(executor);
     }
+  }
+
+ private:
+  template <bool kCasts>
+  Read<kCasts> read() const {
+    return {
+        slots.rows, init.initializer(),       values, slots.data, inverse.data, first.data, new_slots.data,
+        keys.data,  {initial.data_or_null()}, rows};
   }
 };
 

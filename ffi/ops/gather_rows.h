@@ -1,4 +1,5 @@
-// Rows by slot. Where there is no slot: the key's first row, or a fill value. A read.
+// Rows by slot, in their type or in another. Where there is no slot: the key's first row, or a fill value, as
+// the type of the rows by slot holds them. A read.
 #pragma once
 
 #include "ops/operation.h"
@@ -34,6 +35,19 @@ HKV_HOST_DEVICE void for_each_initial_block(const G& group, const Initializer& i
     initializer.elements(base, column, columns, block);
     store(column, columns, block);
   });
+}
+
+// A block into a row: cast, as a row of the type `own` would have it.
+template <bool kCasts, int kBlock>
+HKV_HOST_DEVICE void store_in_row(RowType own, const RowsView& rows, int64_t row, int64_t column, int columns,
+                                  const float (&block)[kBlock]) {
+  if constexpr (kCasts) {
+    float held[kBlock];
+    for (int c = 0; c < kBlock; ++c) held[c] = c < columns ? rounded(own, block[c]) : 0.0f;
+    store_block(rows.type, rows.row(row), column, columns, held);
+  } else {
+    store_block(rows.type, rows.row(row), column, columns, block);
+  }
 }
 
 template <Group G>
@@ -74,10 +88,12 @@ struct GatherRows {
     binder.in("slots", slots, "n");
     binder.in("keys", keys, "n? 2");
     binder.in("initial", initial, "n?");
-    binder.out("rows", rows, "n ...");
+    binder.out_cast("rows", rows, "n ...");
   }
 
-  struct Step {
+  // Rows that are cast take more registers than copies, and so have a kernel of their own.
+  template <bool kCasts>
+  struct Read {
     static constexpr int kGroup = 8;
     static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
@@ -99,7 +115,7 @@ struct GatherRows {
     template <Group G>
     HKV_HOST_DEVICE void operator()(const G& group, int64_t i, Slot slot) const {
       const bool has_row = slot >= 0 && slot < values.count;
-      group.copy_each(rows.data, static_cast<Slot>(i), values.data, has_row ? slot : kNoSlot, rows.row_bytes);
+      copy_row_each<kCasts>(group, rows, static_cast<Slot>(i), values, has_row ? slot : kNoSlot);
       const int64_t first = i - group.rank();
       for_each_member(group, i < rows.count && !has_row,
                       [&](int member) { write_without_slot(group, first + member); });
@@ -111,22 +127,31 @@ struct GatherRows {
       if (keys != nullptr && initial[i]) {
         for_each_initial_block(group, initializer, keys[i].value(), rows.width,
                                [&](int64_t column, int columns, const auto& block) {
-                                 store_block(rows.type, rows.row(i), column, columns, block);
+                                 store_in_row<kCasts>(values.type, rows, i, column, columns, block);
                                });
       } else {
-        write_fill(group, fill, rows, i);
+        write_fill(group, kCasts ? rounded(values.type, fill) : fill, rows, i);
       }
     }
   };
 
-  Step step() const {
-    return {init.initializer(),       fill, values, slots.data, keys.data_or_null(),
-            {initial.data_or_null()}, rows};
+  struct Step : Read<false> {};
+  struct Cast : Read<true> {};
+
+  // What to do with the step, a Step or a Cast.
+  template <class Visitor>
+  void visit(const Visitor& with) const {
+    const auto read = [this]<bool kCasts>() -> Read<kCasts> {
+      return {init.initializer(),       fill, values, slots.data, keys.data_or_null(),
+              {initial.data_or_null()}, rows};
+    };
+    if (rows.type == values.type) return with(Step{read.template operator()<false>()});
+    with(Cast{read.template operator()<true>()});
   }
 
   template <class Executor>
   void run(Executor& executor) const {
-    executor.each(slots.rows, step());
+    visit([&](const auto& step) { executor.each(slots.rows, step); });
   }
 };
 

@@ -24,6 +24,7 @@
 
 #include <bit>
 #include <cstddef>
+#include <type_traits>
 
 #include "core/bucket.h"
 #include "core/rows.h"
@@ -142,6 +143,65 @@ HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor
       }
     }
     visit.template operator()<kBlock>(column, static_cast<int>(left < kBlock ? left : kBlock));
+  }
+}
+
+// Rows of one floating-point type as those of another, for TileGroup::move_each: four elements at once, or
+// one.
+template <int kElements>
+struct ConvertUnits {
+  struct Element {
+    float value;
+  };
+  static constexpr bool kIsBlock = kElements > 1;
+  using Held = std::conditional_t<kIsBlock, RawBlock<kElements>, Element>;
+  RowsView to;
+  RowsView from;
+
+  HKV_HOST_DEVICE const char* source(Slot row) const { return from.row(row); }
+  HKV_HOST_DEVICE char* target(Slot row) const { return to.row(row); }
+
+  HKV_HOST_DEVICE Held load(const char* row, int64_t unit) const {
+    if constexpr (kIsBlock) {
+      Held held;
+      held.load(from.type, row, kElements * unit);
+      return held;
+    } else {
+      return {load_element(from.type, row, unit)};
+    }
+  }
+
+  HKV_HOST_DEVICE void store(char* row, int64_t unit, const Held& held) const {
+    if constexpr (kIsBlock) {
+      float block[kElements];
+      held.decode(from.type, block);
+      store_block(to.type, row, kElements * unit, kElements, block);
+    } else {
+      store_element(to.type, row, unit, held.value);
+    }
+  }
+};
+
+// Every member's own row, from one number to another: as it is, or cast: in the target's type, rounded once.
+template <bool kCasts, Group G>
+HKV_HOST_DEVICE void copy_row_each(const G& group, const RowsView& to, Slot target, const RowsView& from,
+                                   Slot source) {
+  if constexpr (!kCasts) return group.copy_each(to.data, target, from.data, source, to.row_bytes);
+  if constexpr (G::size() == 1) {
+    if (target < 0 || source < 0) return;
+    for_each_block<G>(group, to.width, [&]<int kBlock>(int64_t column, int columns) {
+      float block[kBlock];
+      load_block(from.type, from.row(source), column, columns, block);
+      store_block(to.type, to.row(target), column, columns, block);
+    });
+  } else {
+    if (group.ballot(target >= 0 && source >= 0) == 0) return;
+    constexpr int kBlock = 4, kInFlight = 4;
+    if (to.width % kBlock == 0) {
+      group.template move_each<kInFlight>(ConvertUnits<kBlock>{to, from}, target, source, to.width / kBlock);
+    } else {
+      group.template move_each<1>(ConvertUnits<1>{to, from}, target, source, to.width);
+    }
   }
 }
 

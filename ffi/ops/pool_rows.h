@@ -1,5 +1,5 @@
-// The sum of the rows of each bag of positions (section 8), in float32. A read: the rows of the
-// positions go through registers, and a bag's sum is all that is written.
+// The sum of the rows of each bag of positions (section 8), in float32, then rounded to the type asked for. A
+// read: the rows of the positions go through registers, and a bag's sum is all that is written.
 #pragma once
 
 #include "ops/gather_rows.h"
@@ -104,7 +104,7 @@ struct PoolRows {
     binder.in("weights", weights, "n?");
     binder.in("keys", keys, "n? 2");
     binder.in("initial", initial, "n?");
-    binder.out_float32("pooled", pooled, "b ...");
+    binder.out_cast("pooled", pooled, "b ...");
   }
 
   // What the steps share.
@@ -142,7 +142,8 @@ struct PoolRows {
   };
 
   // Bags that are one row as it is: many of them side by side.
-  struct Copy {
+  template <bool kCasts>
+  struct Only {
     static constexpr int kGroup = 8;
     static constexpr bool kOwnIndex = true;
     static constexpr int64_t kGrain = 256;
@@ -157,15 +158,17 @@ struct PoolRows {
     HKV_HOST_DEVICE void operator()(const G& group, int64_t bag) const {
       const bool exists = bag < state.pooled.count;
       const Slot slot = exists ? state.only_slot(bag) : kNoSlot;
-      group.copy_each(state.pooled.data, static_cast<Slot>(bag), state.values.data, slot,
-                      state.pooled.row_bytes);
+      copy_row_each<kCasts>(group, state.pooled, static_cast<Slot>(bag), state.values, slot);
     }
   };
+
+  struct Copy : Only<false> {};
+  struct Cast : Only<true> {};
 
   // All others.
   struct Sum {
     static constexpr int kGroup = 8;
-    static constexpr int kBlocks = 3;      // of a multiprocessor: a tree takes registers
+    static constexpr int kBlocks = 3;  // of a multiprocessor: a tree takes registers
     static constexpr int64_t kGrain = 64;  // bags of one task, of some ten rows each
     State state;
 
@@ -182,13 +185,18 @@ struct PoolRows {
       for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1) {
           if (columns == kBlock) {  // compilers make vectors of sums in memory
-            TreeSum<kBlock, float*> in_place(reinterpret_cast<float*>(pooled.row(bag)) + column);
-            return sum(begin, end, column, columns, in_place);
+            float held[kBlock];
+            const bool is_cast = pooled.type != RowType::kFloat32;
+            TreeSum<kBlock, float*> in_memory(is_cast ? held
+                                                      : reinterpret_cast<float*>(pooled.row(bag)) + column);
+            sum(begin, end, column, columns, in_memory);
+            if (is_cast) store_block(pooled.type, pooled.row(bag), column, columns, held);
+            return;
           }
         }
         TreeSum<kBlock, Block<kBlock>> tree({});
         sum(begin, end, column, columns, tree);
-        store_block(RowType::kFloat32, pooled.row(bag), column, columns, tree.sum().elements);
+        store_block(pooled.type, pooled.row(bag), column, columns, tree.sum().elements);
       });
     }
 
@@ -304,7 +312,8 @@ struct PoolRows {
                       keys.data_or_null(),
                       {initial.data_or_null()},
                       pooled};
-    if (state.copies_rows()) executor.each(pooled.count, Copy{state});
+    if (state.copies_rows() && pooled.type == values.type) executor.each(pooled.count, Copy{{state}});
+    if (state.copies_rows() && pooled.type != values.type) executor.each(pooled.count, Cast{{state}});
     if (state.copies_rows() && state.positions <= pooled.count) {  // as features of one id have it
       executor.each(pooled.count, SumLeft{{state}});
     } else {

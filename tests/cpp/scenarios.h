@@ -270,6 +270,7 @@ class Scenario {
 
   // In one pass what init_rows and gather_rows do in two.
   void gather_or_init(Attributes attributes) {
+    wish_for_type(attributes);
     const Buffer before = machines_["values"];
     machines_.set("initial", random_.chance(0.3) ? Buffer::of(std::vector<uint8_t>()) : machines_["valid"]);
     call<GatherOrInitRows>(attributes,
@@ -390,9 +391,31 @@ class Scenario {
     if (random_.chance(0.3)) initial.clear();  // all positions
     machines_.set("initial", Buffer::of(initial));
     machines_.set("initial_keys", has_initial ? machines_["batch"] : Buffer::of(std::vector<Words>()));
-    call<GatherRows>(init, {{"slots", "stale_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}});
+    const Names names = {{"slots", "stale_slots"}, {"keys", "initial_keys"}, {"rows", "gathered"}};
+    call<GatherRows>(init, names);
+    call_cast<GatherRows>(init, names, "gathered");
     if (form_.type != RowType::kOther) pool(n, init);
     find(init);
+  }
+
+  void wish_for_type(Attributes& attributes) {
+    if (form_.type != RowType::kOther) attributes["cast"] = static_cast<double>(random_.below(3));
+  }
+
+  // Rows in a type of their own are those that came in the usual one, converted.
+  template <class Operation>
+  void call_cast(Attributes attributes, const Names& names, const std::string& rows) {
+    if (form_.type == RowType::kOther) return;
+    const Buffer usual = machines_[rows];
+    wish_for_type(attributes);
+    call<Operation>(attributes, names);
+    const Buffer& cast = machines_[rows];
+    Buffer expected = Buffer::of_rows(usual.rows, cast.type, usual.width);
+    for (int64_t i = 0; i < usual.rows * usual.width && cast.type != usual.type; ++i) {
+      store_element(cast.type, expected.bytes.data(), i, load_element(usual.type, usual.bytes.data(), i));
+    }
+    checks_.expect(cast.bytes == (cast.type == usual.type ? usual : expected).bytes,
+                   where_ + ": rows cast while they are read are not the rows, cast");
   }
 
   // In one pass what find_slots and gather_rows find in two.
@@ -400,6 +423,7 @@ class Scenario {
     const bool initializes = form_.type != RowType::kOther && random_.chance(0.5);
     attributes["choices"] = static_cast<double>(form_.choices);
     attributes["initialize"] = initializes ? 1 : 0;
+    wish_for_type(attributes);
     call<FindRows>(attributes, {{"slots", "slots_of_rows"}, {"rows", "found_rows"}});
     machines_.set("initial", initializes ? machines_["valid"] : Buffer::of(std::vector<uint8_t>()));
     machines_.set("initial_keys", initializes ? machines_["batch"] : Buffer::of(std::vector<Words>()));
@@ -431,10 +455,12 @@ class Scenario {
     }
     machines_.set("splits", Buffer::of(splits));
     machines_.set("pool_weights", Buffer::of(weights));
-    call<PoolRows>(init, {{"slots", "stale_slots"},
-                          {"keys", "initial_keys"},
-                          {"weights", "pool_weights"},
-                          {"pooled", "pooled_bags"}});
+    const Names names = {{"slots", "stale_slots"},
+                         {"keys", "initial_keys"},
+                         {"weights", "pool_weights"},
+                         {"pooled", "pooled_bags"}};
+    call<PoolRows>(init, names);
+    call_cast<PoolRows>(init, names, "pooled_bags");
     std::vector<float> divisors(weights.rbegin(), weights.rend());
     for (float& divisor : divisors) divisor = random_.chance(0.1) ? 0.0f : divisor * divisor;
     machines_.set("pool_divisors", Buffer::of(divisors));

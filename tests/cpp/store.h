@@ -113,6 +113,12 @@ class StoreBinder {
   void out_float32(const char* name, RowsView& rows, const char* shape) {
     out_rows(name, rows, shape, RowType::kFloat32);
   }
+  // Without a wish the type of the call's first rows, or float32.
+  void out_cast(const char* name, RowsView& rows, const char* shape) {
+    const auto wish = attributes_.find("cast");
+    out_rows(name, rows, shape,
+             wish == attributes_.end() ? type_ : static_cast<RowType>(static_cast<int>(wish->second)));
+  }
 
  private:
   Buffer& named(const char* name) {

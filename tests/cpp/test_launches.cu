@@ -60,6 +60,7 @@ class SizeBinder {
   void inout_floats(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
   void in_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
   void out_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
+  void out_cast(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
 
  private:
   static constexpr int64_t kTargets = 8;

@@ -271,8 +271,8 @@ void far_rows(Checks& checks, Workers& workers) {
   const RowsView rows = rows_of(numbers.data(), kCount);
   std::vector<float> read(numbers.size());
   const auto expect_rows = [&](float factor, const std::string& what) {
-    executor.each(
-        kCount, GatherRows::Step{{}, 0.0f, values, slots.data(), nullptr, {}, rows_of(read.data(), kCount)});
+    executor.each(kCount, GatherRows::Step{
+                              {{}, 0.0f, values, slots.data(), nullptr, {}, rows_of(read.data(), kCount)}});
     bool is_same = true;
     for (size_t i = 0; i < read.size(); ++i) is_same = is_same && read[i] == factor * numbers[i];
     checks.expect(is_same, what + " more than 2^31 bytes behind the first row");
