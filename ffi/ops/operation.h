@@ -24,7 +24,6 @@
 
 #include <bit>
 #include <cstddef>
-#include <type_traits>
 
 #include "core/bucket.h"
 #include "core/rows.h"
@@ -146,39 +145,76 @@ HKV_HOST_DEVICE void for_each_block(const G& group, int64_t width, const Visitor
   }
 }
 
-// Rows of one floating-point type as those of another, for TileGroup::move_each: four elements at once, or
-// one.
-template <int kElements>
-struct ConvertUnits {
-  struct Element {
-    float value;
+// Rows of one floating-point type as those of another, for TileGroup::move_each: four elements at once, of
+// rows that begin where four may.
+struct CastBlocks {
+  static constexpr int kElements = 4;
+  struct alignas(16) Floats {
+    float elements[kElements];
   };
-  static constexpr bool kIsBlock = kElements > 1;
-  using Held = std::conditional_t<kIsBlock, RawBlock<kElements>, Element>;
+  struct alignas(8) Halves {
+    uint16_t elements[kElements];
+  };
+  struct Held {
+    uint32_t words[4];  // of halves the first two
+  };
   RowsView to;
   RowsView from;
+
+  HKV_HOST_DEVICE bool fits() const {
+    const auto is_aligned = [](const RowsView& rows) {
+      const size_t bytes = rows.type == RowType::kFloat32 ? sizeof(Floats) : sizeof(Halves);
+      return (reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(rows.row_bytes)) % bytes == 0;
+    };
+    return is_aligned(to) && is_aligned(from);
+  }
 
   HKV_HOST_DEVICE const char* source(Slot row) const { return from.row(row); }
   HKV_HOST_DEVICE char* target(Slot row) const { return to.row(row); }
 
   HKV_HOST_DEVICE Held load(const char* row, int64_t unit) const {
-    if constexpr (kIsBlock) {
-      Held held;
-      held.load(from.type, row, kElements * unit);
-      return held;
+    Held held;
+    if (from.type == RowType::kFloat32) {
+      const Floats floats = reinterpret_cast<const Floats*>(row)[unit];
+      memcpy(held.words, &floats, sizeof(floats));
     } else {
-      return {load_element(from.type, row, unit)};
+      const Halves halves = reinterpret_cast<const Halves*>(row)[unit];
+      memcpy(held.words, &halves, sizeof(halves));
     }
+    return held;
   }
 
   HKV_HOST_DEVICE void store(char* row, int64_t unit, const Held& held) const {
-    if constexpr (kIsBlock) {
-      float block[kElements];
-      held.decode(from.type, block);
-      store_block(to.type, row, kElements * unit, kElements, block);
+    Floats floats;
+    Halves halves;
+    if (from.type == RowType::kFloat32) {
+      memcpy(floats.elements, held.words, sizeof(Floats));
     } else {
-      store_element(to.type, row, unit, held.value);
+      memcpy(halves.elements, held.words, sizeof(Halves));
+      decode_halves(from.type, halves.elements, floats.elements);
     }
+    if (to.type == RowType::kFloat32) {
+      reinterpret_cast<Floats*>(row)[unit] = floats;
+    } else {
+      encode_halves(to.type, floats.elements, halves.elements);
+      reinterpret_cast<Halves*>(row)[unit] = halves;
+    }
+  }
+};
+
+// The same, one by one.
+struct CastElements {
+  using Held = float;
+  RowsView to;
+  RowsView from;
+
+  HKV_HOST_DEVICE const char* source(Slot row) const { return from.row(row); }
+  HKV_HOST_DEVICE char* target(Slot row) const { return to.row(row); }
+  HKV_HOST_DEVICE Held load(const char* row, int64_t unit) const {
+    return load_element(from.type, row, unit);
+  }
+  HKV_HOST_DEVICE void store(char* row, int64_t unit, Held held) const {
+    store_element(to.type, row, unit, held);
   }
 };
 
@@ -196,11 +232,11 @@ HKV_HOST_DEVICE void copy_row_each(const G& group, const RowsView& to, Slot targ
     });
   } else {
     if (group.ballot(target >= 0 && source >= 0) == 0) return;
-    constexpr int kBlock = 4, kInFlight = 4;
-    if (to.width % kBlock == 0) {
-      group.template move_each<kInFlight>(ConvertUnits<kBlock>{to, from}, target, source, to.width / kBlock);
+    if (const CastBlocks blocks{to, from}; blocks.fits()) {
+      constexpr int kInFlight = 4;
+      group.template move_each<kInFlight>(blocks, target, source, to.width / CastBlocks::kElements);
     } else {
-      group.template move_each<1>(ConvertUnits<1>{to, from}, target, source, to.width);
+      group.template move_each<1>(CastElements{to, from}, target, source, to.width);
     }
   }
 }
