@@ -131,7 +131,7 @@ def as_row_dtype(call: str, dtype: Any) -> np.dtype[Any] | None:
     """The type in which rows are to come; None: the usual one."""
     if dtype is None:
         return None
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
         kind = jnp.dtype(dtype)
         if kind in FLOATS:
             return kind

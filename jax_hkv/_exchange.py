@@ -519,9 +519,12 @@ def _as_words(part: jax.Array) -> UInt32[Array, "n w"]:
 # --- Rows back, gradients out --------------------------------------------------------------------
 
 
-def by_slot(rows: Num[Array, "k ..."], slots: Int32[Array, " n"]) -> Num[Array, "n ..."]:
-    """Rows by their numbers; zeros where that is -1."""
-    return _rows.gather(jnp.zeros((2,), jnp.uint32), rows, slots, name="exchange")[1]
+def by_slot(
+    rows: Num[Array, "k ..."], slots: Int32[Array, " n"], dtype: Any = None
+) -> Num[Array, "n ..."]:
+    """Rows by their numbers, which may be cast; zeros where that is -1."""
+    clock = jnp.zeros((2,), jnp.uint32)
+    return _rows.gather(clock, rows, slots, dtype=dtype, name="exchange")[1]
 
 
 def swap(
@@ -650,7 +653,7 @@ def onward_one(
     return rows
 
 
-def bags_homeward(plan: Plan, rows: Float32[Array, "b dim"]) -> Float32[Array, "own dim"]:
+def bags_homeward(plan: Plan, rows: Float[Array, "b dim"]) -> Float[Array, "own dim"]:
     """Brings sums for the bags of all peers back, where they are added up."""
     for hop in reversed(plan.hops):
         rows = jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)

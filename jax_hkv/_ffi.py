@@ -418,6 +418,8 @@ def call(
     expected = signature.attributes
     if set(attributes) != set(expected):
         raise TypeError(f"{name} takes the attributes {sorted(expected)}, got {sorted(attributes)}")
+    if signature.casts != (dtype is not None):
+        raise TypeError(f"{name} takes {'a' if signature.casts else 'no'} dtype, got {dtype}")
     words: dict[str, Any] = {key: _word(expected[key], x) for key, x in attributes.items()}
     if signature.casts:
         words["dtype"] = np.dtype(dtype)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jax_hkv._checks import as_bool, as_integer, check_function
 from jax_hkv._exchange import as_exchange
-from jax_hkv._ffi import FLOATS
 from jax_hkv._gradients import LossScale, as_bound
 from jax_hkv._placement import check_placement
 from jax_hkv.collection import Collection
@@ -44,14 +43,14 @@ def check_dtype(call: str, dtype: Any) -> None:
 def rows_dtype(layer: Any, *, train: bool, usual: Any = jnp.float32) -> Any:
     """The type in which a lookup gives the rows of a layer; None: the usual one.
 
-    That of the output, but that gradients are like rows: where their type is another than the usual
-    one they are in bfloat16 or float32, since float16 has not their range. Learned rows are added
-    to rows as they are.
+    That of the output, but for float16 in place of another: gradients are like rows, and it has not
+    their range; nor that of rows which a model widens at once. Learned rows are added to rows as
+    they are.
     """
     check_dtype(type(layer).__name__, layer.dtype)
     kind = None if layer.dtype is None else jnp.dtype(layer.dtype)
     is_learned = layer.unseen == "learned"
-    if kind is None or (not train and (is_learned or kind not in FLOATS)):
+    if kind is None or (not train and (is_learned or kind not in (jnp.float32, jnp.bfloat16))):
         return None
     is_float32 = train and kind != usual and (is_learned or kind != jnp.bfloat16)
     return jnp.dtype(jnp.float32) if is_float32 else kind

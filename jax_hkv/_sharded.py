@@ -473,7 +473,7 @@ def _round(
             occurrences=arrived.occurrences,
             is_ticked=is_ticked,
             reads=reads,
-            dtype=_travels_in(task, table),
+            dtype=_travels_in(task, plan, table),
         )
         slots, rows = inserted.upserted.slots, inserted.values
     elif task.touches:
@@ -552,23 +552,24 @@ def _home_rows(
         keys, valid, slots = _own((keys, valid, slots), plan)
     if rows is None:
         initial = (table.initializer, table.seed, keys, valid) if task.initial else None
-        table, rows = gather_values(table, slots, initial=initial, dtype=_travels_in(task, table))
+        kind = _travels_in(task, plan, table)
+        table, rows = gather_values(table, slots, initial=initial, dtype=kind)
     if not plan.hops:
         return table, rows, rows
     by_place = rows if everyones else homeward(plan, legs, rows, last=False)
     # Of replicas the result's values matter for their shape alone.
     returned = jnp.zeros((room, table.dim), rows.dtype) if everyones else rows
     if task.bags is None:
-        return table, by_slot(by_place, legs[0].slots), returned
+        return table, by_slot(by_place, legs[0].slots, task.dtype), returned
     rows = pooled.pool_by_slot(by_place, legs[0].slots, task.bags, task.dtype)
     return table, rows, returned
 
 
-def _travels_in(task: _Task, table: Table) -> Any:
+def _travels_in(task: _Task, plan: Plan, table: Table) -> Any:
     """The type in which rows come from their owners, the narrower one; None: the table's."""
     kind = task.dtype
     is_wider = kind is not None and jnp.dtype(kind).itemsize > table.dtype.itemsize
-    return None if task.bags is not None or is_wider else kind
+    return None if task.bags is not None or (plan.hops and is_wider) else kind
 
 
 def _own(tree: Any, plan: Plan) -> Any:

@@ -608,8 +608,8 @@ class CollectionRows:
     """What a collection looked up, by group.
 
     Attributes:
-      rows: ``float32[rows, dim]``; gradients by these train the table. Of the groups that were
-        looked up, as `batches` and `slots`.
+      rows: ``[rows, dim]``, float32 unless `dtype` said otherwise; gradients by these train the
+        table. Of the groups that were looked up, as `batches` and `slots`.
       results: for the optimizers: an InsertResult (over several devices a ShardedResult) in
         training, else None.
       parts: static, of each group: which rows are whose.

@@ -114,7 +114,7 @@ def find(
         default is 0.0 here, and "initial" in :func:`jax_hkv.find_pooled`. Another number is
         another program.
       dtype: float32, bfloat16 or float16: the type in which rows come, as by ``astype`` (from
-        float32 rounded to nearest even), but converted where they are read. None: the table's.
+        float32 rounded to nearest even), but cast where they are read. None: the table's.
       return_scores: whether the scores of the entries come with their rows.
 
     Returns:

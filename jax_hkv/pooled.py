@@ -291,8 +291,8 @@ def of_batch(
 
 
 def with_unseen(
-    rows: Float32[Array, "b dim"], batch: Bagged, slots: Int32[Array, " n"], unseen: Any
-) -> Float32[Array, "b dim"]:
+    rows: Float[Array, "b dim"], batch: Bagged, slots: Int32[Array, " n"], unseen: Any
+) -> Float[Array, "b dim"]:
     """Rows of bags to which every id without a row adds the given one, by its weight.
 
     Args:

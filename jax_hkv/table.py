@@ -232,7 +232,7 @@ class InsertResult(NamedTuple):
       evicted: the entries that were evicted, if asked for.
       groups: the distinct keys of the batch.
       unique_slots: of the distinct keys.
-      bags: of a pooled lookup, whose values are float32 rows of bags; else None.
+      bags: of a pooled lookup, whose values are rows of bags; else None.
     """
 
     values: Float[Array, "*batch dim"]

@@ -222,8 +222,9 @@ struct CastElements {
 template <bool kCasts, Group G>
 HKV_HOST_DEVICE void copy_row_each(const G& group, const RowsView& to, Slot target, const RowsView& from,
                                    Slot source) {
-  if constexpr (!kCasts) return group.copy_each(to.data, target, from.data, source, to.row_bytes);
-  if constexpr (G::size() == 1) {
+  if constexpr (!kCasts) {
+    group.copy_each(to.data, target, from.data, source, to.row_bytes);
+  } else if constexpr (G::size() == 1) {
     if (target < 0 || source < 0) return;
     for_each_block<G>(group, to.width, [&]<int kBlock>(int64_t column, int columns) {
       float block[kBlock];
@@ -233,7 +234,7 @@ HKV_HOST_DEVICE void copy_row_each(const G& group, const RowsView& to, Slot targ
   } else {
     if (group.ballot(target >= 0 && source >= 0) == 0) return;
     if (const CastBlocks blocks{to, from}; blocks.fits()) {
-      constexpr int kInFlight = 4;
+      constexpr int kInFlight = 2;  // of four, registers would not hold what it takes to cast them
       group.template move_each<kInFlight>(blocks, target, source, to.width / CastBlocks::kElements);
     } else {
       group.template move_each<1>(CastElements{to, from}, target, source, to.width);

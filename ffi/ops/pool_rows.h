@@ -129,7 +129,7 @@ struct PoolRows {
 
     // Whether a sum of one row is the row.
     HKV_HOST_DEVICE bool copies_rows() const {
-      return weights == nullptr && values.type == RowType::kFloat32;
+      return weights == nullptr && (values.type == RowType::kFloat32 || values.type == pooled.type);
     }
 
     // The slot of a bag that is one row as it is, or none.

@@ -73,14 +73,16 @@ class Counted {
     store_["rate"] = Buffer::of(std::vector<float>{0.125f});
   }
 
-  // With rows of several widths.
+  // With rows of several widths, which may be asked for in bfloat16.
   template <class Operation>
-  void count_rows(const Names& names) {
+  void count_rows(const Names& names, bool as_halves = false) {
+    if (as_halves) wishes_["cast"] = static_cast<double>(RowType::kBfloat16);
     for (const int64_t width : {8, 32, 64, 128}) {
       set_width(width);
       count<Operation>(names);
     }
     set_width(0);
+    wishes_.clear();
   }
 
   // The rows of the batch that was upserted last, in one pass and in two.
@@ -97,6 +99,7 @@ class Counted {
     count_rows<InitRows>({{"slots", "fresh_slots"}, {"keys", "unique_keys"}});
     names["keys"] = "initial_keys";
     count_rows<GatherRows>(names);
+    count_rows<GatherRows>(names, true);
   }
 
   // The entries of as many slots as the batch has keys, with rows of several widths.
@@ -126,13 +129,15 @@ class Counted {
     memory.counts = false;
     for (const auto& [kernel, traffic] : memory.traffic) {
       std::printf(
-          "{\"load\": %g, \"choices\": %d, \"hits\": %g, \"width\": %d, \"keys\": %d, \"operation\": \"%s\", "
+          "{\"load\": %g, \"choices\": %d, \"hits\": %g, \"width\": %d, \"keys\": %d, \"operation\": "
+          "\"%s%s\", "
           "\"kernel\": \"%s\", \"launches\": %lld, \"instructions\": %lld, \"requested\": %lld, "
           "\"read\": %lld, \"written\": %lld}\n",
           load_, static_cast<int>(choices_), hits_, static_cast<int>(width_), static_cast<int>(buckets_),
-          Operation::kName, kernel.c_str(), static_cast<long long>(traffic.launches),
-          static_cast<long long>(traffic.instructions), static_cast<long long>(traffic.requested),
-          static_cast<long long>(traffic.read), static_cast<long long>(traffic.written));
+          Operation::kName, wishes_.empty() ? "" : " as bfloat16", kernel.c_str(),
+          static_cast<long long>(traffic.launches), static_cast<long long>(traffic.instructions),
+          static_cast<long long>(traffic.requested), static_cast<long long>(traffic.read),
+          static_cast<long long>(traffic.written));
     }
     std::fflush(stdout);
   }
@@ -170,12 +175,13 @@ class Counted {
   }
   template <class Operation>
   void call(const Machine& machine, const Names& names) {
-    const Attributes attributes = {{"policy", static_cast<double>(Policy::kLru)},
-                                   {"choices", static_cast<double>(choices_)},
-                                   {"count", static_cast<double>(buckets_)},
-                                   {"kinds", kKinds},
-                                   {"admit", 1},
-                                   {"write_scores", 1}};
+    Attributes attributes = {{"policy", static_cast<double>(Policy::kLru)},
+                             {"choices", static_cast<double>(choices_)},
+                             {"count", static_cast<double>(buckets_)},
+                             {"kinds", kKinds},
+                             {"admit", 1},
+                             {"write_scores", 1}};
+    attributes.insert(wishes_.begin(), wishes_.end());
     const std::string failure = machine.call(Operation::kName, store_, attributes, names);
     if (!failure.empty()) ptx::stop(failure);
   }
@@ -188,6 +194,7 @@ class Counted {
   const double load_;
   const int64_t choices_;
   double hits_ = 0.0;
+  Attributes wishes_;
   int64_t width_ = 0;
   Random random_{7};
   Store store_;
