@@ -175,12 +175,17 @@ def over_devices(exchange, own, act, rng):
     return placement.step(step, donate=False), tables, batch
 
 
-@pytest.mark.parametrize(
-    "name, own, wanted",
-    [*((name, *PAIRS[0]) for name in EXCHANGES), ("merged", *PAIRS[4]), ("merged", *PAIRS[5])],
-    ids=str,
-)
-@pytest.mark.parametrize("bags", ["none", "summed", "weighted"])
+OVER_DEVICES = [
+    *((bags, "merged", *PAIRS[0]) for bags in ("none", "summed", "weighted")),
+    *(("none", name, *PAIRS[0]) for name in ("not merged", "second round", "replicas")),
+    *(("summed", name, *PAIRS[0]) for name in ("second round", "summed at home", "replicas")),
+    *((bags, "summed at home, second round", *PAIRS[0]) for bags in ("summed", "weighted")),
+    *(("none", "merged", *pair) for pair in PAIRS[4:]),
+    ("summed", "merged", *PAIRS[4]),
+]
+
+
+@pytest.mark.parametrize("bags, name, own, wanted", OVER_DEVICES, ids=str)
 def test_over_devices_they_are_the_same(bags, name, own, wanted, rng):
     """And train their rows; a number for absent keys is rounded as the table's rows are."""
     seed = rng.integers(2**32)
