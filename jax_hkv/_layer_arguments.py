@@ -49,11 +49,11 @@ def rows_dtype(layer: Any, *, train: bool, usual: Any = jnp.float32) -> Any:
     """
     check_dtype(type(layer).__name__, layer.dtype)
     kind = None if layer.dtype is None else jnp.dtype(layer.dtype)
-    is_learned = layer.unseen == "learned"
-    if kind is None or (not train and (is_learned or kind not in (jnp.float32, jnp.bfloat16))):
+    if kind is None or kind == usual:
         return None
-    is_float32 = train and kind != usual and (is_learned or kind != jnp.bfloat16)
-    return jnp.dtype(jnp.float32) if is_float32 else kind
+    if kind in (jnp.float32, jnp.bfloat16) and layer.unseen != "learned":
+        return kind
+    return jnp.dtype(jnp.float32) if train else None
 
 
 def check_collection(call: str, collection: Any) -> None:
