@@ -34,12 +34,14 @@ class Changes(NamedTuple):
       since: the clock at that time; None: there was none.
       keys: ``uint64[n]``, all that are there now, in order; None where they are not known, from a
         file.
+      before: how many entries there were at that time; None where that is not known.
     """
 
     entries: Exported
     removed: np.ndarray
     since: int | None
     keys: np.ndarray | None
+    before: int | None = None
 
 
 class ChangeCounts(NamedTuple):
@@ -61,9 +63,10 @@ def export_changes(
 ) -> Changes:
     """What has become of a table since an earlier export: for one that follows it.
 
-    For use between steps. It tells the earlier keys from those of now on the host. Rows that
-    changed without their scores are not seen, and of a table that went back to a checkpoint
-    everything is to be exported: see :func:`export_entries`, `changed_since`.
+    For use between steps, none of which lies between a lookup and its update. It tells the earlier
+    keys from those of now on the host. Rows that changed without their scores, or got earlier ones
+    by an import, are not seen, and of a table that went back to a checkpoint everything is to be
+    exported: see :func:`export_entries`, `changed_since`.
 
     Args:
       tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
@@ -103,7 +106,7 @@ def export_changes(
         came = _entries.chosen(whole, np.isin(whole.keys, old))
         entries = _entries.join_entries([entries, came])
     clock = None if earlier is None else earlier.clock
-    return Changes(entries, _others(known, keys), clock, keys)
+    return Changes(entries, _others(known, keys), clock, keys, len(known))
 
 
 def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
@@ -183,8 +186,8 @@ def import_changes(
       TypeError: naming the argument.
       ValueError: if the table's time is neither the changes' beginning nor their end (that of the
         same ones, or of another process's part, before), if it has entries before changes from the
-        beginning, as far as its time tells, or as :func:`import_entries`; before anything is
-        changed.
+        beginning, as far as its time and keys tell, or none where the changes begin with some, if
+        it has another seed, or as :func:`import_entries`; before anything is changed.
       RuntimeError: if the table was used up before.
 
     Example:
@@ -205,16 +208,28 @@ def import_changes(
     parts = _entries.parts_of(placement, table)
     for part in parts:
         _entries.check_fits(part, entries, call, "changes.entries")
+    if entries.seed not in (None, table.seed):
+        raise ValueError(
+            f"{call}: changes.entries must be of a table with seed {table.seed} like this one, got "
+            f"seed {entries.seed}: give the changes of the table that this one follows, or create "
+            "it with that one's seed and initializer"
+        )
+    owners = _entries.owners_of(placement, replicas)
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
-    size = sum(int(whole_table.size(part)) for part in parts) if begins else 0
+    size = sum(int(whole_table.size(part)) for part in parts)
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
-    elif begins and now < entries.clock:
+    elif begins and (now < entries.clock or _is_another(owners, parts, entries)):
         raise ValueError(
             f"{call}: table must have no entries before changes from the beginning (since "
             f"None), got one with {size}, which these would not remove: give a fresh one, "
             "or clear it"
+        )
+    elif not size and changes.before:
+        raise ValueError(
+            f"{call}: table must have the {changes.before} entries that were there before these "
+            "changes, got one without entries: import all changes in order, from those since None"
         )
     # Behind the changes of another process the table has their time.
     elif now not in (changes.since, entries.clock):
@@ -226,12 +241,26 @@ def import_changes(
         )
     _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
-    for owner, part in zip(_entries.owners_of(placement, replicas), parts, strict=True):
+    for owner, part in zip(owners, parts, strict=True):
         part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
         part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest=0)
         after.append(part)
         total, erased = _entries.plus(total, counts), erased + gone
     return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
+
+
+def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported) -> bool:
+    """Whether tables of a time that changes end at hold some of their keys, but not all.
+
+    They hold all after the same changes, and none after those of another process.
+    """
+    present = np.concatenate(
+        [
+            np.isin(_entries.owned_keys(entries.keys, *owner), _entries.keys_of(part))
+            for owner, part in zip(owners, parts, strict=True)
+        ]
+    )
+    return bool(present.any() and not present.all())
 
 
 def _at_time_zero(part: Table) -> Table:
@@ -279,6 +308,8 @@ def save_changes(path: Any, changes: Changes) -> None:
     _check(call, changes, "an export of entries alone goes to save_entries")
     since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
     arrays = {"removed": changes.removed, "since": since}
+    if changes.before is not None:
+        arrays["before"] = np.array(changes.before, np.uint64)
     _entry_files.write_arrays(call, path, _entry_files.arrays_of(changes.entries) | arrays)
 
 
@@ -294,7 +325,8 @@ def load_changes(path: Any) -> Changes:
     def read(saved: Any) -> Changes:
         since = [operator.index(time) for time in saved["since"]]
         entries = _entry_files.entries_of_arrays(saved)
-        changes = Changes(entries, saved["removed"], *(since or [None]), keys=None)
+        before = operator.index(saved["before"][()]) if "before" in saved else None
+        changes = Changes(entries, saved["removed"], *(since or [None]), keys=None, before=before)
         _check("it", changes, "")
         return changes
 

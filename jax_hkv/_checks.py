@@ -284,7 +284,7 @@ def _pairs_of(call: str, scores: Any) -> Keys:
 
 
 def _unsigned(call: str, scores: Any) -> Any:
-    """Signed scores, checked where their values are known, as unsigned ones."""
+    """Signed scores as unsigned ones: checked where values are known, else at least 0."""
     dtype: Any = getattr(scores, "dtype", None)
     if getattr(dtype, "kind", "none") not in "iu":
         got = type(scores).__name__ if dtype is None else dtype
@@ -305,6 +305,8 @@ def _unsigned(call: str, scores: Any) -> Any:
         )
     if not is_signed:
         return scores
+    if is_traced(scores):
+        scores = jnp.maximum(scores, 0)  # as bits they would be the highest scores there are
     return scores.astype(np.dtype(f"uint{8 * dtype.itemsize}"))
 
 
@@ -319,7 +321,7 @@ def check_not_used_up(
                 again = " (or by this one, in which JAX has found a NaN or an infinity)"
             raise RuntimeError(
                 f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
-                f"donated: go on with the {argument} that it returned, or "
+                f"donated: go on with the {argument} that came out of it, or "
                 f"{remedy or 'make the step with donate=False'}"
             )
 

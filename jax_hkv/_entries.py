@@ -52,7 +52,8 @@ class Exported(NamedTuple):
       namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
         say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
         ids.
-      seed: of the table, by which keys have their places in `counters`, if that is known.
+      seed: of the table's first rows, and of the places that keys have in `counters`, if that is
+        known.
     """
 
     keys: np.ndarray
@@ -103,9 +104,9 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         f"Policy.{Policy(part.policy).name} and {keys_are(namespace_of(part))}"
         for part in parts
     ]
-    counted = [part.seed for part in parts if part.counters is not None]
-    seeds = sorted({seed for seed in counted if seed is not None})
-    if len(set(kinds)) > 1 or len(seeds) > 1:
+    seeds = sorted({part.seed for part in parts if part.seed is not None})
+    is_counted = any(part.counters is not None for part in parts)
+    if len(set(kinds)) > 1 or (is_counted and len(seeds) > 1):
         raise ValueError(
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer "
             f"rows, sightings and policy, got {kinds}, sightings by seeds {seeds}"
@@ -120,7 +121,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         counters=functools.reduce(np.maximum, counters) if counters else None,
         policy=latest.policy,
         namespace=latest.namespace,
-        seed=seeds[0] if seeds else None,
+        seed=seeds[0] if len(seeds) == 1 else None,
     )
 
 
@@ -184,7 +185,7 @@ def without_entries(part: Table) -> Exported:
         counters=counters,
         policy=int(part.policy),
         namespace=as_array(part.index.namespace),
-        seed=None if counters is None else part.seed,
+        seed=part.seed,
     )
 
 

@@ -303,8 +303,14 @@ def is_missing(value: Any) -> bool:
 def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
     """`value` as a bool; raises unless it is one: a text would be true whatever it says."""
     if not isinstance(value, (bool, np.bool_)):
+        remedy = ""
+        if is_traced(value):
+            remedy = (
+                ", traced: Python decides by it, so it must be static (static_argnames= of "
+                "jax.jit; static_argnums= of nn.remat, and given by position)"
+            )
         raise TypeError(
-            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}"
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} {value!r}{remedy}"
         )
     return bool(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 
 from jax_hkv._checks import as_bool, as_integer, check_function
@@ -83,6 +84,15 @@ def check_row_gradients(given: Any) -> None:
             f"nnx.update_tables: row_gradients must be a dict by tables, got "
             f"{type(given).__name__}: give the last result of nnx.value_and_grad(loss_fn)(...)"
         )
+    for where, rows in given.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(rows, "results", None)):
+            name = jax.tree_util.keystr(path[-1:], simple=True)
+            if name in ("slots", "inverse") and not jnp.issubdtype(leaf.dtype, jnp.integer):
+                raise TypeError(
+                    f"nnx.update_tables: row_gradients[{where!r}].results must be what "
+                    f"value_and_grad returned, got {name} as {leaf.dtype}: scale, clip or cast the "
+                    "gradients alone, rows._replace(gradients=jax.tree.map(fn, rows.gradients))"
+                )
 
 
 # Of settings in layers, which name them as Flax does.

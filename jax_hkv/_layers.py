@@ -77,6 +77,12 @@ class StepInfo(NamedTuple):
     evicted: dict[str, list[Entries]]
 
 
+_LATE = (
+    "copy it before (copy.deepcopy(state); nnx.clone makes no copy), or make the step with "
+    "donate=False"
+)
+
+
 class Step(Protocol[Output]):
     """A compiled training step."""
 
@@ -124,7 +130,7 @@ def host_checked(
         except Exception as error:
             kind_of_error, text = type(error).__name__, str(error)
             if "deleted" in text:  # found out here, where it costs no walk of the state
-                check_not_used_up("train_step", jax.tree.leaves(values_of(state)))
+                check_not_used_up("train_step", jax.tree.leaves(values_of(state)), "state", _LATE)
             # The one in linen, the other, which is of Flax, in nnx.
             if kind_of_error in ("UnexpectedTracerError", "TraceContextError"):
                 error.add_note(
@@ -173,9 +179,16 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
         )
     if not isinstance(state, kind):
         expected, got = (f"{each.__module__}.{each.__name__}" for each in (kind, type(state)))
+        remedy = f"with a state of {kind.__module__}"
+        if isinstance(state, tuple):
+            remedy = "which returns a new state and a report: state, info = step(state, *args)"
+        if isinstance(state, StepInfo):
+            remedy = (
+                "which changes its state in place and returns a report: info = step(state, ...)"
+            )
         raise TypeError(
-            f"train_step: state must be a {expected}, got {got}: call step(state, *args), a step "
-            f"of {kind.__module__}.train_step with a state of the same module"
+            f"train_step: state must be a {expected}, got {got}: call step(state, *args) of "
+            f"{kind.__module__}.train_step, {remedy}"
         )
 
 

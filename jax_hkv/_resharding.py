@@ -51,8 +51,9 @@ def reshard(
     Raises:
       TypeError: naming the argument.
       ValueError: if the states have not the same leaves, of the same shapes and types, but for the
-        capacity of tables; if a table is no replica that should be one, or the other way round; or
-        if there are several processes.
+        capacity of tables; if tables have another seed or initializer, or another `choices`; if
+        one is no replica that should be one, or the other way round; or if there are several
+        processes.
 
     Example:
       >>> import jax_hkv as hkv
@@ -157,6 +158,8 @@ def _check_leaf(
     path: str, old: Any, source: Placement | None, new: Any, target: Placement | None
 ) -> None:
     if isinstance(old, Table) and isinstance(new, Table):
+        _check_one_device("state", path, old, "source", source)
+        _check_one_device("fresh", path, new, "target", target)
         try:
             check_fits(_parts(new, target)[0], without_entries(_parts(old, source)[0]))
         except ValueError as error:
@@ -166,12 +169,32 @@ def _check_leaf(
                 "optimizer=None) of its tables"
             )
             raise
+        for name in ("seed", "initializer", "choices"):
+            was, becomes = getattr(old, name), getattr(new, name)
+            if was != becomes:
+                raise ValueError(
+                    f"{_CALL}: fresh must have the {name} of state in the table {path}, "
+                    f"{getattr(was, 'name', was)}, got {getattr(becomes, 'name', becomes)}: make "
+                    "it by the function that made state, or import_entries into a table that is "
+                    "to be another"
+                )
         return
     was, becomes = _form(old, source), _form(new, target)
     if was != becomes:
         raise ValueError(
             f"{_CALL}: fresh must have what state has at {path}, {was}, got {becomes}: make it by "
             "the function that made state"
+        )
+
+
+def _check_one_device(
+    argument: str, path: str, table: Table, name: str, placement: Placement | None
+) -> None:
+    if placement is None and table.clock.shape != (2,):
+        raise TypeError(
+            f"{_CALL}: {argument} must lie on one device where {name} is None, got a table {path} "
+            f"whose clocks are uint32{list(table.clock.shape)}: give {name}=, the placement of "
+            f"{argument}"
         )
 
 

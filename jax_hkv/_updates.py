@@ -191,6 +191,11 @@ def listed(
     """
     is_one = is_one_result(result)
     results = [result] if is_one else list(result)
+    if not is_one and any(isinstance(each, Table) for each in results):
+        raise TypeError(
+            f"{call}: result must be what {lookup} returned beside the table, got both of them: "
+            "operations return (table, result), unpack them"
+        )
     if not is_one and hasattr(row_gradients, "shape"):
         shapes = [(len(results), *np.shape(getattr(each, "values", ()))) for each in results]
         if not shapes or any(row_gradients.shape != shape for shape in shapes):

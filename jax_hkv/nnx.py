@@ -391,8 +391,12 @@ def _forget(model: nnx.Module) -> None:
 class RowGradients(NamedTuple):
     """What the training lookups of a table left for its update.
 
+    What is done to gradients is done to `gradients` alone: ``rows._replace(gradients=...)``. Those
+    of two batches are their lookups one after the other, each field of both concatenated.
+
     Attributes:
-      results: of the lookups; rows of an output in bfloat16 are in it.
+      results: of the lookups, keys and slots as integers among them, which stay what they are; rows
+        of an output in bfloat16 are in it.
       gradients: by their rows, in their dtype.
       counts: of the tables that are in the table, by the layer's path and their names, for each
         lookup.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import each
 from many_devices import assert_same_bits, entries_of
 from test_tiered import tiers_of, trainer
 from test_tiered_devices import DEVICES, large, placement_of, stepper
@@ -31,8 +32,7 @@ def assert_follows(serving, trained):
     assert_same_bits(*(jax.tree.map(np.asarray, own) for own in (entries_of(serving), wanted)))
 
 
-@pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype, policy", each([jnp.float32, jnp.bfloat16], Policy))
 def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, tmp_path):
     """New rows, changed ones, and none that were evicted, erased or expired; through files."""
     table = OPT.init(hkv.create(256, DIM, policy=policy, dtype=dtype))
@@ -65,8 +65,7 @@ def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, 
         assert max(later[policy]) <= 180
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("replicas, mode", each([False, True], ["shard_map", "pmap"]))
 def test_tables_over_devices_follow_each_other(mode, replicas, rng):
     """Exported by two processes, each of its own parts; into parts, replicas, and one device."""
     placement = placement_of(mode)
@@ -461,3 +460,54 @@ def test_changes_are_those_of_one_device_whatever_mesh_is_set():
         changes = sharding.export_changes(tiers, None)
         serving, _ = sharding.import_changes(None, serving, changes)
     assert sorted(entries_of(serving).keys) == [0, 1, 2, 3, 4]
+
+
+def test_changes_of_another_history_of_the_same_time_are_refused():
+    """A trainer that went back to a checkpoint reaches a time again; a server without the rest."""
+    table = of_ids(3)
+    earlier = jax.tree.map(jnp.copy, table)
+    table, _ = hkv.find_or_insert(table, np.array([7], np.int32))
+    whole = sharding.export_changes(table, None)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM), whole)
+    serving, counts = sharding.import_changes(None, serving, whole)  # the same ones again
+    assert int(counts.entries.hits) == 4
+    other, _ = hkv.find_or_insert(earlier, np.array([8], np.int32))
+    assert other.clock.tolist() == serving.clock.tolist()
+    with pytest.raises(ValueError, match="table must have no entries before .* got one with 4"):
+        sharding.import_changes(None, serving, sharding.export_changes(other, None))
+    later = sharding.export_changes(hkv.find_or_insert(table, np.array([9], np.int32))[0], whole)
+    assert later.before == 4
+    with pytest.raises(ValueError, match="must have the 4 entries .* got one without entries"):
+        sharding.import_changes(None, hkv.clear(jax.tree.map(jnp.copy, serving)), later)
+    serving, _ = sharding.import_changes(None, serving, later)
+    assert sorted(entries_of(serving).keys) == [0, 1, 2, 7, 9]
+
+
+def test_changes_of_a_table_without_entries_are_followed(tmp_path):
+    table, serving = hkv.create(128, DIM), hkv.create(1024, DIM)
+    known = sharding.export_changes(table, None)
+    for ids in ([], [5]):
+        serving, _ = sharding.import_changes(None, serving, known)
+        table, _ = hkv.find_or_insert(table, np.array(ids, np.int32))
+        known = sharding.export_changes(table, known)
+        assert known.before == 0
+        sharding.save_changes(tmp_path / "changes", known)
+        assert sharding.load_changes(tmp_path / "changes").before == 0
+    serving, _ = sharding.import_changes(None, serving, known)
+    assert entries_of(serving).keys.tolist() == [5]
+
+
+def test_changes_of_a_table_with_another_seed_are_refused(tmp_path):
+    """Users' rows for items: tables of one model have one time."""
+    made = {
+        seed: hkv.find_or_insert(hkv.create(128, DIM, seed=seed), np.array([5]))[0]
+        for seed in (1, 2)
+    }
+    sharding.save_changes(tmp_path / "changes", sharding.export_changes(made[2], None))
+    changes = sharding.load_changes(tmp_path / "changes")
+    with pytest.raises(
+        ValueError, match="must be of a table with seed 1 like this one, got seed 2"
+    ):
+        sharding.import_changes(None, hkv.create(1024, DIM, seed=1), changes)
+    serving, _ = sharding.import_changes(None, hkv.create(1024, DIM, seed=2), changes)
+    assert_same_bits(entries_of(serving)[:3], entries_of(made[2])[:3])

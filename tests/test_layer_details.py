@@ -657,7 +657,7 @@ def test_a_state_that_a_step_has_used_up_is_named(api):
         after = lambda outputs: state  # noqa: E731
     step = getattr(hkv, api).train_step(loss)
     state = after(step(state, IDS))
-    with pytest.raises(RuntimeError, match="train_step: state was used up .* that it returned"):
+    with pytest.raises(RuntimeError, match="train_step: state was used up .* that came out of it"):
         step(twin, IDS)
     deleted = jnp.asarray(IDS)
     deleted.delete()

@@ -314,3 +314,72 @@ def test_weights_of_float64_are_those_of_float32():
     assert rows[0].dtype == jnp.float32 and by_weights.dtype == jnp.float64
     for own in rows[1:]:
         np.testing.assert_array_equal(rows[0], own)
+
+
+def test_what_a_step_returns_is_told_where_it_was_forgotten():
+    state, step = linen_state(), hkv.linen.train_step(loss_fn, donate=False)
+    with pytest.raises(
+        TypeError, match=r"got builtins\.tuple: .*state, info = step\(state, \*args"
+    ):
+        step(step(state, IDS), IDS)
+    state = hkv.nnx.TrainState(NnxTowers(nnx.Rngs(0)), optax.sgd(0.1))
+    step = hkv.nnx.train_step(lambda model, ids: jnp.mean(model(ids, train=True) ** 2))
+    info = step(state, IDS)
+    with pytest.raises(
+        TypeError, match=r"got .*StepInfo: .* in place .* info = step\(state, \.\.\."
+    ):
+        step(info, IDS)
+    table = SGD.init(hkv.create(128, DIM))
+    both = hkv.find_or_insert(table, IDS)
+    with pytest.raises(
+        TypeError, match=r"result must be .*got both .*return \(table, result\), unp"
+    ):
+        SGD.update(table, both, both[1].values)
+
+
+def test_an_nnx_clone_of_a_state_that_was_used_up_is_named():
+    """It has the arrays of the first."""
+    state = hkv.nnx.TrainState(NnxTowers(nnx.Rngs(0)), optax.sgd(0.1))
+    step = hkv.nnx.train_step(lambda model, ids: jnp.mean(model(ids, train=True) ** 2))
+    clone = nnx.clone(state)
+    step(state, IDS)
+    with pytest.raises(
+        RuntimeError, match=r"train_step: state was used up .*copy\.deepcopy\(state"
+    ):
+        step(clone, IDS)
+
+
+def test_gradients_of_nnx_are_scaled_alone():
+    """The lookups beside them are keys and slots: scaled, or summed, they are others."""
+    model = hkv.nnx.Embed(128, DIM, optimizer=SGD)
+    before = model(IDS)
+    differentiate = hkv.nnx.value_and_grad(lambda model, ids: model(ids, train=True).sum())
+    *_, rows = differentiate(model, IDS)
+    with pytest.raises(
+        TypeError, match=r"row_gradients\['table'\]\.results must be .* as float32: "
+    ):
+        hkv.nnx.update_tables(model, jax.tree.map(lambda leaf: leaf * 0.5, rows))
+    half = {
+        where: own._replace(gradients=jax.tree.map(lambda leaf: leaf * 0.5, own.gradients))
+        for where, own in rows.items()
+    }
+    hkv.nnx.update_tables(model, half)
+    np.testing.assert_allclose(before - model(IDS), 0.05, rtol=1e-5)
+    *_, others = differentiate(model, IDS)
+    both = {
+        where: hkv.nnx.RowGradients(
+            *(mine + more for mine, more in zip(own, others[where], strict=True))
+        )
+        for where, own in rows.items()
+    }
+    before = model(IDS)
+    hkv.nnx.update_tables(model, both)
+    np.testing.assert_allclose(before - model(IDS), 0.2, rtol=1e-5)
+
+
+def test_a_flag_that_is_traced_is_named_with_a_remedy():
+    layer = nn.remat(hkv.linen.Embed)(128, DIM)
+    with pytest.raises(
+        TypeError, match=r"Embed: train must be True or False.*traced: .*static_argn"
+    ):
+        layer.init(jax.random.key(0), IDS, train=False)

@@ -654,3 +654,34 @@ def test_files_keep_names_that_are_none_of_files(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, exported._replace(optimizer=leaves))
     with pytest.raises(TypeError, match=r"save_entries: exported\.optimizer must be a dict"):
         sharding.save_entries(tmp_path / "entries", exported._replace(optimizer=()))
+
+
+def test_a_table_that_was_made_otherwise_is_named():
+    """Ids without a row would start otherwise from there on."""
+    state = {"users": hkv.create(128, DIM, seed=1)}
+    others = {
+        "seed": ({"seed": 2}, r"1, got 2"),
+        "initializer": (
+            {"seed": 1, "init": hkv.initializers.zeros()},
+            r"normal\(0.0, 0.5\), got constant\(0.0\)",
+        ),
+        "choices": ({"seed": 1, "choices": 2}, "1, got 2"),
+    }
+    for name, (options, got) in others.items():
+        message = f"fresh must have the {name} of state in the table users, {got}.*: make it by"
+        with pytest.raises(ValueError, match=message):
+            sharding.reshard(state, {"users": hkv.create(256, DIM, **options)})
+
+
+def test_a_placement_that_was_left_out_is_named():
+    placement = sharding.Placement(jax.make_mesh((2,), ("d",), devices=jax.devices("cpu")[:2]))
+    spread = {"users": placement.create(lambda: hkv.create(128, DIM))}
+    one = {"users": hkv.create(256, DIM)}
+    with pytest.raises(
+        TypeError, match=r"state must .* source is None, got a table users .*source="
+    ):
+        sharding.reshard(spread, one)
+    with pytest.raises(
+        TypeError, match=r"fresh must .* target is None, got a table users .*target="
+    ):
+        sharding.reshard(one, spread)

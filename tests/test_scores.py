@@ -409,3 +409,13 @@ def test_tables_that_are_only_read_need_no_scores(rng):
             collection.create(), {"x": np.arange(3)}, train=True, scores=scores
         )
         assert found.results["a"] is None and int(hkv.size(tables["a"])) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_traced_scores_below_zero_are_zero(dtype):
+    """As bits they would be the highest scores, of entries that stay for ever."""
+    given = np.array([[-1, 3], [np.iinfo(dtype).min, 0]], dtype)
+    table = hkv.create(128, DIM, policy=hkv.Policy.LFU)
+    insert = jax.jit(lambda table, keys, scores: hkv.find_or_insert(table, keys, scores=scores))
+    _, found = hkv.find(insert(table, KEYS, given)[0], KEYS, return_scores=True)
+    assert found.scores.to_numpy().tolist() == [[0, 3], [0, 0]]
