@@ -115,6 +115,7 @@ def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     assert record["left_out"] == [] and [begun["first"] for begun in record["runs"]] == [0]
 
 
+@pytest.mark.slow  # what other tests show of smaller programs
 def test_a_soak_goes_on_where_its_time_ended(tmp_path):
     chunks = ["--resume", "--chunk", "32", "--steps"]
     whole = run("soak.py", tmp_path / "whole.json", *chunks, "96")

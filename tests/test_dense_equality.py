@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from flax import nnx
 
 import jax_hkv as hkv
@@ -179,9 +180,9 @@ def nnx_losses(collection):
     return np.array([float(step(state, *batch).loss) for batch in batches()])
 
 
-@pytest.mark.parametrize("name", OPTAX)
-@pytest.mark.parametrize("fuse", [True, False], ids=["one table", "two tables"])
-@pytest.mark.parametrize("losses", [linen_losses, nnx_losses])
+@pytest.mark.parametrize(
+    "losses, fuse, name", pairs([linen_losses, nnx_losses], [True, False], OPTAX)
+)
 def test_losses_are_those_of_dense_embeddings(name, fuse, losses):
     expected = plain_losses(name, fuse)
     assert expected[-20:].mean() < 0.95 * expected[:20].mean()

@@ -203,6 +203,7 @@ def test_a_small_table_learns_far_more_than_chance_and_the_same_twice_in_a_row()
     assert 0 < first["logloss"] < np.log(2)
 
 
+@pytest.mark.slow  # what other tests show of smaller programs
 def test_bfloat16_learns_as_well() -> None:
     figures = _figures(*SMALL, "--bfloat16")
     print(figures)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from combinations import each
 from jax.sharding import AbstractMesh
 
 import jax_hkv as hkv
@@ -61,8 +62,7 @@ def assert_same_bits(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mode, devices", each(["shard_map", "pmap"], [1, 2, 8]))
 def test_what_was_saved_on_four_devices_goes_on_on_others(rng, tmp_path, mode, devices):
     """With the bits that the state itself has there, and all of its entries."""
     placement, state = trained(mode, rng)

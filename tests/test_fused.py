@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from combinations import pairs
 from oracle_updates import STATES, Trainer
 
 import jax_hkv as hkv
@@ -266,9 +267,9 @@ class Dense:
         self.state = jax.tree.map(write, self.state, new)
 
 
-@pytest.mark.parametrize("count_per_row", [False, True], ids=["shared", "per_row"])
-@pytest.mark.parametrize("kind", ["fused", "generic"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name, kind, count_per_row", pairs(OPTIMIZERS, ["fused", "generic"], [False, True])
+)
 def test_optimizers_agree_with_optax_in_double_precision(name, kind, count_per_row, rng):
     """Rows touched once, often, evicted and readmitted, and with a skipped update in between."""
     transformation = transformation_of(name, RATES[kind])

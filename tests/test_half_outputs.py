@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from flax import nnx
 from many_devices import assert_same_bits
 
@@ -103,10 +104,10 @@ def trained(api, kind, dtype, output, given, **options):
     return state.tables if api == "linen" else nnx.state(state.model)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"micro_batches": 2}], ids=str)
-@pytest.mark.parametrize("output", HALF)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    "api, kind, output, options",
+    pairs(["linen", "nnx"], LAYERS, HALF, [{}, {"max_norm": 0.5}, {"micro_batches": 2}]),
+)
 def test_rows_learn_as_where_the_model_rounds_them(rng, api, kind, output, options):
     """A layer in half precision, and one in float32 whose rows the model makes half ones."""
     given = list(batches(rng))

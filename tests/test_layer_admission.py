@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from flax import linen, nnx
 from many_devices import entries_of
 
@@ -133,9 +134,7 @@ class Nnx:
 MODELS = {"linen": Linen, "nnx": Nnx}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("way", ["one device", "shard_map"])
-@pytest.mark.parametrize("flax", MODELS)
+@pytest.mark.parametrize("flax, way, layer", pairs(MODELS, ["one device", "shard_map"], LAYERS))
 def test_new_ids_enter_where_a_position_may_let_them_in(flax, way, layer, rng):
     """Features without a mask let all in. Whoever stays out has no row, and trains none."""
     placement, options = None, {}

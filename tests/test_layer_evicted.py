@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from flax import linen, nnx
 from many_devices import assert_same_bits, entries_of
 
@@ -136,9 +137,7 @@ def flat_entries(evicted):
     return np.concatenate(keys), np.concatenate(rows), np.concatenate(moments)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("flax", FLAX)
+@pytest.mark.parametrize("flax, way, layer", pairs(FLAX, WAYS, LAYERS))
 def test_what_a_step_displaces_is_in_its_report(flax, way, layer, rng):
     """Keys: those before and the new ones, less those after. Rows: as they were before the step."""
     placement, axis = placed(WAYS[way][0], "device")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from jax.sharding import PartitionSpec as P
 
 import jax_hkv as hkv
@@ -77,9 +78,10 @@ def test_metrics_of_several_results_are_sums_and_skipped_rows_are_seen():
     assert values.load_factor == 6 / 128
 
 
-@pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("call", ["find_or_insert", "insert_or_assign"])
+@pytest.mark.parametrize(
+    "call, check_vma, replicas",
+    pairs(["find_or_insert", "insert_or_assign"], [False, True], [False, True]),
+)
 def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, check_vma, replicas):
     """Of a lookup whose keys overflowed, and of a table that has skipped updates before."""
     placement = Placement(jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]))

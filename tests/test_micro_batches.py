@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import each
 from flax import nnx
 from test_training import (
     Model,
@@ -270,8 +271,7 @@ def test_micro_batches_take_less_memory_and_copy_no_table():
     hkv.testing.assert_no_table_copies(step_of(16), state, ids)
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api, mode", each(["linen", "nnx"], ["shard_map", "pmap"]))
 def test_each_device_goes_through_its_part_in_micro_batches(api, mode, rng):
     """The step of one device with as many micro-batches in all, but for the order of sums."""
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])

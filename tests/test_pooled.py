@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import oracle_pooled
 import pytest
+from combinations import pairs
 from jax.sharding import PartitionSpec as P
 
 import jax_hkv as hkv
@@ -224,9 +225,7 @@ def test_a_pooled_insert_changes_the_table_as_find_or_insert_does(rng, policy, c
     assert refused > 0  # more distinct ids than slots
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("combiner, is_weighted, dtype", pairs(COMBINERS, [False, True], DTYPES))
 def test_derivatives_by_rows_and_weights_are_those_of_jnp(rng, combiner, is_weighted, dtype):
     """jax.grad of a segment sum, for jagged and for dense rows."""
     lengths = rng.integers(1, 50, 12)

@@ -99,7 +99,7 @@ def test_the_input_is_uneven():
     assert steps[1][worker.EMPTY_STEP].valid.all()
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_two_processes_train_the_table_that_one_would(mode, tmp_path, expected):
     """One has fewer batches, both a short last one, and one of them an empty one."""
     exports = train(tmp_path, "--mode", mode, "--restore")
@@ -123,6 +123,7 @@ def test_parts_of_two_processes_have_stores(tmp_path, expected):
         assert set(export["restored"]) == set(export["keys"])
 
 
+@pytest.mark.slow  # what other tests show of smaller programs
 def test_another_order_of_processes_and_of_ids_trains_the_same_table(tmp_path, expected):
     """Process 0 comes last, parts of the input and the ids of each batch are the other way."""
     assert_trained(train(tmp_path, "--other-order"), expected)

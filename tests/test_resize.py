@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import each
 from flax import nnx
 from oracle import POLICIES, as_bits
 
@@ -41,8 +42,7 @@ def contents(table):
     return {key: (score, *(row.tobytes() for row in own)) for key, score, *own in rows}
 
 
-@pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, choices", each(POLICIES, [1, 2]))
 def test_a_resized_table_is_what_the_oracle_says(rng, twin, policy, choices):
     """Wider, as wide and narrower, with entries evicted and refused; and it goes on as a table."""
     both = twin(512, DIM, policy=policy, choices=choices, check=False)
@@ -71,8 +71,7 @@ def test_a_table_of_several_chunks_is_resized_by_the_same_rule(rng, twin, choice
     both.assert_equal()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices, dtype", each([1, 2], [jnp.float32, jnp.bfloat16]))
 def test_doubling_keeps_every_entry_with_its_score_row_and_optimizer_rows(rng, choices, dtype):
     """Behaviour 33. The table is full; with one candidate each bucket becomes two."""
     table = ADAM.init(hkv.create(1024, DIM, choices=choices, dtype=dtype))

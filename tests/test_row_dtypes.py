@@ -176,12 +176,12 @@ def over_devices(exchange, own, act, rng):
 
 
 OVER_DEVICES = [
-    *((bags, "merged", *PAIRS[0]) for bags in ("none", "summed", "weighted")),
-    *(("none", name, *PAIRS[0]) for name in ("not merged", "second round", "replicas")),
-    *(("summed", name, *PAIRS[0]) for name in ("second round", "summed at home", "replicas")),
-    *((bags, "summed at home, second round", *PAIRS[0]) for bags in ("summed", "weighted")),
-    *(("none", "merged", *pair) for pair in PAIRS[4:]),
-    ("summed", "merged", *PAIRS[4]),
+    *((bags, "merged", *PAIRS[0]) for bags in ("none", "weighted")),
+    *(("none", name, *PAIRS[0]) for name in ("not merged", "second round")),
+    *(("summed", name, *PAIRS[0]) for name in ("summed at home", "replicas")),
+    ("weighted", "summed at home, second round", *PAIRS[0]),
+    ("none", "merged", *PAIRS[4]),
+    ("summed", "merged", *PAIRS[5]),
 ]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import pairs
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -72,9 +73,9 @@ def by_nnx(axis_name):
     return make, step
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_name", ["device", None])
-@pytest.mark.parametrize("api", [by_linen, by_nnx])
+@pytest.mark.parametrize(
+    "api, axis_name, check_vma", pairs([by_linen, by_nnx], ["device", None], [True, False])
+)
 def test_each_device_has_the_gradients_of_its_own_rows(api, axis_name, check_vma, placement):
     """Tables split over the devices, and one for each."""
     make, step = api(axis_name)

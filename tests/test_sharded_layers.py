@@ -243,7 +243,7 @@ def assert_equal_training(kind, placement, state, infos, tolerance=1e-6):
     ("mode", "devices"),
     [
         ("shard_map", 8),
-        ("pmap", 8),
+        pytest.param("pmap", 8, marks=SELDOM),
         pytest.param("shard_map", 1, marks=SELDOM),
         pytest.param("pmap", 2, marks=SELDOM),
     ],
@@ -302,6 +302,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_devices(mode):
     )
 
 
+@SELDOM
 def test_both_modes_give_the_same_bits():
     states = []
     for mode in MODES:
@@ -535,6 +536,7 @@ def test_evaluation_gives_the_rows_of_all_devices_and_changes_nothing(mode):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.tables))
 
 
+@SELDOM
 def test_an_nnx_model_is_evaluated_on_all_devices():
     placement = Placement(mesh_of(4))
     state, _ = train_nnx(placement, AXIS)

@@ -60,9 +60,12 @@ def trained(case, kind=Many):
     return table, [table.step(batch) for batch in batches(case.combiner)]
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 @pytest.mark.parametrize(
-    ("devices", "combiner"), [(1, None), (2, None), (4, None), (8, None), (2, "mean"), (8, "mean")]
+    "devices, combiner, mode",
+    [
+        *((1, None, "shard_map"), (2, None, "pmap"), (4, None, "pmap"), (8, None, "shard_map")),
+        *((2, "mean", "shard_map"), (8, "mean", "pmap")),
+    ],
 )
 def test_training_on_many_devices_is_training_on_one(devices, mode, combiner):
     many, seen = trained(training(combiner, devices, mode))

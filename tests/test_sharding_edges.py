@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from combinations import each
 from flax import nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -585,7 +586,7 @@ def bits_of(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_jagged_bags_train_alike_in_both_modes(api):
     seen = []
     for mode in ("shard_map", "pmap"):
@@ -623,7 +624,7 @@ def test_a_batch_that_was_not_put_is_named_under_pmap_too(api, rng):
     step(state, placement.put(whole))
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_an_nnx_step_over_devices_takes_a_state_that_flax_has_cached(mode):
     """By ``nnx.cached_partial``: the state itself is trained, and nothing is traced again."""
     traced, seen = [], []
@@ -657,8 +658,7 @@ def on_host(state):
     return arrays, lambda: nnx.merge(graph, jax.tree.map(lambda leaf: leaf, arrays))
 
 
-@pytest.mark.parametrize("mode", ["Auto", "Explicit", "pmap"])
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api, mode", each(["linen", "nnx"], ["Auto", "Explicit", "pmap"]))
 def test_a_state_that_was_on_the_host_trains_on(api, mode, rng):
     """And again, for NumPy's arrays are not used up."""
     placement = Placement(mesh_of(4), mode="pmap") if mode == "pmap" else placement_of_four(mode)

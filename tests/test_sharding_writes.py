@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import each
 from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
     ADAM,
@@ -61,7 +62,10 @@ CASES = {
     "replicas": REPLICAS,
     "replicas, LFU": of(REPLICAS, policy=Policy.LFU),
 }
-SLOW = {"EPOCH_LFU, scores", "not merged, levels", "replicas, LFU", "LFU, scores, levels"}
+SLOW = {
+    *("EPOCH_LFU, scores", "not merged, levels", "replicas, LFU", "LFU, scores, levels"),
+    *("LFU, levels", "overflow", "bfloat16", "strict, with room"),
+}
 
 
 def operations(case, module, axis):
@@ -324,8 +328,7 @@ def test_a_strict_exchange_without_room_exports_nothing(rng):
 ACTS = ["insert", "look_up", "assign", "accumulate", "give", "erase", "touch", "contains"]
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("exchange", [{}, {"distinct": 0.02}], ids=["plain", "a second round"])
+@pytest.mark.parametrize("exchange, act", each([{}, {"distinct": 0.02}], ACTS))
 def test_a_write_copies_no_part_of_the_table(act, exchange, rng):
     """With the entries that are evicted, where there are some."""
     case = of(FOUR, exchange, capacity=2048)
@@ -536,8 +539,7 @@ def test_what_parts_have_lost_goes_into_a_table_of_one_device(mode, rng):
     assert len(np.concatenate(lost)) > 500
 
 
-@pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("name", ["LRU", "overflow", "LFU, levels"])
+@pytest.mark.parametrize("name, choices", each(["LRU", "overflow", "LFU, levels"], [1, 2]))
 def test_small_parts_before_large_ones_train_as_the_large_ones(name, choices, rng):
     """Over devices: what an owner's cache displaces is in the owner's store, and comes back."""
     case = dataclasses.replace(CASES[name], options=(*CASES[name].options, ("choices", choices)))

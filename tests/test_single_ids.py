@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import each
 from many_devices import assert_same_bits
 
 import jax_hkv as hkv
@@ -112,8 +113,7 @@ def test_reads_are_those_with_bags(dtype, fill):
     assert (slots[0] < 0).any() and (slots[0] >= 0).any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("partial, dtype", each([False, True], ["float32", "bfloat16"]))
 def test_over_devices_they_train_as_with_bags(dtype, partial):
     """Rows that owners return in the table's dtype are rows of bags in float32."""
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import each
 from many_devices import assert_same_bits, entries_of
 
 import jax_hkv as hkv
@@ -75,8 +76,7 @@ def assert_same_table(tiers, one):
     assert_same_bits(by_key(tiered.export_entries(tiers)), by_key(sharding.export_entries(one)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices, policy", each([1, 2], POLICIES))
 def test_tiers_train_as_one_table_of_the_stores_capacity(policy, choices, rng):
     """Rows, optimizer rows, scores, clock and step counts in every bit, most ids in the store."""
     tiers = tiers_of(512, 8192, policy=policy, choices=choices)
@@ -591,8 +591,7 @@ def test_tables_and_programs_stay_where_they_are(is_alone):
     assert committed.cache.values.devices() == {device} and committed.cache.values.committed
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("is_alone, axis_type", each([True, False], ["Auto", "Explicit"]))
 def test_tiers_are_those_of_one_device_whatever_mesh_is_set(axis_type, is_alone, rng):
     """Their step, too; inside of jit they are a part of the program."""
     caches = [made(256), made(256)]

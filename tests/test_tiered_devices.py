@@ -61,8 +61,7 @@ def assert_same_table(placement, tiers, one):
 @pytest.mark.parametrize(
     ("mode", "policy", "choices"),
     [
-        ("shard_map", hkv.Policy.LRU, 1),
-        ("shard_map", hkv.Policy.LFU, 2),
+        ("shard_map", hkv.Policy.LFU, 1),
         ("pmap", hkv.Policy.EPOCH_LRU, 2),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from combinations import each
 from many_devices import assert_same_bits
 from test_tiered import DIM, POLICIES, assert_same_table, made, tiers_of, touched, trainer
 
@@ -96,8 +97,7 @@ DEEDS = ["learns"] * 6 + [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices, policy", each([1, 2], POLICIES))
 def test_whatever_is_done_with_tiers_one_table_has_the_same_bits(policy, choices, rng):
     model = Model(rng, policy, choices)
     for _ in range(40):

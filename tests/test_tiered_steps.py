@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import each
 from many_devices import assert_same_bits
 from test_tiered import (
     POLICIES,
@@ -57,8 +58,7 @@ def trained(train, ids, *rest):
     return lambda cache: train(cache, ids, *rest)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices, policy", each([1, 2], POLICIES))
 def test_steps_and_prefetches_train_as_one_table(policy, choices, rng):
     """A prefetch of the next batch is a lookup of its ids before the step, in every bit."""
     options = {"policy": policy, "choices": choices}
@@ -120,8 +120,7 @@ def again(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices, policy", each([1, 2], POLICIES))
 def test_ids_without_room_beside_a_batch_come_behind_its_step(policy, choices, again, rng):
     """A cache too small for two batches, and large enough for each of them: nothing is lost."""
     options = {"policy": policy, "choices": choices}

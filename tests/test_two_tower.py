@@ -213,6 +213,7 @@ def _main(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
     return json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
 
 
+@pytest.mark.slow  # what other tests show of smaller programs
 def test_the_last_line_is_one_json_object_and_is_the_same_twice_in_a_row(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
