@@ -411,6 +411,7 @@ def find(
     valid: Any = ...,
     fill: float | str = ...,
     return_scores: Literal[False] = ...,
+    dtype: Any = ...,
 ) -> tuple[Tiers, FindResult]: ...
 @overload
 def find(
@@ -420,6 +421,7 @@ def find(
     valid: Any = ...,
     fill: float | str = ...,
     return_scores: Literal[True],
+    dtype: Any = ...,
 ) -> tuple[Tiers, ScoredFindResult]: ...
 
 
@@ -431,6 +433,7 @@ def find(
     valid: Any = None,
     fill: float | str = 0.0,
     return_scores: bool = False,
+    dtype: Any = None,
 ) -> tuple[Tiers, Any]:
     """Looks up rows in both tables, which stay as they are: for evaluation and serving.
 
@@ -442,6 +445,7 @@ def find(
       valid: see :func:`prefetch`.
       fill: the row of absent keys, see :func:`jax_hkv.find`.
       return_scores: whether the scores of the entries come with their rows, see there.
+      dtype: the type in which rows come, see there.
 
     Returns:
       The tables, and rows ``[*keys.shape, dim]``, found and slots: of the cache, -1 for what the
@@ -465,12 +469,13 @@ def find(
     _tier_checks.check(call, tiers)
     given, mask = _tier_checks.batch_of(call, tiers.cache, keys, valid)
     scored: Any = _checks.as_bool(call, "return_scores", return_scores)
-    cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill, return_scores=scored)
+    kind = {"return_scores": scored, "dtype": _checks.as_row_dtype(call, dtype)}
+    cache, near = operations.find(tiers.cache, given, valid=mask, fill=fill, **kind)
     asked = _tiers.ask_store(tiers, given, mask, near.found)
     if asked is None:
         return tiers, near
     store, distinct, is_meant, groups = asked
-    store, behind = operations.find(store, distinct, valid=is_meant, return_scores=scored)
+    store, behind = operations.find(store, distinct, valid=is_meant, **kind)
     scores = behind.scores if scored else None
     behind = _tiers.from_store(tiers.cache, (behind.values, behind.found, scores))
     return Tiers(cache, store), _tiers.with_rows(near, groups, *behind)

@@ -14,7 +14,7 @@ import pytest
 from many_devices import assert_same_bits
 
 import jax_hkv as hkv
-from jax_hkv import sharding
+from jax_hkv import sharding, tiered
 from jax_hkv.sharding import Exchange, Placement
 
 FLOATS = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
@@ -302,6 +302,30 @@ def test_rows_without_a_weight_are_copied(rng):
     for find, given in ((hkv.find, ids), (hkv.find_pooled, ids[:, None])):
         _, found = find(table, given, dtype=jnp.float16)
         assert_same_bits(np.asarray(found.values), patterns)
+
+
+@pytest.mark.parametrize("own, wanted", PAIRS, ids=str)
+def test_rows_of_both_tiers_come_cast(own, wanted, rng):
+    """Near ones, far ones and those of absent ids; with their scores too."""
+    cache = hkv.create(128, 6, dtype=own, init=NORMAL)
+    tiers = tiered.Tiers(cache, tiered.create_store(cache, 1024))
+    for ids in np.arange(300, dtype=np.int32).reshape(3, 100):
+        tiers, _ = tiered.prefetch(tiers, ids)
+        cache, _ = hkv.assign(tiers.cache, ids, rows_like(rng, 100, 6, own))
+        tiers = tiers._replace(cache=cache)
+    ids = rng.integers(0, 330, (40, 2)).astype(np.int32)
+    for find in (tiered.find, jax.jit(tiered.find, static_argnames=("fill", "dtype"))):
+        for options in ({"fill": 0.1}, {"fill": "initial"}):
+            _, usual = find(tiers, ids, **options)
+            _, result = find(tiers, ids, **options, dtype=wanted)
+            assert usual.values.dtype == own and result.values.dtype == wanted
+            assert_same_bits(np.asarray(result.values), cast(usual.values, wanted))
+            assert_same_bits(usual[1:], result[1:])
+    _, scored = tiered.find(tiers, ids, fill="initial", return_scores=True, dtype=wanted)
+    assert_same_bits(np.asarray(scored.values), np.asarray(result.values))
+    assert ((scored.slots < 0) & scored.found).any() and not scored.found.all()
+    with pytest.raises(TypeError, match=r"tiered\.find: dtype must be .*int8"):
+        tiered.find(tiers, ids, dtype=np.int8)
 
 
 CALLS = {
