@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
-from jax_hkv._checks import as_bool, check_not_used_up
+from jax_hkv._checks import as_bool, as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._exports import all_of
@@ -212,21 +212,25 @@ def import_changes(
         raise ValueError(
             f"{call}: changes.entries must be of a table with seed {table.seed} like this one, got "
             f"seed {entries.seed}: give the changes of the table that this one follows, or create "
-            "it with that one's seed and initializer"
+            "it with that one's seed and initializer (dataclasses.replace(table, seed=...) gives a "
+            "table the seed that its rows were given)"
         )
     owners = _entries.owners_of(placement, replicas)
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
+    is_whole = {number for number, _ in owners} == set(range(owners[0][1]))
     size = sum(int(whole_table.size(part)) for part in parts)
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
     elif begins and (now < entries.clock or _is_another(owners, parts, entries)):
         raise ValueError(
             f"{call}: table must have no entries before changes from the beginning (since "
-            f"None), got one with {size}, which these would not remove: give a fresh one, "
-            "or clear it"
+            f"None), got one with {size}, which these would not remove, or without some of these, "
+            "which found no room: give a fresh one, or clear it"
         )
-    elif not size and changes.before:
+    # Of a part of the table, another process's or a group's, nobody knows how many there were. And
+    # after these very changes there may be none.
+    elif changes.before and not size and is_whole and (now == changes.since or len(entries.keys)):
         raise ValueError(
             f"{call}: table must have the {changes.before} entries that were there before these "
             "changes, got one without entries: import all changes in order, from those since None"
@@ -284,6 +288,8 @@ def _check(call: str, changes: Any, remedy: str) -> None:
             f"{call}: changes.removed must be uint64[m] of NumPy, got {type(removed).__name__} "
             f"{getattr(removed, 'dtype', '')}{list(np.shape(removed))}: leave it as it was"
         )
+    if changes.before is not None:
+        as_integer(call, "changes.before", changes.before, 0, 2**64 - 1)
 
 
 def save_changes(path: Any, changes: Changes) -> None:

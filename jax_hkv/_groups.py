@@ -253,7 +253,8 @@ class Group:
             others = (exported.removed, exported.keys)
             removed, keys = (own if own is None else self._taken(own, of)[1] for own in others)
             keys = keys if keys is None else np.sort(keys)
-            return exported._replace(entries=entries, removed=removed, keys=keys)
+            before = exported.before if self._has_tables_of(of) else None
+            return exported._replace(entries=entries, removed=removed, keys=keys, before=before)
         check_exported(call, "exported", exported, "make one by export_entries")
         if not isinstance(of, Group):
             raise TypeError(
@@ -273,16 +274,18 @@ class Group:
                 f"their table, got one of {of.bits}: make this collection with {remedy}"
             )
         kept, keys = self._taken(exported.keys, of)
-        is_same = [config.name for config in of.tables] == [config.name for config in self.tables]
         return exported._replace(
             keys=keys,
             scores=exported.scores[kept],
             values=exported.values[kept],
             optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
-            counters=exported.counters if is_same else None,
-            seed=exported.seed if is_same else None,
+            counters=exported.counters if self._has_tables_of(of) else None,
             namespace=as_array(self.namespace),
         )
+
+    def _has_tables_of(self, other: Group) -> bool:
+        """Whether both groups have the same tables, in the same order."""
+        return [own.name for own in self.tables] == [own.name for own in other.tables]
 
     def _taken(self, given: np.ndarray, of: Group) -> tuple[np.ndarray, np.ndarray]:
         """Which keys of another group are of this group's tables, and what they are here."""

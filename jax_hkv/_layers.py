@@ -180,12 +180,10 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
     if not isinstance(state, kind):
         expected, got = (f"{each.__module__}.{each.__name__}" for each in (kind, type(state)))
         remedy = f"with a state of {kind.__module__}"
-        if isinstance(state, tuple):
+        if isinstance(state, tuple):  # what a step returned, most likely
             remedy = "which returns a new state and a report: state, info = step(state, *args)"
-        if isinstance(state, StepInfo):
-            remedy = (
-                "which changes its state in place and returns a report: info = step(state, ...)"
-            )
+            if kind.__module__.endswith("nnx"):
+                remedy = "which changes its state and returns a report: info = step(state, *args)"
         raise TypeError(
             f"train_step: state must be a {expected}, got {got}: call step(state, *args) of "
             f"{kind.__module__}.train_step, {remedy}"

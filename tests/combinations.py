@@ -18,7 +18,8 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
     Each is the first of those that bring most new pairs.
     """
-    values = [range(len(list(axis))) for axis in map(list, axes)]
+    given = [list(axis) for axis in axes]
+    values = [range(len(axis)) for axis in given]
     left = {
         (one, a, other, b)
         for one, other in itertools.combinations(range(len(values)), 2)
@@ -29,7 +30,7 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         new = max(itertools.product(*values), key=lambda own: len(left & _pairs_of(own)))
         chosen.append(new)
         left -= _pairs_of(new)
-    return [tuple(axis[i] for axis, i in zip(map(list, axes), own, strict=True)) for own in chosen]
+    return [tuple(axis[i] for axis, i in zip(given, own, strict=True)) for own in chosen]
 
 
 def _pairs_of(combination: tuple[int, ...]) -> set[tuple[int, int, int, int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import each
+from combinations import each, pairs
 from many_devices import assert_same_bits, entries_of
 from test_tiered import tiers_of, trainer
 from test_tiered_devices import DEVICES, large, placement_of, stepper
@@ -65,7 +67,7 @@ def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, 
         assert max(later[policy]) <= 180
 
 
-@pytest.mark.parametrize("replicas, mode", each([False, True], ["shard_map", "pmap"]))
+@pytest.mark.parametrize("replicas, mode", pairs([False, True], ["shard_map", "pmap"]))
 def test_tables_over_devices_follow_each_other(mode, replicas, rng):
     """Exported by two processes, each of its own parts; into parts, replicas, and one device."""
     placement = placement_of(mode)
@@ -481,6 +483,31 @@ def test_changes_of_another_history_of_the_same_time_are_refused():
         sharding.import_changes(None, hkv.clear(jax.tree.map(jnp.copy, serving)), later)
     serving, _ = sharding.import_changes(None, serving, later)
     assert sorted(entries_of(serving).keys) == [0, 1, 2, 7, 9]
+    table, _ = hkv.find_or_insert(table, np.array([9], np.int32))
+    table, _ = hkv.erase(table, entries_of(table).keys)
+    gone = sharding.export_changes(table, later)
+    for _ in range(2):  # the last ones twice, which leave nothing
+        serving, _ = sharding.import_changes(None, serving, gone)
+    assert int(hkv.size(serving)) == 0
+
+
+def test_changes_that_a_group_takes_are_followed_from_a_table_without_entries():
+    """Of how many there were it knows nothing; the seed is the trained table's."""
+    tables = [hkv.TableConfig(name, 128, DIM, optimizer=OPT) for name in ("users", "items")]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    trained = hkv.Collection(tables, features).group_of("items")
+    served = hkv.Collection(tables[:1], features[:1], table_bits=1).group_of("users")
+    table, serving, known = trained.create(), served.create(), None
+    for name in ("items", "users"):
+        table, _ = hkv.find_or_insert(table, trained.keys(name, np.array([5, 6], np.int32)))
+        known = sharding.export_changes(table, known)
+        taken = served.take(known, of=trained)
+        assert taken.entries.seed == table.seed and taken.before is None
+        serving, counts = sharding.import_changes(None, serving, taken)
+    assert int(counts.entries.inserted) == int(hkv.size(serving)) == 2
+    other = dataclasses.replace(served.create(), seed=9)
+    with pytest.raises(ValueError, match="of a table with seed 9 like this one, got seed 0"):
+        sharding.import_changes(None, other, taken)
 
 
 def test_changes_of_a_table_without_entries_are_followed(tmp_path):

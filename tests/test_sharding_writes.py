@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import each
+from combinations import each, pairs
 from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
     ADAM,
@@ -328,7 +328,7 @@ def test_a_strict_exchange_without_room_exports_nothing(rng):
 ACTS = ["insert", "look_up", "assign", "accumulate", "give", "erase", "touch", "contains"]
 
 
-@pytest.mark.parametrize("exchange, act", each([{}, {"distinct": 0.02}], ACTS))
+@pytest.mark.parametrize("exchange, act", pairs([{}, {"distinct": 0.02}], ACTS))
 def test_a_write_copies_no_part_of_the_table(act, exchange, rng):
     """With the entries that are evicted, where there are some."""
     case = of(FOUR, exchange, capacity=2048)

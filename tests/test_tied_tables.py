@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import each
+from combinations import pairs
 from flax import nnx
 from test_expire import warnings_of
 
@@ -55,7 +55,7 @@ def trained(tie, optimizer, made, **options):
 
 
 @pytest.mark.parametrize(
-    "name, options", each(OPTIMIZERS, [{}, {"max_norm": 0.05}, {"micro_batches": 2}])
+    "name, options", pairs(OPTIMIZERS, [{}, {"max_norm": 0.05}, {"micro_batches": 2}])
 )
 def test_a_shared_table_has_one_update_a_step(rng, name, options):
     """In bits what a layer that is called twice has: its count, its clipped norm, its rows."""
