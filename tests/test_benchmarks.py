@@ -49,6 +49,7 @@ def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
     assert (tmp_path / "table_choices_2.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow  # two minutes; before a run on a GPU
 def test_training_steps_are_measured(tmp_path):
     sizes = ["--positions", "1000", "--ids", "500", "--batch", "32", "--capacity-factor", "1e-6"]
     record = run("train_step.py", tmp_path / "train_step.json", *ONCE, *sizes)

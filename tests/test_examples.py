@@ -439,6 +439,7 @@ def test_another_optimizer_trains_rows_and_dense_parameters(
     assert 0 < _main(capsys, *SMALL, *given)["logloss"] < 2
 
 
+@pytest.mark.slow  # what other tests show of smaller programs
 def test_several_devices_learn_what_one_learns_in_either_mode(
     lines: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -401,6 +401,7 @@ def dense_of(state):
     return [leaf.tobytes() for leaf in data]
 
 
+@SELDOM
 def test_a_linen_state_goes_to_other_devices_and_back_and_trains_on():
     eight, two = Placement(mesh_of(8)), Placement(mesh_of(2), mode="pmap")
     state, _ = train_linen(eight, AXIS, count=4)
