@@ -16,7 +16,8 @@ def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Few combinations in which any two values of different axes meet (pairwise testing).
 
-    Each is the first of those that bring most new pairs.
+    Of three axes or more, since those of two are their product. Each is the first of those that
+    bring most new pairs.
     """
     given = [list(axis) for axis in axes]
     values = [range(len(axis)) for axis in given]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import process_worker as worker
 import pytest
+from many_devices import seldom
 
 import jax_hkv as hkv
 
@@ -99,7 +100,7 @@ def test_the_input_is_uneven():
     assert steps[1][worker.EMPTY_STEP].valid.all()
 
 
-@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", seldom(["shard_map", "pmap"], {"pmap"}))
 def test_two_processes_train_the_table_that_one_would(mode, tmp_path, expected):
     """One has fewer batches, both a short last one, and one of them an empty one."""
     exports = train(tmp_path, "--mode", mode, "--restore")

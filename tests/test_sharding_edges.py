@@ -15,7 +15,7 @@ from combinations import each
 from flax import nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from many_devices import ADAM
+from many_devices import ADAM, seldom
 from oracle_sharding import owner_of
 from test_sharding_traffic import mesh_of, traffic_of
 
@@ -586,7 +586,7 @@ def bits_of(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("api", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("api", seldom(["linen", "nnx"], {"nnx"}))
 def test_jagged_bags_train_alike_in_both_modes(api):
     seen = []
     for mode in ("shard_map", "pmap"):
@@ -624,7 +624,7 @@ def test_a_batch_that_was_not_put_is_named_under_pmap_too(api, rng):
     step(state, placement.put(whole))
 
 
-@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", seldom(["shard_map", "pmap"], {"pmap"}))
 def test_an_nnx_step_over_devices_takes_a_state_that_flax_has_cached(mode):
     """By ``nnx.cached_partial``: the state itself is trained, and nothing is traced again."""
     traced, seen = [], []

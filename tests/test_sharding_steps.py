@@ -110,7 +110,7 @@ def test_keys_of_one_owner_overflow_and_the_step_is_exact(merged, rng):
         assert int(part.optimizer.shared["count"][0]) == 2
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("number", seldom([1, 2], {1}))
 def test_stale_results_are_as_stale_where_keys_overflowed(number, rng):
     """By the slot that the lookup gave, not by that which a key has now."""
     keys = rng.permutation(400).astype(np.uint64) * GOLDEN
