@@ -66,6 +66,7 @@ def test_training_steps_are_measured(tmp_path):
     assert record["dcnv2"]["kernels"] == record["ten tables sgd"]["kernels"] == {}  # none here
 
 
+@pytest.mark.slow
 def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
     """The keys that were made for one bucket are in one: it keeps 128 of them."""
     sizes = ["--slots", "8192", "--batch", "512", "--dim", "4"]
@@ -81,6 +82,7 @@ def test_uneven_batches_stand_beside_uniform_ones(tmp_path):
         assert all(call["device"][0] > 0 for side in found.values() for call in side.values())
 
 
+@pytest.mark.slow
 def test_tiers_stand_beside_one_table(tmp_path):
     sizes = ["--cache", "2048", "--store", "16384", "--ids", "6000", "--batch", "512", "--dim", "4"]
     record = run("tiers.py", tmp_path / "tiers.json", *ONCE, *sizes, "--steps", "20")
@@ -95,6 +97,7 @@ def test_tiers_stand_beside_one_table(tmp_path):
             assert found["size"] == record["size"] and counts["unique"] == one["counts"]["unique"]
 
 
+@pytest.mark.slow
 def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "11", "12", "--batch", "6", "8", "--fixed", "12", "7", "--dim", "4"]

@@ -190,7 +190,7 @@ def ends_of_unsupervised(folder, death, *arguments, survivors):
 CAUSES = ("Connection reset by peer", "Connection closed by peer", "Socket closed", "unhealthy")
 
 
-@pytest.mark.parametrize("dead", [1, 0])
+@pytest.mark.parametrize("dead", seldom([1, 0], {1}))
 def test_who_survives_a_death_ends_by_itself_and_says_why(dead, tmp_path):
     """Whoever died, the coordinator too; without a launcher that ends the others."""
     ends = ends_of_unsupervised(
@@ -251,7 +251,7 @@ def ready_files(launcher, folder):
     return files
 
 
-@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("interrupt", seldom([signal.SIGINT, signal.SIGTERM], {signal.SIGTERM}))
 def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     """Not even those that take no notice of SIGTERM."""
     script = tmp_path / "script.py"

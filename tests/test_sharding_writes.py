@@ -65,6 +65,7 @@ CASES = {
 SLOW = {
     *("EPOCH_LFU, scores", "not merged, levels", "replicas, LFU", "LFU, scores, levels"),
     *("LFU, levels", "overflow", "bfloat16", "strict, with room"),
+    *("LRU, two choices, pmap", "CUSTOM, levels"),
 }
 
 

@@ -65,7 +65,7 @@ CASES = {
     "sums of bags, levels": along(Exchange(AXES, partial=True, slack=8.0), BAGS_BY_LEVELS),
     "bags, one device": dataclasses.replace(BAGS, shape=(1,)),
 }
-SELDOM = set(CASES) - {"no room", "levels, no room", "pmap"}
+SELDOM = set(CASES) - {"no room", "pmap"}
 
 
 def batch_of(case: Case, rng: Any) -> Batch:

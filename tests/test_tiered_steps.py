@@ -319,7 +319,7 @@ def ids_of_batches(rng, count=15):
     [
         ("shard_map", hkv.Policy.LRU, 2048, True),
         ("shard_map", hkv.Policy.LFU, DEVICES * 128, False),  # without room for two batches
-        ("pmap", hkv.Policy.EPOCH_LRU, 2048, True),
+        pytest.param("pmap", hkv.Policy.EPOCH_LRU, 2048, True, marks=pytest.mark.slow),
     ],
 )
 def test_parts_train_while_the_next_batch_comes_near(mode, policy, capacity, sets_mesh, again, rng):
