@@ -456,8 +456,24 @@ def _words_of(call: str, argument: str, number: Any) -> Any:
     return as_keys(call, argument, number).words
 
 
+def _bound(call: str, argument: str, number: Any, beside: Any) -> Any:
+    """One number beside Keys, unsigned: checked where known, else at least 0, as scores are."""
+    is_array = isinstance(number, (jax.Array, np.ndarray)) and not number.shape
+    if not is_array or number.dtype.kind != "i" or not isinstance(beside, Keys):
+        return number
+    if is_traced(number):  # what JAX has cut to 32 bits would be as high as numbers are
+        return jnp.maximum(number, jnp.zeros((), number.dtype))
+    check_not_donated(call, argument, number)
+    return np.asarray(number)[()]
+
+
 def _pair_of(call: str, a: Any, b: Any) -> tuple[Any, Any]:
-    """The words of two numbers that are compared."""
+    """The words of two numbers that are ordered."""
+    a, b = _bound(call, "a", a, b), _bound(call, "b", b, a)
+    return _words_to_compare(call, a, b)
+
+
+def _words_to_compare(call: str, a: Any, b: Any) -> tuple[Any, Any]:
     words = _words_of(call, "a", a), _words_of(call, "b", b)
     _check_fit(call, "a and b", *(each.shape[:-1] for each in words))
     return words
@@ -467,7 +483,10 @@ def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
     """Whether a < b, as unsigned 64-bit numbers, elementwise.
 
     Args:
-      a: Keys, an int from 0 to 2**64 - 1, or an integer array, which is taken as keys are.
+      a: Keys, an int from 0 to 2**64 - 1, or an integer array, which is taken as keys are. One
+        number beside Keys is unsigned: as an argument of ``jax.jit`` it is given as
+        ``Keys.from_numpy(number)``, since JAX cuts others to 32 bits, and a traced one below 0 is
+        taken as 0.
       b: the same.
 
     Raises:
@@ -498,7 +517,7 @@ def equal(a: Any, b: Any) -> Bool[Array, "*shape"]:
       >>> equal(np.array([3, -1], np.int32), 2**64 - 1).tolist()
       [False, True]
     """
-    return _is_equal(*_pair_of("equal", a, b))
+    return _is_equal(*_words_to_compare("equal", a, b))
 
 
 @functools.partial(jax.jit, inline=True)

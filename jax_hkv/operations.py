@@ -341,7 +341,8 @@ def find_or_insert(
       values: rows for new keys, ``[*keys.shape, dim]``; of equal keys the first counts.
       scores: needed under CUSTOM; counts under LFU and EPOCH_LFU; an error under the others.
         Unsigned, of the keys' shape: uint32, int32 from 0 on, or Keys; or one number for all keys,
-        which may be an int up to 2**64 - 1.
+        which may be an int up to 2**64 - 1. In an argument of your own ``jax.jit`` a number is
+        ``Keys.from_numpy(number)``: of others JAX, with x64 off, leaves the low 32 bits, silently.
       valid: see :func:`find`.
       admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
         valid positions. None: at all. Present keys are found and scored whatever it says.

@@ -53,8 +53,10 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
         :func:`equal`. If it does not use the rows, they are not read. It is static: a program is
         compiled for each function, and what one closes over or reads from globals stays as it was
         when it was first called. Where such a number changes, call this inside a jitted function
-        that takes the number: ``jax.jit(lambda table, oldest: hkv.erase_if(table, lambda keys,
-        scores, rows: hkv.less(scores, oldest)), donate_argnums=0)`` is compiled once.
+        that takes the number: ``erase = jax.jit(lambda table, oldest: hkv.erase_if(table, lambda
+        keys, scores, rows: hkv.less(scores, oldest)), donate_argnums=0)`` is compiled once. Give it
+        Keys, ``erase(table, hkv.Keys.from_numpy(number))``: of an integer ``jax.jit`` would, with
+        x64 off, leave the low 32 bits, silently.
 
     Returns:
       The table, and how many entries were removed.

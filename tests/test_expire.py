@@ -232,3 +232,21 @@ def test_a_predicate_takes_a_number_that_changes_and_is_compiled_once():
         left.append((int(erased), int(hkv.size(table))))
     assert left == [(3, 7), (5, 2)]
     assert len(traced) == 1
+
+
+def test_a_number_of_64_bits_goes_through_jit_as_keys():
+    """As the docstrings of erase_if and find_or_insert say: a time in milliseconds."""
+    now = 1_790_000_000_000
+    insert = jax.jit(lambda table, ids, time: hkv.find_or_insert(table, ids, scores=time)[0])
+    erase_older = jax.jit(
+        lambda table, oldest: hkv.erase_if(
+            table, lambda keys, scores, rows: hkv.less(scores, oldest)
+        )
+    )
+    table = hkv.create(128, 2, policy=hkv.Policy.CUSTOM)
+    for number in (0, 1):
+        time = hkv.Keys.from_numpy(now + 60_000 * number)
+        table = insert(table, np.array([number], np.int32), time)
+    table, erased = erase_older(table, hkv.Keys.from_numpy(now + 30_000))
+    assert int(erased) == 1
+    assert hkv.find(table, np.array([0, 1], np.int32))[1].found.tolist() == [False, True]

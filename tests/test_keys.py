@@ -442,3 +442,23 @@ def test_row_splits_of_64_bits_are_put_on_devices(mode):
     table = placement.create(lambda: hkv.create(128, 4))
     table, counts = placement.step(step)(table, placement.put(hkv.sharding.concatenate(bags)))
     assert int(counts.inserted) == 6
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32])
+def test_a_traced_number_below_0_is_no_high_one(kind):
+    """As scores are: what JAX has cut to 32 bits may have any sign. Arrays are ids, extended."""
+    keys, number = hkv.Keys.from_numpy(np.array([0, 5, 2**40])), kind(-3)
+    for compare in (hkv.less, hkv.less_equal):
+        name, on_both = (
+            compare.__name__,
+            jax.jit(lambda c, a, b: (c(a, b), c(b, a)), static_argnums=0),
+        )
+        below, above = on_both(compare, keys, number)
+        for got, pair in ((below, (keys, 0)), (above, (0, keys))):
+            assert got.tolist() == compare(*pair).tolist()
+        with pytest.raises(
+            ValueError, match=f"{name}: b must be an unsigned 64-bit .*got -3: Keys"
+        ):
+            compare(keys, jnp.asarray(number))
+    assert jax.jit(hkv.less)(keys, np.full(3, number)).tolist() == [True] * 3
+    assert jax.jit(hkv.equal)(hkv.Keys.from_numpy(np.int64(number)), number)
