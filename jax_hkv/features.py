@@ -38,7 +38,9 @@ class Jagged:
     """Bags of ids of any length, one after the other: the form of a ragged tensor.
 
     Bag `j` is positions ``row_splits[j]`` to ``row_splits[j + 1] - 1``. Positions from
-    ``row_splits[-1]`` on are padding, so that batches of one capacity are traced once.
+    ``row_splits[-1]`` on are padding, so that batches of one capacity are traced once. Splits are
+    checked where their values are known; inside of ``jax.jit`` decreasing ones are not noticed, and
+    positions before the first split are padding too.
 
     Attributes:
       ids: flat, ``[n]``: Keys, or an integer array.
@@ -474,7 +476,8 @@ def _check_alone(call: str, given: Any, valid: Any, weights: Any, remedy: str) -
 def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
     """The ids of bags without their bags, checked, with a mask for what is padding."""
     keys, splits, factors = _checked_jagged(call, given, weights, valid)
-    return Padded(keys, jax.lax.iota(jnp.int32, keys.shape[0]) < splits[-1], factors)
+    positions = jax.lax.iota(jnp.int32, keys.shape[0])
+    return Padded(keys, (splits[0] <= positions) & (positions < splits[-1]), factors)
 
 
 def _checked_jagged(
@@ -563,7 +566,9 @@ def jagged_bags(splits: jax.Array, count: int, weights: jax.Array | None) -> Bag
     # The bag of a position is the number of splits at or before it, which integers count in any
     # order: no search.
     ends = jnp.zeros((count,), jnp.int32).at[splits[1:]].add(1, mode="drop")
-    return Bags(jnp.cumsum(ends, dtype=jnp.int32), splits, weights)
+    sources = jnp.cumsum(ends, dtype=jnp.int32)
+    is_before = jax.lax.iota(jnp.int32, count) < splits[0]  # of traced splits, which nobody checks
+    return Bags(jnp.where(is_before, splits.shape[0] - 1, sources), splits, weights)
 
 
 class Unique(NamedTuple):

@@ -272,3 +272,50 @@ def test_single_ids_of_padded_are_a_bag_each(form):
     )
     assert got.values.shape == (3, DIM)
     assert_same_bits(got.values, expected.values)
+
+
+def gradients_of_step(tables, collection, given, optimizer):
+    """The rows of a step without Flax, and the tables after it."""
+    tables, found = collection.lookup(tables, given, train=True)
+    for name, result in found.results.items():
+        gradients = jnp.cos(found.rows[name])
+        tables[name] = optimizer.update(tables[name], result, gradients)
+    return collection.spread(found.rows, found.parts), tables
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", None])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_positions_before_traced_splits_are_padding_too(combiner, is_weighted, rng):
+    """Nobody checks the values of splits inside of jit; forward and update agree all the same."""
+    optimizer = hkv.optim.sgd(0.5)
+    tables = [hkv.TableConfig("table", 128, 2, optimizer=optimizer)]
+    features = [hkv.Feature("bags", "table", combiner), hkv.Feature("others", "table", "sum")]
+    collection = hkv.Collection(tables, features)
+    step = jax.jit(functools.partial(gradients_of_step, collection=collection, optimizer=optimizer))
+    ids = rng.integers(0, 9, 8).astype(np.int32)
+    weights = rng.uniform(1, 2, 8).astype(np.float32) if is_weighted and combiner else None
+    others = hkv.Jagged.from_lists([[1], [2, 20], []], capacity=4)
+    got, expected = [], []
+    for found, splits in ((got, [2, 3, 3, 6]), (expected, [0, 1, 1, 4])):
+        order = np.roll(np.arange(8), 0 if splits[0] else -2)
+        own = None if weights is None else weights[order]
+        bags = hkv.Jagged(ids[order], np.array(splits, np.int32), own)
+        rows, tables = step(collection.create(), given={"bags": bags, "others": others})
+        each = rows["bags"] if combiner else rows["bags"][splits[0] : splits[-1]]
+        found += [each, rows["others"], tables]
+        if combiner is None:
+            assert not np.asarray(rows["bags"])[splits[-1] :].any()
+            assert not np.asarray(rows["bags"])[: splits[0]].any()
+    assert_same_bits(got, expected)
+
+
+def test_pool_leaves_out_what_is_before_traced_splits():
+    """In both directions."""
+    rows, splits = np.ones((5, 2), np.float32), np.array([1, 2, 4], np.int32)
+    sums, gradients = jax.jit(
+        lambda rows, splits: jax.value_and_grad(
+            lambda rows: hkv.pool(rows, row_splits=splits).sum()
+        )(rows)
+    )(rows, splits)
+    assert float(sums) == 6
+    assert np.asarray(gradients)[:, 0].tolist() == [0, 1, 1, 1, 0]
