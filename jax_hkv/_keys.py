@@ -128,6 +128,11 @@ class Keys:
     def to_numpy(self, *, signed: bool = False) -> np.ndarray:
         """On the host as ``uint64``, or as ``int64``, where negative ids are what they were."""
         signed = as_bool("Keys.to_numpy", "signed", signed)
+        if is_traced(self.words):
+            raise TypeError(
+                f"Keys.to_numpy: keys must be on the host, got some of shape {list(self.shape)} "
+                "traced inside of jit: return them from there, or take .low and .high of them"
+            )
         words = np.asarray(self.words).astype(np.uint64)
         numbers = words[..., 0] | (words[..., 1] << np.uint64(_WORD_BITS))
         return numbers.astype(np.int64) if signed else numbers
@@ -230,13 +235,16 @@ def check_not_donated(call: str, argument: str, array: Any) -> None:
         )
 
 
-def check_unmasked(what: str, array: Any) -> None:
+_FILL = (
+    "leave out what it masks, or give array.filled(0), and valid=~np.ma.getmaskarray(array) to the "
+    "lookup"
+)
+
+
+def check_unmasked(what: str, array: Any, remedy: str = _FILL) -> None:
     """Raises for a masked array, whose mask would be lost; errors begin with what it is."""
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{what} must not be a masked array, whose mask would be lost: leave out what it "
-            "masks, or give array.filled(0), and valid=~np.ma.getmaskarray(array) to the lookup"
-        )
+        raise TypeError(f"{what} must not be a masked array, whose mask would be lost: {remedy}")
 
 
 # What to do about ids that came as floats.

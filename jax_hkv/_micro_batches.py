@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
-from jax_hkv.features import Jagged, is_jagged
+from jax_hkv.features import Padded, is_jagged
 
 _KEYS = "give random keys as jax.random.key makes them"
 _PAD = (
@@ -114,6 +114,11 @@ def _check_kept(before: Any, after: Any) -> None:
             )
 
 
+def _are_bags(node: Any) -> bool:
+    """Whether a node is a Jagged, or one with a mask."""
+    return is_jagged(node) or (isinstance(node, Padded) and is_jagged(node.ids))
+
+
 def _cut(args: Any, count: int) -> Any:
     """The arguments of a step as those of its micro-batches, stacked.
 
@@ -123,14 +128,14 @@ def _cut(args: Any, count: int) -> Any:
     first: list[tuple[str, int]] = []  # an array, and its size
 
     def array(path: Any, leaf: Any) -> Any:
-        return leaf if is_jagged(leaf) else _cut_array(_where(path), leaf, count, first)
+        return leaf if _are_bags(leaf) else _cut_array(_where(path), leaf, count, first)
 
     def bags(path: Any, leaf: Any) -> Any:
-        return _cut_bags(_where(path), leaf, count, first) if is_jagged(leaf) else leaf
+        return _cut_bags(_where(path), leaf, count, first) if _are_bags(leaf) else leaf
 
     # Bags come last: what they have to be of, the arrays beside them tell.
-    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=is_jagged)
-    return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=is_jagged)
+    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=_are_bags)
+    return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=_are_bags)
 
 
 def _where(path: Any) -> str:
@@ -159,8 +164,9 @@ def _cut_array(where: str, leaf: Any, count: int, first: list[tuple[str, int]]) 
     return leaf.reshape(count, size // count, *leaf.shape[1:])
 
 
-def _cut_bags(where: str, bags: Jagged, count: int, first: list[tuple[str, int]]) -> Jagged:
-    splits, positions = np.shape(bags.row_splits)[0], bags.ids.shape[0]
+def _cut_bags(where: str, bags: Any, count: int, first: list[tuple[str, int]]) -> Any:
+    own = bags.ids if isinstance(bags, Padded) else bags
+    splits, positions = np.shape(own.row_splits)[0], own.ids.shape[0]
     size = splits - count  # bags, of as many Jagged: each has one more split than bags
     examples = [each for _, each in first[:1]]
     if splits % count or positions % count or (examples and size != examples[0]):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,20 +15,17 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
+from jax_hkv._host_bags import as_numpy, check_on_host, flat, weights_of, words_of
 from jax_hkv._keys import (
-    OF_FLOATS,
     Keys,
     check_fixed,
     check_keys,
     check_unmasked,
     form_of,
-    is_missing,
     keys_of,
 )
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Bags, jitted
-
-_LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -83,9 +79,9 @@ class Jagged:
                 f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: "
                 "ids of one bag are [ids]"
             ) from None
-        words = [_words(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
+        words = [words_of(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
         lengths = [len(bag) for bag in words]
-        factors = None if weights is None else _weights(weights, lengths)
+        factors = None if weights is None else weights_of(weights, lengths)
         ids = np.concatenate([*words, np.zeros(0, np.uint64)])
         return _packed(call, ids, np.array(lengths, np.int64), capacity, factors)
 
@@ -117,26 +113,28 @@ class Jagged:
           [0, 2, 2, 3]
         """
         call = "Jagged.from_lengths"
-        given = np.asarray(values) if isinstance(values, (list, tuple)) else values
+        is_list = isinstance(values, (list, tuple))
+        given = as_numpy(f"{call}: values", values) if is_list else values
         if isinstance(values, Keys):
+            check_on_host(f"{call}: values", values.words)
             ids = values.to_numpy()
         elif given is not values and given.dtype.kind in "fO":  # NumPy finds no integer type
-            ids = _words(f"{call}: values", values)
+            ids = words_of(f"{call}: values", values)
         else:
-            ids = Keys.from_numpy(_flat(call, "values", given, "iu")).to_numpy()
+            ids = Keys.from_numpy(flat(call, "values", given, "iu")).to_numpy()
         if ids.ndim != 1:
             raise ValueError(
                 f"{call}: values must be flat, the ids of one bag after the other, got "
                 f"{list(ids.shape)}: reshape them"
             )
-        counts = _flat(call, "lengths", lengths, "iu").astype(np.int64)
+        counts = flat(call, "lengths", lengths, "iu").astype(np.int64)
         if ((counts < 0) | (counts > ids.size)).any() or counts.sum() != ids.size:
             raise ValueError(
                 f"{call}: lengths must be from 0 on and say how many of the values each bag has, "
                 f"so that their sum is the number of values, {list(ids.shape)}; got a sum of "
                 f"{counts.sum()} and a least length of {counts.min(initial=0)}"
             )
-        factors = None if weights is None else _flat(call, "weights", weights, "iuf")
+        factors = None if weights is None else flat(call, "weights", weights, "iuf")
         if factors is not None and factors.shape != ids.shape:
             raise ValueError(
                 f"{call}: weights must be one for each of the {ids.size} values, got {factors.size}"
@@ -169,8 +167,8 @@ class Jagged:
           ([0, 2, 2, 0, 1, 2], [5, 6, 0, 7, 8, 0])
         """
         call = "Jagged.for_parts"
-        if any(map(is_traced, jax.tree.leaves(self))):
-            raise TypeError(f"{call}: the bags must be on the host, got traced ones: call it there")
+        for leaf in jax.tree.leaves(self):
+            check_on_host(f"{call}: the bags", leaf)
         parts = _checks.as_integer(call, "parts", parts, 1, MAX_SLOTS)
         is_keys = isinstance(self.ids, Keys)
         if is_keys:
@@ -182,7 +180,7 @@ class Jagged:
                     f"shape {list(ids.shape[:-1])}: reshape them"
                 )
         else:
-            ids = _flat(call, "ids", self.ids, "iu")
+            ids = flat(call, "ids", self.ids, "iu")
         splits = _known_splits(call, "row_splits", self.row_splits, len(ids))
         given = len(splits) - 1
         batch = given if batch is None else _checks.as_integer(call, "batch", batch, 0, MAX_SLOTS)
@@ -212,7 +210,7 @@ class Jagged:
 
         weights = self.weights
         if weights is not None:
-            weights = _flat(call, "weights", weights, "iuf").astype(np.float32)
+            weights = flat(call, "weights", weights, "iuf").astype(np.float32)
             if len(weights) != len(ids):
                 raise ValueError(
                     f"{call}: weights must be one for each of the {len(ids)} positions, got "
@@ -264,7 +262,8 @@ class Padded:
     """Bags of ids of one length, some of whose positions may be padding, with weights beside them.
 
     Attributes:
-      ids: ``[*batch, hotness]``, or ``[batch]`` of one id each: Keys, or an integer array.
+      ids: ``[*batch, hotness]``, or ``[batch]`` of one id each: Keys, or an integer array. Or a
+        :class:`Jagged` with its own weights, of which `valid` masks positions.
       valid: ``bool`` of the ids' shape, False for padding; None: all are ids.
       weights: ``float32`` of the ids' shape; None: ones.
     """
@@ -272,97 +271,6 @@ class Padded:
     ids: Any
     valid: Bool[Any, "*batch hotness"] | None = None
     weights: Float32[Any, "*batch hotness"] | None = None
-
-
-_FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array
-
-
-def _words(what: str, ids: Any) -> np.ndarray:
-    """Ids as 64-bit words; errors begin with what they are."""
-    check_unmasked(what, ids)
-    if isinstance(ids, Keys):
-        raise TypeError(
-            f"{what} must be a list or an array of integers, got Keys: give ids.to_numpy(), or "
-            "Keys of all bags to Jagged.from_lengths(keys, lengths)"
-        )
-    if hasattr(ids, "__array__"):
-        ids = np.asarray(ids)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
-            return ids.astype(np.uint64)  # which extends the sign
-        objects = ids.flat if ids.dtype == object else ()
-        are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
-        remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
-        raise TypeError(
-            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
-        )
-    no_bags = (str, bytes, bytearray, memoryview, Mapping)  # whose values would be lost
-    if isinstance(ids, no_bags) or not isinstance(ids, Collection):
-        raise TypeError(
-            f"{what} must be a list or an array of integers, got {type(ids).__name__} {ids!r}: a "
-            "bag of one id is [id]; weights are a list of their own"
-        )
-    if len(ids) > _FEW and set(map(type, ids)) == {int}:
-        array = np.array([*ids])
-        if array.dtype.kind in "iu":  # NumPy finds none for those of both ends of 64 bits
-            return array.astype(np.uint64)
-    words = np.zeros(len(ids), np.uint64)
-    for position, given in enumerate(ids):
-        try:
-            if isinstance(given, bool):
-                raise TypeError
-            word = operator.index(given)
-        except TypeError:
-            remedy = OF_FLOATS if is_missing(given) else "hash or cast its ids to int first"
-            raise TypeError(
-                f"{what} must hold integers, got {type(given).__name__} {given!r}: {remedy}"
-            ) from None
-        if not _LOWEST_ID <= word <= _HIGHEST_ID:
-            raise ValueError(
-                f"{what} must hold integers of 64 bits, got {word}: hash its ids to 64 bits first"
-            )
-        words[position] = word & _HIGHEST_ID
-    return words
-
-
-def _weights(weights: Any, lengths: list[int]) -> np.ndarray:
-    try:
-        weights = list(weights)  # an iterator has them once
-        given = [len(bag) for bag in weights]
-    except TypeError:
-        raise TypeError(
-            "Jagged.from_lists: weights must be a list of numbers for each bag, got "
-            f"{type(weights).__name__} {weights!r}: weights of one bag are [weights]"
-        ) from None
-    if given != lengths:
-        where = next(
-            (j for j, pair in enumerate(zip(given, lengths, strict=False)) if pair[0] != pair[1]),
-            min(len(given), len(lengths)),
-        )
-        raise ValueError(
-            "Jagged.from_lists: weights must be one for each id, bag by bag; the first bag where "
-            f"they are not is {where}: give {lengths[where : where + 1]} weights there, got "
-            f"{given[where : where + 1]}"
-        )
-    flat = [
-        _flat("Jagged.from_lists", f"weights[{number}]", bag, "iuf")
-        for number, bag in enumerate(weights)
-    ]
-    return np.concatenate(flat or [np.zeros(0)])
-
-
-def _flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
-    """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
-    check_unmasked(f"{call}: {argument}", given)
-    array = np.asarray(given)
-    is_kind = array.dtype.kind in kinds or ("f" in kinds and array.dtype in _ffi.FLOATS)
-    if array.ndim == 1 and (is_kind or not np.size(given)):
-        return array.astype(np.int64) if not array.size else array
-    what = "numbers" if "f" in kinds else "integers"
-    remedy = "flatten them" if is_kind else f"give an array whose dtype is one of {what}"
-    raise TypeError(
-        f"{call}: {argument} must be {what} along one axis, got {array.dtype}{list(array.shape)}: "
-        f"{remedy}"
-    )
 
 
 def _packed(
@@ -444,9 +352,9 @@ def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Ba
 
 
 def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
-    keys, splits, factors = _checked_jagged(call, given, weights, valid)
+    keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
     layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
-    return _jagged(keys, splits, factors), layout
+    return _jagged(keys, splits, factors, mask), layout
 
 
 def each_a_bag(given: Any) -> Any:
@@ -460,12 +368,13 @@ def each_a_bag(given: Any) -> Any:
 
 def unpadded(call: str, given: Padded, valid: Any, weights: Any) -> tuple[Any, Any, Any]:
     """Ids, mask and weights of a Padded, beside which there are none."""
-    _check_alone(call, given, valid, weights, "a Padded has them: Padded(ids, valid, weights)")
+    remedy = "a Padded has them: Padded(ids, valid, weights)"
+    _check_alone(call, given, remedy, weights=weights, valid=valid)
     return given.ids, given.valid, given.weights
 
 
-def _check_alone(call: str, given: Any, valid: Any, weights: Any, remedy: str) -> None:
-    for name, argument in (("weights", weights), ("valid", valid)):
+def _check_alone(call: str, given: Any, remedy: str, **arguments: Any) -> None:
+    for name, argument in arguments.items():
         if argument is not None:
             raise ValueError(
                 f"{call}: {name} cannot be given beside a {type(given).__name__}, got "
@@ -475,16 +384,16 @@ def _check_alone(call: str, given: Any, valid: Any, weights: Any, remedy: str) -
 
 def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
     """The ids of bags without their bags, checked, with a mask for what is padding."""
-    keys, splits, factors = _checked_jagged(call, given, weights, valid)
+    keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
     positions = jax.lax.iota(jnp.int32, keys.shape[0])
-    return Padded(keys, (splits[0] <= positions) & (positions < splits[-1]), factors)
+    is_in_bag = (splits[0] <= positions) & (positions < splits[-1])
+    return Padded(keys, is_in_bag if mask is None else is_in_bag & mask, factors)
 
 
 def _checked_jagged(
     call: str, given: Jagged, weights: Any, valid: Any
-) -> tuple[Any, Int32[Array, " batch+1"], Float32[Array, " n"] | None]:
-    remedy = "weights are Jagged(ids, row_splits, weights), and padding lies behind row_splits"
-    _check_alone(call, given, valid, weights, remedy)
+) -> tuple[Any, Int32[Array, " batch+1"], Float32[Array, " n"] | None, Bool[Array, " n"] | None]:
+    _check_alone(call, given, "they are Jagged(ids, row_splits, weights)", weights=weights)
     keys = check_keys(call, "ids.ids", given.ids)
     if len(keys.shape) != 1:
         raise ValueError(
@@ -492,13 +401,17 @@ def _checked_jagged(
             "to [n], with row_splits that say where bags begin"
         )
     splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
-    return keys, splits, as_weights(call, given.weights, keys.shape)
+    mask = _checks.as_mask(call, "valid", valid, keys.shape)
+    return keys, splits, as_weights(call, given.weights, keys.shape), mask
 
 
 @jitted()
-def _jagged(given: Any, splits: jax.Array, weights: jax.Array | None) -> Bagged:
+def _jagged(
+    given: Any, splits: jax.Array, weights: jax.Array | None, valid: jax.Array | None
+) -> Bagged:
     bags = jagged_bags(splits, given.shape[0], weights)
-    return Bagged(keys_of(given), bags.sources < splits.shape[0] - 1, bags)
+    is_in_bag = bags.sources < splits.shape[0] - 1
+    return Bagged(keys_of(given), is_in_bag if valid is None else is_in_bag & valid, bags)
 
 
 def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array, " n"] | None:

@@ -68,7 +68,8 @@ def find_pooled(
         "sum": sum(w * row); "mean": that divided by sum(w); "sqrtn": that divided by
         sqrt(sum(w**2)). A bag without ids, or whose divisor is 0, gets zeros.
       weights: ``float32`` of the shape of `ids`. Differentiable.
-      valid: ``bool`` of the shape of `ids`; masked ids are not in their bag.
+      valid: ``bool`` of the shape of `ids` (of a Jagged, of its flat ones); masked ids are not in
+        their bag.
       fill: what absent ids add: "initial" for the rows that they would start with, or 0 for
         nothing; they count in the divisor either way. The default is "initial" here, and 0.0 in
         :func:`jax_hkv.find`.

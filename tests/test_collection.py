@@ -509,9 +509,9 @@ WRONG = {
         "feature 'title': ids.row_splits must be int32 or int64 [batch + 1], got float32[4]",
     ),
     "jagged ids without a combiner, in padded ones": (
-        looked_up(item=hkv.Padded(jagged(np.random.default_rng(0)), valid=np.ones(40, bool))),
+        looked_up(item=hkv.Padded(jagged(np.random.default_rng(0)), weights=np.ones(40))),
         ValueError,
-        "feature 'item': valid cannot be given beside a Jagged",
+        "feature 'item': weights cannot be given beside a Jagged",
     ),
 }  # fmt: skip
 

@@ -509,9 +509,9 @@ BAD_CALLS = {
         "weights cannot be given beside a Jagged",
     ),
     "a mask beside a Jagged": (
-        lambda t: hkv.find_pooled(t, jagged(), valid=np.ones(4, bool)),
-        ValueError,
-        "valid cannot be given beside a Jagged",
+        lambda t: hkv.find_pooled(t, jagged(), valid=np.ones(2, bool)),
+        TypeError,
+        r"valid must be bool\[4\] like the keys, got bool\[2\]",
     ),
     "a mask of another shape": (
         lambda t: hkv.find_pooled(t, IDS[None], valid=np.ones(4, bool)),
