@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -176,3 +177,18 @@ def check_state(
             f"{call}: loss_scale must be a jax_hkv.optim.LossScale, or None, got "
             f"{type(loss_scale).__name__}: give jax_hkv.optim.LossScale.create(1024.0), say"
         )
+
+
+@contextlib.contextmanager
+def wants_gradients_alone() -> Iterator[None]:
+    """Raises of a transformation of dense parameters that asks for more: a chain tells it last."""
+    try:
+        yield
+    except TypeError as error:
+        if "required keyword-only" not in str(error):
+            raise
+        raise TypeError(
+            "train_step: tx must need gradients, its state and parameters alone, got one that asks "
+            f"for more ({error}), as optax.contrib.reduce_on_plateau and optax.lbfgs do: leave it "
+            "out, and change the rate of an optax.inject_hyperparams between steps"
+        ) from error

@@ -23,7 +23,7 @@ from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import check_keys, would_cut
-from jax_hkv._layer_arguments import check_dtype, rows_dtype
+from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
@@ -155,12 +155,6 @@ def host_checked(
                     "decides by one (a flag, a number of turns, a name), it belongs to loss_fn: "
                     "make a step for each, train_step(functools.partial(loss_fn, flag=True))"
                 )
-            elif isinstance(error, TypeError) and "required keyword-only" in text:
-                error.add_note(
-                    "train_step: if it is tx that wants this, as optax.contrib.reduce_on_plateau "
-                    "wants value=, no train_step gives it: leave it out, and change the rate of an "
-                    "optax.inject_hyperparams between steps"
-                )
             raise
         for where, overflow in info_of(outputs).strict_overflow.items():
             if check_overflow and not is_traced(overflow):  # in a scan its report tells
@@ -192,6 +186,7 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
 
 def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
     """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
+    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if hasattr(leaf, "__dlpack__") and not isinstance(leaf, (jax.Array, np.ndarray)):
             raise TypeError(
@@ -199,11 +194,14 @@ def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
                 f"library, {type(leaf).__module__}.{type(leaf).__name__}: make keys of ids with "
                 "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
             )
-        if would_cut(leaf):
+        is_wide = isinstance(leaf, int) and not ints.min <= leaf <= ints.max
+        if is_wide or would_cut(leaf):
+            kind = getattr(leaf, "dtype", None)
+            what = f"is the number {leaf}" if kind is None else f"holds {kind} numbers"
             raise TypeError(
-                f"train_step: arguments{jax.tree_util.keystr(path)} holds {leaf.dtype} numbers "
-                "that JAX would cut to 32 bits: make keys of ids with "
-                "jax_hkv.Keys.from_numpy(ids)"
+                f"train_step: arguments{jax.tree_util.keystr(path)} {what}, which JAX would cut "
+                f"to {ints.bits} bits: make keys of ids and scores with "
+                "jax_hkv.Keys.from_numpy(ids); scale others, or cast them to int32 or float32"
             )
     for bags in jax.tree.leaves(args, is_leaf=is_jagged):
         if is_jagged(bags) and isinstance(bags.row_splits, np.ndarray):
@@ -536,7 +534,8 @@ def dense_update(
     tx: Any, gradients: Any, opt_state: Any, params: Any, finite: Bool[Array, ""] | None
 ) -> tuple[Any, Any]:
     """Parameters and state after a step of an optax transformation; before it where not finite."""
-    updates, state = tx.update(gradients, opt_state, params)
+    with wants_gradients_alone():
+        updates, state = tx.update(gradients, opt_state, params)
     moved = jax.tree.map(lambda p, u: (widened(p) + widened(u)).astype(p.dtype), params, updates)
     return kept_unless(finite, (moved, state), (params, opt_state))
 

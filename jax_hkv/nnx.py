@@ -659,7 +659,8 @@ def train_step(
         dense, gradients, finite, scale = _layers.prepared(
             devices.total(dense), gradients, results, scale, max_norm, devices, overflow
         )
-        state.optimizer.update(state.model, dense)
+        with _arguments.wants_gradients_alone():
+            state.optimizer.update(state.model, dense)
         if finite is not None:
             nnx.update(parts, _layers.kept_unless(finite, nnx.state(parts, _SKIPPED), before))
         extra = {} if finite is None else {"apply": finite}

@@ -278,3 +278,21 @@ def test_subnormal_gradients_reach_their_rows_over_devices(deduplicate):
     ids = placement.put(np.arange(8, dtype=np.int32)[:, None])
     _, words = placement.step(step)(table, ids)
     assert {int(word) for word in words} == {int(np.float32(-1e-38).view(np.uint32))}
+
+
+def test_a_wide_number_of_a_step_has_a_remedy_if_it_is_no_id():
+    """A Python int too, of which JAX says that it overflows."""
+    ids, table = np.array([1, 2], np.int32), hkv.linen.Embed(128, 2, optimizer=hkv.optim.sgd(0.1))
+    state = hkv.linen.TrainState.create(table, jax.random.key(0), ids, tx=optax.sgd(0.1))
+    step = hkv.linen.train_step(
+        lambda apply, ids, times: apply(ids, train=True).sum() + jnp.sum(times)
+    )
+    wide = 2**63 if jax.config.jax_enable_x64 else 2**31
+    texts = [(-wide - 1, rf"is the number {-wide - 1}"), (wide, rf"is the number {wide}")]
+    if not jax.config.jax_enable_x64:
+        texts.append((np.array([1, 2**40]), "holds int64 numbers"))
+    for given, what in texts:
+        message = rf"train_step: arguments\[1\] {what}.*from_numpy.*cast them to int32 or float32"
+        with pytest.raises(TypeError, match=message):
+            step(state, ids, given)
+    step(state, ids, wide - 1)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 
 import jax_hkv as hkv
 
@@ -585,12 +586,29 @@ def test_steps_of_dense_parameters_that_look_around_first_are_noted():
         hkv.optim.sparse(sam).init(hkv.create(128, DIM))
 
 
-def test_what_a_transformation_of_dense_parameters_wants_besides_is_explained():
-    state = state_of(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
-    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())
-    with pytest.raises(TypeError, match="'value'") as caught:
-        step(state, IDS)
-    assert "inject_hyperparams between steps" in "".join(caught.value.__notes__)
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_what_a_transformation_of_dense_parameters_wants_besides_is_explained(api, has_scale):
+    """Of a chain nothing tells it before the step."""
+    message = "train_step: tx must need gradients, .* got one .*'value'.*inject_hyperparams between"
+    scale = hkv.optim.LossScale.create(1.0) if has_scale else None
+    for tx in (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), optax.lbfgs()):
+        if api == "linen":
+            state = hkv.linen.TrainState.create(
+                Model(), jax.random.key(0), IDS, tx=tx, loss_scale=scale
+            )
+        else:
+            layer = hkv.nnx.Embed(128, DIM, optimizer=hkv.optim.sgd(0.1))
+            model = nnx.List([layer, nnx.Linear(DIM, 1, rngs=nnx.Rngs(0))])
+            state = hkv.nnx.TrainState(model, tx, loss_scale=scale)
+
+        def loss_fn(apply, ids):
+            if api == "linen":
+                return apply(ids, train=True).sum()
+            return apply[1](apply[0](ids, train=True)).sum()
+
+        with pytest.raises(TypeError, match=message):
+            getattr(hkv, api).train_step(loss_fn)(state, IDS)
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
