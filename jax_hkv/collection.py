@@ -435,7 +435,7 @@ class Collection:
 
         Args:
           tables: of :meth:`create`.
-          inputs: of every feature: ids of shape ``[batch]`` or ``[batch, hotness]``, a
+          inputs: of every feature: ids of shape ``[batch]`` or ``[*batch, hotness]``, a
             :class:`jax_hkv.Padded` (mask and weights beside them), or a :class:`jax_hkv.Jagged`.
           train: whether absent ids are inserted, in the tables that have an optimizer; of others,
             which are only read, a warning tells.
@@ -564,7 +564,7 @@ class Collection:
         return added
 
     def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
-        """The rows of each feature: ``[batch, dim]``, or a row for every id without a combiner.
+        """The rows of each feature: ``[*batch, dim]``, or a row for every id without a combiner.
 
         Those of a :class:`jax_hkv.Jagged` are ``[n, dim]``, in the order of its ids.
         """
