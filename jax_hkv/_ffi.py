@@ -212,6 +212,13 @@ def _lowering(signature: Signature, platform: str, *operands: Any, **params: Any
     return call(*operands, table=params["table"], **attributes)[: len(results)]
 
 
+# What comes out of a loop of JAX inside of loss_fn are its results, and not the table of a layer.
+_IN_LOSS = (
+    "In a train_step's loss_fn, call the layers once with the whole batch, and map what comes "
+    "after the rows."
+)
+
+
 def _batch(
     primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
 ) -> Any:
@@ -225,14 +232,14 @@ def _batch(
         raise NotImplementedError(
             f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
             "operation once with all keys (keys of any leading shape are accepted), or loop with "
-            "jax.lax.scan."
+            f"jax.lax.scan. {_IN_LOSS}"
         )
     begins = ", with which all that changes a table begins" if signature.name == "unique" else ""
     raise NotImplementedError(
         f"jax.vmap of {signature.name}{begins}: it looks at a batch as a whole, and several "
         "batches are not one. Call the operation once with all keys, or loop over the batches: "
         "with jax.lax.map, or, where they change a table (changes to one table need an order), "
-        "with jax.lax.scan."
+        f"with jax.lax.scan. {_IN_LOSS}"
     )
 
 

@@ -140,6 +140,7 @@ def test_keys_are_no_list_of_ids():
 def test_vmap_over_what_changes_a_table_says_where_it_begins():
     table = hkv.create(128, DIM)
     message = "jax.vmap of unique, with which all that changes a table begins: it looks at a batch"
+    message += ".* with jax.lax.scan. In a train_step's loss_fn, call the layers once with the whol"
     with pytest.raises(NotImplementedError, match=message):
         jax.vmap(lambda ids: hkv.find_or_insert(table, ids)[1].values)(IDS.reshape(2, 4))
 
