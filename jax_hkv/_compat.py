@@ -23,6 +23,7 @@ __all__ = [
     "agreed",
     "batching",
     "check_elements",
+    "has_empty_operands",
     "is_fixed",
     "is_traced",
     "match_varying",
@@ -52,6 +53,19 @@ def check_elements(call: str, batch: Any) -> None:
             "where it compiles shard_map of an array without any. Pad and mask it (valid=), or "
             "install another jaxlib: 0.11.1 and 0.12 do not"
         )
+
+
+def has_empty_operands(operands: Iterable[Any]) -> bool:
+    """Whether arrays without elements among these must not come into a program of their own.
+
+    A shard_map outside of jit makes one of every primitive, where jaxlib 0.11.2 ends the process
+    (see :func:`check_elements`).
+    """
+    return (
+        _CRASHES_WITHOUT_ELEMENTS
+        and bool(jax.sharding.get_abstract_mesh().manual_axes)
+        and any(0 in operand.shape for operand in operands)
+    )
 
 
 def without_rematerialization() -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,15 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_hkv import _build
-from jax_hkv._compat import ad, batching, is_fixed, match_varying, mlir, result_aval
+from jax_hkv._compat import (
+    ad,
+    batching,
+    has_empty_operands,
+    is_fixed,
+    match_varying,
+    mlir,
+    result_aval,
+)
 
 _TARGET_PREFIX = "jax_hkv."
 FLOATS = (np.dtype(np.float32), np.dtype(jax.numpy.bfloat16), np.dtype(np.float16))
@@ -367,6 +375,26 @@ def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     return outputs
 
 
+@functools.cache
+def _with_empty(primitive: Primitive, empty: tuple[Any, ...], params: tuple[Any, ...]) -> Any:
+    """A program that makes the operands without elements by itself; None: one that is given."""
+
+    def bind(*given: jax.Array) -> Any:
+        rest = iter(given)
+        operands = tuple(next(rest) if kind is None else jax.numpy.zeros(*kind) for kind in empty)
+        return primitive.bind(*match_varying(operands), **dict(params))
+
+    return jax.jit(bind, inline=True)
+
+
+def _bind_given(primitive: Primitive, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """Binds a primitive to operands of which those without elements are made with it."""
+    empty = tuple((x.shape, x.dtype) if 0 in x.shape else None for x in operands)
+    given = [x for x, kind in zip(operands, empty, strict=True) if kind is None]
+    with jax.disable_jit(False):
+        return _with_empty(primitive, empty, tuple(sorted(params.items())))(*given)
+
+
 def _make_primitive(signature: Signature) -> Primitive:
     primitive = Primitive(signature.name)
     primitive.multiple_results = True
@@ -430,4 +458,7 @@ def call(
     words: dict[str, Any] = {key: _word(expected[key], x) for key, x in attributes.items()}
     if signature.casts:
         words["dtype"] = np.dtype(dtype)
-    return primitive.bind(*match_varying(operands), table=table, **words)
+    words["table"] = table
+    if has_empty_operands(operands):
+        return _bind_given(primitive, operands, words)
+    return primitive.bind(*match_varying(operands), **words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,3 +141,44 @@ def test_a_whole_step_trains_each_devices_own_table(check_vma, placement):
     )
     state = jax.jit(mapped)(state, *placement.put((IDS, FACTORS)))
     assert_moved_by_factors(placement, state)
+
+
+# --- Outside of jit ------------------------------------------------------------------------------
+
+
+def of_two():
+    """A placement, and a table over its devices."""
+    placement = hkv.sharding.Placement(jax.make_mesh((2,), ("device",), devices=jax.devices()[:2]))
+    return placement, placement.create(lambda: SGD.init(hkv.create(256, DIM)))
+
+
+def test_operations_run_in_a_shard_map_that_is_not_jitted():
+    """Every operation is a program of its own: of operands without elements one ended jaxlib's."""
+    placement, table = of_two()
+    split = P("device")
+    call = functools.partial(hkv.sharding.contains, axis_name="device")
+    mapped = jax.shard_map(
+        lambda table, ids: call(table, ids)[1].found,
+        mesh=placement.mesh,
+        in_specs=(split, split),
+        out_specs=split,
+    )
+    assert not mapped(table, placement.put(IDS)).any()
+
+
+@pytest.mark.slow
+def test_a_step_runs_without_jit():
+    """As who looks for an error has it."""
+
+    def step(table, ids):
+        table, found = hkv.sharding.find_or_insert(table, ids, axis_name="device")
+        table = hkv.sharding.update(SGD, table, found, jnp.ones_like(found.values))
+        return table, found.counts
+
+    placement, table = of_two()
+    expected, _ = placement.step(step, donate=False)(table, placement.put(IDS))
+    with jax.disable_jit():
+        table, counts = placement.step(step)(table, placement.put(IDS))
+    assert int(counts.inserted) == len(IDS)
+    for one, other in zip(jax.tree.leaves(table), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
