@@ -41,8 +41,10 @@ def reshard(
       source: of `state`; None: one device. Of NumPy arrays the mesh may be a
         ``jax.sharding.AbstractMesh``.
       target: of `fresh`; None: one device.
-      replicas: whether every device holds the whole of a table, and not a part of it; of all
-        tables, or by their paths: those by which the counts are named.
+      replicas: whether every device holds the whole of a table, and not a part of it, in both
+        states; of all tables, or by their paths: those by which the counts are named. What a table
+        of `fresh` is to be nothing shows but this: a table that becomes one of replicas, or ceases
+        to be, goes by :func:`import_entries` (docs/sharding.md, "Replicas").
 
     Returns:
       The state, and what became of the entries of each table, by its path in the state, summed
@@ -52,8 +54,8 @@ def reshard(
       TypeError: naming the argument.
       ValueError: if the states have not the same leaves, of the same shapes and types, but for the
         capacity of tables; if tables have another seed or initializer, or another `choices`; if
-        one is no replica that should be one, or the other way round; or if there are several
-        processes.
+        one of `state` with entries is no replica that should be one, or the other way round; or if
+        there are several processes.
 
     Example:
       >>> import jax_hkv as hkv

@@ -161,11 +161,11 @@ def test_the_code_about_many_devices_runs(capsys, tmp_path):
     given = {"__name__": "sharding", "path": tmp_path / "entries"}
     after = run("docs/sharding.md", blocks, given)
     assert after["logits"].shape == (64,)
-    assert int(after["erased"]) == 4 * 8
+    assert int(after["erased"]) == 4 * 8  # `look_up` inserts them again
     assert after["lost"].count.shape == (4,) and not int(after["given_back"].inserted)
-    assert int(after["counts"].inserted) == len(after["exported"].keys) == 512 - 32
+    assert int(after["counts"].inserted) == len(after["exported"].keys) == 512
     assert int(after["moved"]["users"].inserted) == int(jax_hkv.size(after["state"]["users"])) > 0
-    assert int(jax_hkv.size(after["one"])) == 512 - 32
+    assert int(jax_hkv.size(after["one"])) == 512
     assert after["misplaced"].tolist() == [0] * 4
     assert "all-to-all" in capsys.readouterr().out
 
