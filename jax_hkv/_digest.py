@@ -44,6 +44,31 @@ def digest(tree: Any) -> UInt32[Array, 2]:
     return total
 
 
+def digest_over(leaves: list[Any], others: list[tuple[str, ...]], axes: tuple[str, ...]) -> Any:
+    """The digests of all devices along some axes: ``uint32[devices, 2]``; inside shard_map.
+
+    Args:
+      leaves: this device's.
+      others: of each leaf the axes that it is split along: its parts count as one.
+      axes: of the mesh.
+    """
+    own = digest(
+        [
+            jax.lax.all_gather(digest([leaf]), names) if names else leaf
+            for leaf, names in zip(leaves, others, strict=True)
+        ]
+    )
+    for axis in reversed(axes):
+        own = jax.lax.all_gather(own, axis)
+    return own.reshape(-1, 2)
+
+
+def others_in(spec: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of a partition spec that are none of some axes."""
+    each = [names if isinstance(names, tuple) else (names,) for names in spec if names]
+    return tuple(name for names in each for name in names if name not in axes)
+
+
 def _words(leaf: Any) -> UInt32[Array, " n"]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +20,15 @@ from jax_hkv._checks import (
     as_list,
     check_function,
     check_held_once,
+    check_mesh,
+    check_not_cut,
     check_not_used_up,
+    devices_of,
+    explicit_of,
+    has_twins,
+    is_from_host,
+    is_of_each,
+    is_shared,
 )
 from jax_hkv._compat import (
     check_elements,
@@ -28,8 +36,7 @@ from jax_hkv._compat import (
     on_one_device,
     without_rematerialization,
 )
-from jax_hkv._digest import digest
-from jax_hkv._keys import would_cut
+from jax_hkv._digest import digest_over, others_in
 from jax_hkv._reports import (
     first,
     together,
@@ -40,11 +47,12 @@ from jax_hkv._reports import (
 )
 from jax_hkv._warnings import on_parts
 from jax_hkv.features import Jagged, is_jagged
-from jax_hkv.table import Entries, Table, check_table
+from jax_hkv.table import Entries, Table, check_table, unfilled
 
 Mode = Literal["shard_map", "pmap"]
 State = TypeVar("State")
 
+_OTHER_MESH = "use the placement that it was made with, or move it by sharding.reshard"
 _MAKER = "without arguments that returns the state", "write lambda: jax_hkv.create(...)"
 
 
@@ -156,16 +164,21 @@ class Placement:
 
         Args:
           make: returns any pytree; what is no table must not depend on the device. Tables have the
-            capacity of one device; layers with an axis name divide theirs by themselves.
+            capacity of one device, and no entries, which every device would have; layers with an
+            axis name divide theirs by themselves.
+
+        Raises:
+          TypeError: if `make` is no function.
+          ValueError: if a table has entries: those come in by :func:`import_entries`.
         """
         check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
             with on_one_device():  # pmap makes a mesh of its own
-                return on_each(np.arange(len(self.local_devices)))
+                return unfilled(on_each(np.arange(len(self.local_devices))), self.devices)
         leaves, trees, specs = self._leaves_of(make)
         made = jax.jit(self._mapped(leaves, (), specs))()
-        return jax.tree.unflatten(trees[-1], made)
+        return unfilled(jax.tree.unflatten(trees[-1], made), self.devices)
 
     def abstract(self, make: Callable[[], Any]) -> Any:
         """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
@@ -319,7 +332,7 @@ class Placement:
         count, splits = len(self.local_parts), np.asarray(bags.row_splits)
         positions = np.shape(jax.tree.leaves(bags.ids)[0])[0]
         each = "" if micro_batches == 1 else f" times {micro_batches} micro-batches"
-        if _is_of_each(splits, positions, count * micro_batches):
+        if is_of_each(splits, positions, count * micro_batches):
             return
         raise ValueError(
             f"Placement.put: a Jagged must be one for each of {count} devices{each}, one after the "
@@ -330,7 +343,14 @@ class Placement:
             "a step in micro-batches say put(batch, micro_batches=))"
         )
 
-    def check_put(self, call: str, batch: Any, cause: Exception | None = None) -> None:
+    def check_named(self, call: str, batch: dict[str, Any]) -> None:
+        """As :meth:`check_put`, of arguments by their names, where they must be put."""
+        if self.mode == "pmap" or explicit_of(self.mesh, self.axes):
+            self.check_put(call, batch, is_named=True)
+
+    def check_put(
+        self, call: str, batch: Any, cause: Exception | None = None, *, is_named: bool = False
+    ) -> None:
         """Raises for arrays of a batch that :meth:`put` has not made, where they must be its."""
         if self.mode == "pmap":
             count = len(self.local_devices)
@@ -338,15 +358,16 @@ class Placement:
         else:
             count, expected = self.devices, "lie on"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if is_traced(leaf) or not hasattr(leaf, "dtype") or _is_shared(leaf):
+            if is_traced(leaf) or not hasattr(leaf, "dtype") or is_shared(leaf):
                 continue
             if self.mode == "pmap":
                 is_put = leaf.shape[0] == count
             else:
                 is_put = isinstance(leaf, jax.Array) and self._has_put(leaf)
             if not is_put:
+                name = jax.tree_util.keystr(path, simple=is_named, separator="." * is_named)
                 raise ValueError(
-                    f"{call}: arguments{jax.tree_util.keystr(path)} must {expected} the "
+                    f"{call}: {name if is_named else f'arguments{name}'} must {expected} the "
                     f"{count} devices of the step's placement, got {type(leaf).__name__} "
                     f"{leaf.dtype}{list(leaf.shape)}: give placement.put(batch)"
                 ) from cause
@@ -361,18 +382,18 @@ class Placement:
                 )
 
     def _has_put(self, leaf: jax.Array) -> bool:
-        if leaf.sharding.device_set != _devices_of(self.mesh):
+        if leaf.sharding.device_set != devices_of(self.mesh):
             return False
-        explicit = _explicit_of(self.mesh, self.axes)
+        explicit = explicit_of(self.mesh, self.axes)
         if not explicit:
             return True
         names = jax.typeof(leaf).sharding.spec[0]
         return (names if isinstance(names, tuple) else (names,)) == explicit
 
     def _put(self, leaf: Any) -> Any:
-        if _is_shared(leaf):
+        if is_shared(leaf):
             return leaf
-        _check_not_cut("Placement.put", leaf)
+        check_not_cut("Placement.put", leaf)
         count = len(self.local_parts)
         if leaf.shape[0] % count:
             raise ValueError(
@@ -392,8 +413,10 @@ class Placement:
         """What the devices of this process hold of a state, each part once, in order.
 
         Raises:
-          ValueError: if the state lies on other devices than the mesh's.
+          RuntimeError: if the state was used up.
+          ValueError: if the state lies on other devices than the mesh's, or in another order.
         """
+        check_not_used_up("Placement.shards", jax.tree.leaves(tree))
         for leaf in jax.tree.leaves(tree):
             if isinstance(leaf, jax.Array):
                 devices = leaf.sharding.addressable_devices
@@ -406,6 +429,8 @@ class Placement:
                     f"devices of the mesh in this process, got {got}: use the "
                     "placement that it was made with (None stands for a table of one device)"
                 )
+        if self.mode != "pmap":
+            check_mesh("Placement.shards", "state", tree, self.mesh, _OTHER_MESH, is_read=True)
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
@@ -459,9 +484,25 @@ class Placement:
         """A digest of what every device of the mesh holds: ``uint32[devices, 2]``.
 
         Replicas are equal if their digests are: bits that differ go unnoticed once in 2**64 times.
-        Each device reads its tables once, and 8 bytes of each travel. For use between steps.
+        Each device reads its tables once, and 8 bytes of each travel. For use between steps. Of
+        an array that is split along axes which tables do not know of, all parts count as one.
+
+        Raises:
+          RuntimeError, ValueError: of a state that was used up, or lies on another mesh.
         """
-        return np.asarray(_digesting(self)(tree))
+        call, leaves = "Placement.digests", jax.tree.leaves(tree)
+        check_not_used_up(call, leaves)
+        if self.mode == "pmap":
+            return np.asarray(_digesting(self, None)(tree))
+        check_mesh(call, "state", tree, self.mesh, _OTHER_MESH)
+        specs = zip(leaves, jax.tree.leaves(self._leaf_specs(tree)), strict=True)
+        return np.asarray(_digesting(self, tuple(starmap(self._own_spec, specs)))(leaves))
+
+    def _own_spec(self, leaf: Any, spec: P) -> P:
+        """How a leaf lies: a table as `spec` says, other arrays as their own sharding does."""
+        own: Any = getattr(leaf, "sharding", None)
+        is_here = isinstance(own, NamedSharding) and own.mesh == self.mesh
+        return own.spec if is_here and spec == P() else spec
 
     def replicas_agree(self, tree: Any) -> bool:
         """Whether all devices hold the same bits; see :meth:`digests`."""
@@ -501,7 +542,7 @@ class Placement:
     def _split(self, call: str, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """How a batch is split, checked."""
         self._check_counts(call, batch)
-        return jax.tree.map(lambda leaf: P() if _is_shared(leaf) else P(self.axes), batch)
+        return jax.tree.map(lambda leaf: P() if is_shared(leaf) else P(self.axes), batch)
 
     def check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""
@@ -528,18 +569,21 @@ class Placement:
 
 
 @functools.lru_cache(maxsize=16)
-def _digesting(placement: Placement) -> Callable[[Any], Any]:
-    """A compiled function from a state to the digests of all devices."""
+def _digesting(placement: Placement, specs: tuple[P, ...] | None) -> Callable[[Any], Any]:
+    """A compiled function from a state, or its leaves, to the digests of all devices."""
 
     def one(state: Any) -> jax.Array:
-        own = digest(state)
-        for axis in reversed(placement.mesh.axis_names):
-            own = jax.lax.all_gather(own, axis)
-        return own.reshape(-1, 2)
+        leaves = jax.tree.leaves(state)
+        split = (
+            [()] * len(leaves)
+            if specs is None
+            else [others_in(spec, placement.axes) for spec in specs]
+        )
+        return digest_over(leaves, split, placement.mesh.axis_names)
 
     if placement.mode == "pmap":
         return _Pmapped(placement, "Placement.digests", one, first)
-    return jax.jit(lambda state: placement._mapped(one, (placement.specs(state),), P())(state))
+    return jax.jit(placement._mapped(one, (list(specs or ()),), P()))
 
 
 class _Checked:
@@ -555,21 +599,28 @@ class _Checked:
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
-        if self._donates and _has_twins(leaves):
+        if self._donates and has_twins(leaves):
             check_held_once(self._call, state, "state")
         for leaf in jax.tree.leaves(batch):
-            _check_not_cut(self._call, leaf)
+            check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
         if self._placement.mode == "pmap":
             self._placement.check_put(self._call, batch)
-        elif _is_from_host(leaves):
+        elif is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
         try:
             with without_rematerialization():
                 return self._compiled(state, *batch)
         except (ValueError, KeyError) as error:
+            if self._placement.mode != "pmap":
+                for argument, own, remedy in (
+                    ("state", state, _OTHER_MESH),
+                    ("arguments", batch, "give placement.put(batch)"),
+                ):
+                    mesh = self._placement.mesh
+                    check_mesh(self._call, argument, own, mesh, remedy, cause=error)
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
-            if _explicit_of(self._placement.mesh, self._placement.axes):
+            if explicit_of(self._placement.mesh, self._placement.axes):
                 self._placement.check_put(self._call, batch, error)
             raise
 
@@ -613,7 +664,7 @@ class _Pmapped:
         local = (len(self._placement.local_devices),)
         self._placement.check_tables(self._call, state, local)
         leaves, tree = jax.tree.flatten(batch)
-        axes = tuple(None if _is_shared(leaf) else 0 for leaf in leaves)
+        axes = tuple(None if is_shared(leaf) else 0 for leaf in leaves)
         if (tree, axes) not in self._compiled:
             self._placement._check_counts(self._call, batch)
             self._compiled[tree, axes] = jax.pmap(
@@ -636,56 +687,9 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
         )
 
 
-def _has_twins(leaves: Sequence[Any]) -> bool:
-    """Whether an array is among the leaves twice: without a look at its buffers, in every step."""
-    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-    return len(set(arrays)) < len(arrays)
-
-
-def _is_from_host(leaves: Sequence[Any]) -> bool:
-    """Whether a state that is not traced has NumPy arrays."""
-    return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
-
-
-def _is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
-    """Whether splits may be those of as many Jagged, one after the other."""
-    if len(splits) % parts or positions % parts:
-        return False
-    each = splits.reshape(parts, -1)
-    is_rising = (np.diff(each, axis=1) >= 0).all()
-    return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
-
-
-@functools.lru_cache
-def _devices_of(mesh: Any) -> frozenset[Any]:
-    return frozenset(mesh.devices.flat)
-
-
-@functools.lru_cache
-def _explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of some axes whose arrays carry their axes in their types."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
-
-
 def _is_entries(node: Any) -> bool:
     return isinstance(node, Entries)
 
 
 def _is_table(node: Any) -> bool:
     return isinstance(node, Table)
-
-
-def _check_not_cut(call: str, leaf: Any) -> None:
-    if would_cut(leaf):
-        raise TypeError(
-            f"{call}: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
-            "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
-        )
-
-
-def _is_shared(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not hasattr(leaf, "shape"):
-        return True
-    return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)

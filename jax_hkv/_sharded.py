@@ -653,7 +653,7 @@ def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:
             f"jax_hkv.sharding.Exchange), got None: for a table of one device use jax_hkv."
             f"{call.removeprefix('sharding.')}"
         )
-    check_one_device(call, table)
+    check_one_device(call, table, is_part=True)
     warn_of_axes(call, exchange.replicas, exchange.axes)
     return exchange
 

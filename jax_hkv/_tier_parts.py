@@ -40,13 +40,18 @@ class OneTable:
 
 
 def batch_of(
-    call: str, keys: Any, valid: Any, names: tuple[str, str] = ("keys", "valid")
+    call: str,
+    placement: Placement,
+    keys: Any,
+    valid: Any,
+    names: tuple[str, str] = ("keys", "valid"),
 ) -> dict[str, Any]:
     """Keys of all devices, checked as those of one."""
     if isinstance(keys, (Jagged, Padded)):
         _tier_checks.check_no_mask(call, keys, valid, names)
     else:
         _tier_checks.batch_of(call, None, keys, valid, names=names)
+    placement.check_named(call, dict(zip(names, (keys, valid), strict=True)))
     return {"keys": keys, "valid": valid}
 
 

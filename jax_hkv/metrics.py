@@ -207,6 +207,12 @@ def summarize(table: Table) -> Summary:
       admission bytes  0
       total bytes      8,500
     """
+    if isinstance(table, Table) and table.clock.ndim == 1 and table.clock.shape != (2,):
+        raise TypeError(
+            "metrics.summarize: table must be that of one device, whose clock is uint32[2], got "
+            f"clocks uint32{list(table.clock.shape)} of a table over several devices: give its "
+            "parts, [summarize(part) for part in placement.shards(table)]"
+        )
     check_one_device("metrics.summarize", table)
     check_known("metrics.summarize", table.occupancy)
     occupancy = np.asarray(table.occupancy)

@@ -693,5 +693,5 @@ def update(
       TypeError, ValueError: naming the argument.
       NameError: if the axis is not bound.
     """
-    check_one_device("sharding.update", table)
+    check_one_device("sharding.update", table, is_part=True)
     return _sharded_updates.update(optimizer, table, result, row_gradients, apply=apply, **extra)

@@ -19,6 +19,7 @@ from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_float_dtype, as_initializer, as_integer, check_not_used_up
+from jax_hkv._compat import is_traced
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
@@ -435,27 +436,39 @@ _STACKED = (
     "over layers and nnx.vmap stack tables too: look ids up outside of the scan, in one table, "
     "with the layer's number in the id, and scan over the rows)"
 )
+_TO_ONE = (
+    "To make one table of the parts, use import_entries of "
+    "jax_hkv.sharding.export_entries(placement.shards(table))"
+)
 _OVER_DEVICES = (
     "of a table over several devices (or of several tables that were stacked). Inside "
     "jax.shard_map, jax.pmap, Placement.step or Placement.run it is this device's part: what takes "
     "keys is there in jax_hkv.sharding (find, find_or_insert, insert_or_assign, assign, erase, "
-    "...), which knows whose they are; the rest works on the part as it is. To make one "
-    "table of the parts, use import_entries of "
-    "jax_hkv.sharding.export_entries(placement.shards(table))"
+    f"...), which knows whose they are; the rest works on the part as it is. {_TO_ONE}"
+)
+_NOT_A_PART = (  # of operations that are those of jax_hkv.sharding already
+    "of a table over several devices (or of several tables that were stacked), where each device "
+    "gives its own part: call this in a function of Placement.step or Placement.run, or in a "
+    "jax.shard_map whose in_specs and out_specs split the table along all axes of the exchange, "
+    "P('device') or P(('node', 'device')), not P(), which gives every device the whole of it (that "
+    "is right for no table). Of layers in a state of Placement.create, train_step and "
+    f"jax_hkv.nnx.run are given placement=. {_TO_ONE}"
 )
 
 
-def check_one_device(call: str, table: Any) -> None:
+def check_one_device(call: str, table: Any, *, is_part: bool = False) -> None:
     """Raises unless `table` is the Table of one device, which is all that native calls can work on.
 
     A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
+    A device's part is what calls want that are for parts alone.
     """
     check_live(call, table)
     if table.clock.shape != (2,):
+        over_devices = _NOT_A_PART if is_part else _OVER_DEVICES
         raise TypeError(
             f"{call}: table must be that of one device, whose clock is uint32[2], got clocks "
             f"uint32{list(table.clock.shape)} "
-            f"{_STACKED if len(table.clock.shape) == 2 else _OVER_DEVICES}"
+            f"{_STACKED if len(table.clock.shape) == 2 else over_devices}"
         )
     if table.clock.dtype != jnp.uint32:
         raise TypeError(
@@ -479,6 +492,22 @@ def check_one_device(call: str, table: Any) -> None:
             "tables of different capacities do not go together; entries move from one to another "
             "by jax_hkv.sharding.export_entries and import_entries"
         )
+
+
+def unfilled(state: Any, devices: int) -> Any:
+    """A state that was made on several devices; raises if its tables have entries on each."""
+    tables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Table))
+    for node in tables if devices > 1 else ():
+        if not isinstance(node, Table) or is_traced(node.occupancy):
+            continue
+        if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
+            raise ValueError(
+                f"Placement.create: make must return tables without entries, got {node.name!r} "
+                "with some, which each of the devices would hold, whoever owns their keys: create "
+                "it empty, and bring entries in by sharding.import_entries(placement, table, "
+                "sharding.export_entries(filled), replicas=), or a whole state by sharding.reshard"
+            )
+    return state
 
 
 def with_clock(table: Table, clock: jax.Array) -> Table:

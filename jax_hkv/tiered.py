@@ -76,7 +76,8 @@ def create_store(
         candidate bucket, 1.1 times with two.
       device: of the store; None: the first one of JAX's backend "cpu".
       placement: of a cache over devices. Each of its parts in this process gets a store, of the
-        part of `capacity` that comes to it.
+        part of `capacity` that comes to it. The cache is split by keys: one of replicas
+        (``Exchange(replicas=True)``) is not for tiers, and nothing in it shows that it is one.
 
     Returns:
       The store; with a placement, a tuple of them.
@@ -148,7 +149,9 @@ def prefetch(
         their scores, no time passes, and unseen keys stay unseen.
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
-        device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
+        device from there on. ("pmap" copies the parts twice, "shard_map" does not.) Replicas would
+        differ then, unnoticed: a step that looks up with ``Exchange(replicas=True)`` would insert
+        anew what another device's copy has, or its store.
 
     Returns:
       The tables, and :class:`PrefetchCounts`, over this process's devices.
@@ -173,7 +176,7 @@ def prefetch(
     inserts = _checks.as_bool(call, "insert", insert)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, keys, valid)
+        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, placement, keys, valid)
         keys_of = _tier_parts.OneTable(call)
         return _tier_parts.prefetch(call, placement, own, keys_of, batch, inserts)["keys"]
     _tier_checks.check(call, tiers)
@@ -250,7 +253,7 @@ def step_and_prefetch(
         kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
     else:
         placement = _tier_parts.check_placement(call, placement)
-        batch = _tier_parts.batch_of(call, keys, valid)
+        batch = _tier_parts.batch_of(call, placement, keys, valid)
     if coming is None:
         if placement is not None:
             _tier_parts.parts_of(call, placement, tiers)  # which checks them
@@ -262,7 +265,7 @@ def step_and_prefetch(
         )
         after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
     else:
-        both = batch, _tier_parts.batch_of(call, coming, coming_valid, names)
+        both = batch, _tier_parts.batch_of(call, placement, coming, coming_valid, names)
         keys_of = _tier_parts.OneTable(call)
         after, result = _tier_parts.step_and_prefetch(
             call, placement, {"keys": tiers}, keys_of, both, stepped

@@ -337,14 +337,14 @@ WRONG = {
             tiers_of(placement, 512, 1024), np.arange(8, dtype=np.int32), placement=placement
         ),
         ValueError,
-        r"\['keys'\] must .* got ndarray int32\[8\]: give placement\.put\(batch\)",
+        r"^tiered\.prefetch: keys must .* got ndarray int32\[8\]: give placement\.put\(batch\)",
     ),
     "ids of pmap that are not put": (
         lambda _: tiered.prefetch(
             tiers_of(placement_of("pmap"), 512, 1024), IDS, placement=placement_of("pmap")
         ),
         ValueError,
-        r"^tiered\.prefetch: arguments\['keys'\] must have the shape \[4, \.\.\.\]",
+        r"^tiered\.prefetch: keys must have the shape \[4, \.\.\.\]",
     ),
     "coming ids of pmap that are not put": (
         lambda _: tiered.step_and_prefetch(
@@ -355,7 +355,7 @@ WRONG = {
             placement=placement_of("pmap"),
         ),
         ValueError,
-        r"^tiered\.step_and_prefetch: arguments\['keys'\] must .* got ndarray int32\[8\]: give pla",
+        r"^tiered\.step_and_prefetch: coming must .* got ndarray int32\[8\]: give pla",
     ),
     "entries of another policy": (
         lambda placement: tiered.import_entries(
