@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import numbers
 import operator
@@ -348,6 +347,8 @@ def check_mesh(
         own = getattr(leaf.sharding, "mesh", None)
         if own is None or own == mesh or own.size == 1:
             continue
+        if is_read and leaf.sharding.is_fully_replicated:
+            continue
         is_in_order = own.devices.flatten().tolist() == mesh.devices.flatten().tolist()
         if not is_in_order or (is_explicit and [*own.shape.items()] != [*mesh.shape.items()]):
             got, wanted = (
@@ -387,26 +388,6 @@ def check_held_once(call: str, state: Any, argument: str) -> None:
             )
 
 
-def has_twins(leaves: Sequence[Any]) -> bool:
-    """Whether an array is among the leaves twice: without a look at its buffers, in every step."""
-    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-    return len(set(arrays)) < len(arrays)
-
-
-def is_from_host(leaves: Sequence[Any]) -> bool:
-    """Whether a state that is not traced has NumPy arrays."""
-    return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
-
-
-def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
-    """Whether splits may be those of as many Jagged, one after the other."""
-    if len(splits) % parts or positions % parts:
-        return False
-    each = splits.reshape(parts, -1)
-    is_rising = (np.diff(each, axis=1) >= 0).all()
-    return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
-
-
 def check_not_cut(call: str, leaf: Any) -> None:
     """Raises for numbers of a batch that JAX would cut."""
     if would_cut(leaf):
@@ -414,24 +395,3 @@ def check_not_cut(call: str, leaf: Any) -> None:
             f"{call}: the batch has a NumPy {leaf.dtype} array, and with x64 off JAX would "
             "cut its numbers to 32 bits. Use jax_hkv.Keys.from_numpy(ids) for keys"
         )
-
-
-def is_shared(leaf: Any) -> bool:
-    """Whether a leaf of a batch is the same for all devices."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not hasattr(leaf, "shape"):
-        return True
-    return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-@functools.lru_cache
-def devices_of(mesh: Any) -> frozenset[Any]:
-    """The devices of a mesh."""
-    return frozenset(mesh.devices.flat)
-
-
-@functools.lru_cache
-def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of some axes whose arrays carry their axes in their types."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)

@@ -187,8 +187,9 @@ def _keys_at_once(
     if not is_plain:
         return collection.keys(inputs, partial=partial)
     for feature, each in inputs.items():
-        if isinstance(each, Jagged) and each.ids.ndim == 1:
-            as_splits(f"{call} of {feature!r}", "row_splits", each.row_splits, each.ids.shape[0])
+        own = each.ids if isinstance(each, Padded) else each
+        if isinstance(own, Jagged) and own.ids.ndim == 1:
+            as_splits(f"{call} of {feature!r}", "row_splits", own.row_splits, own.ids.shape[0])
     names = tuple(group.name for group in collection.groups)
     return _keys_program(KeysOf(collection, names))(dict(inputs))
 

@@ -63,10 +63,10 @@ def digest_over(leaves: list[Any], others: list[tuple[str, ...]], axes: tuple[st
     return own.reshape(-1, 2)
 
 
-def others_in(spec: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of a partition spec that are none of some axes."""
+def names_in(spec: Any) -> tuple[str, ...]:
+    """The axes of a partition spec."""
     each = [names if isinstance(names, tuple) else (names,) for names in spec if names]
-    return tuple(name for names in each for name in names if name not in axes)
+    return tuple(name for names in each for name in names)
 
 
 def _words(leaf: Any) -> UInt32[Array, " n"]:

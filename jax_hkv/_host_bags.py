@@ -19,9 +19,10 @@ _TRACED = (
     "jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])"
 )
 _MASKED = (
-    "leave out what it masks, and count lengths without it, or give array.filled(0), and to the "
-    "lookup valid=, False there and of the bags' capacity"
+    "leave out what it masks, and count lengths without it; or give array.filled(0), and to the "
+    "lookup a valid= of all positions that is False there"
 )
+_MASKED_LENGTHS = "give lengths.filled(0), and values without the ids of those bags"
 _FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array
 
 
@@ -35,7 +36,7 @@ def check_on_host(what: str, array: Any) -> None:
 
 def as_numpy(what: str, given: Any) -> np.ndarray:
     """An array on the host, of what is neither traced nor masked."""
-    check_unmasked(what, given, _MASKED)
+    check_unmasked(what, given, _MASKED_LENGTHS if what.endswith(": lengths") else _MASKED)
     check_on_host(what, given)
     try:
         return np.asarray(given)

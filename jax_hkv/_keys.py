@@ -465,9 +465,13 @@ def _words_of(call: str, argument: str, number: Any) -> Any:
 
 
 def _bound(call: str, argument: str, number: Any, beside: Any) -> Any:
-    """One number beside Keys, unsigned: checked where known, else at least 0, as scores are."""
+    """One number beside Keys, unsigned: checked where known, else at least 0, as scores are.
+
+    Beside one key, as within `jax.vmap`, it is a key itself, as those of arrays are.
+    """
     is_array = isinstance(number, (jax.Array, np.ndarray)) and not number.shape
-    if not is_array or number.dtype.kind != "i" or not isinstance(beside, Keys):
+    is_bound = is_array and isinstance(beside, Keys) and bool(beside.shape)
+    if not is_bound or getattr(number.dtype, "kind", "") != "i":
         return number
     if is_traced(number):  # what JAX has cut to 32 bits would be as high as numbers are
         return jnp.maximum(number, jnp.zeros((), number.dtype))
@@ -492,7 +496,7 @@ def less(a: Any, b: Any) -> Bool[Array, "*shape"]:
 
     Args:
       a: Keys, an int from 0 to 2**64 - 1, or an integer array, which is taken as keys are. One
-        number beside Keys is unsigned: as an argument of ``jax.jit`` it is given as
+        number beside several Keys is unsigned: as an argument of ``jax.jit`` it is given as
         ``Keys.from_numpy(number)``, since JAX cuts others to 32 bits, and a traced one below 0 is
         taken as 0.
       b: the same.

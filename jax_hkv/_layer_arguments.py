@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -185,7 +186,7 @@ def wants_gradients_alone() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if "required keyword-only" not in str(error):
+        if not re.search(r"update\w*\(\) missing \d+ required keyword-only", str(error)):
             raise
         raise TypeError(
             "train_step: tx must need gradients, its state and parameters alone, got one that asks "

@@ -177,4 +177,10 @@ def _cut_bags(where: str, bags: Any, count: int, first: list[tuple[str, int]]) -
             f"bags.for_parts({count}, capacity=), or make one of the bags of each part, with the "
             "same capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
         )
+    mask = None if own is bags else bags.valid
+    if mask is not None and np.shape(mask) != (positions,):
+        raise TypeError(
+            f"train_step: {where}.valid must be bool[{positions}] like the ids of its Jagged, got "
+            f"shape {list(np.shape(mask))}: mask the positions of the Jagged that is given"
+        )
     return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)

@@ -23,12 +23,6 @@ from jax_hkv._checks import (
     check_mesh,
     check_not_cut,
     check_not_used_up,
-    devices_of,
-    explicit_of,
-    has_twins,
-    is_from_host,
-    is_of_each,
-    is_shared,
 )
 from jax_hkv._compat import (
     check_elements,
@@ -36,7 +30,15 @@ from jax_hkv._compat import (
     on_one_device,
     without_rematerialization,
 )
-from jax_hkv._digest import digest_over, others_in
+from jax_hkv._digest import digest_over, names_in
+from jax_hkv._placed import (
+    devices_of,
+    explicit_of,
+    has_twins,
+    is_from_host,
+    is_of_each,
+    is_shared,
+)
 from jax_hkv._reports import (
     first,
     together,
@@ -485,7 +487,7 @@ class Placement:
 
         Replicas are equal if their digests are: bits that differ go unnoticed once in 2**64 times.
         Each device reads its tables once, and 8 bytes of each travel. For use between steps. Of
-        an array that is split along axes which tables do not know of, all parts count as one.
+        an array that is no table's and is split, by whatever axes, all parts count as one.
 
         Raises:
           RuntimeError, ValueError: of a state that was used up, or lies on another mesh.
@@ -498,11 +500,11 @@ class Placement:
         specs = zip(leaves, jax.tree.leaves(self._leaf_specs(tree)), strict=True)
         return np.asarray(_digesting(self, tuple(starmap(self._own_spec, specs)))(leaves))
 
-    def _own_spec(self, leaf: Any, spec: P) -> P:
-        """How a leaf lies: a table as `spec` says, other arrays as their own sharding does."""
+    def _own_spec(self, leaf: Any, spec: P) -> tuple[P, tuple[str, ...]]:
+        """How a leaf lies, and the axes whose parts count as one, which a table has none of."""
         own: Any = getattr(leaf, "sharding", None)
         is_here = isinstance(own, NamedSharding) and own.mesh == self.mesh
-        return own.spec if is_here and spec == P() else spec
+        return (own.spec, names_in(own.spec)) if is_here and spec == P() else (spec, ())
 
     def replicas_agree(self, tree: Any) -> bool:
         """Whether all devices hold the same bits; see :meth:`digests`."""
@@ -569,21 +571,19 @@ class Placement:
 
 
 @functools.lru_cache(maxsize=16)
-def _digesting(placement: Placement, specs: tuple[P, ...] | None) -> Callable[[Any], Any]:
+def _digesting(
+    placement: Placement, specs: tuple[tuple[P, tuple[str, ...]], ...] | None
+) -> Callable[[Any], Any]:
     """A compiled function from a state, or its leaves, to the digests of all devices."""
 
     def one(state: Any) -> jax.Array:
         leaves = jax.tree.leaves(state)
-        split = (
-            [()] * len(leaves)
-            if specs is None
-            else [others_in(spec, placement.axes) for spec in specs]
-        )
+        split = [()] * len(leaves) if specs is None else [names for _, names in specs]
         return digest_over(leaves, split, placement.mesh.axis_names)
 
     if placement.mode == "pmap":
         return _Pmapped(placement, "Placement.digests", one, first)
-    return jax.jit(placement._mapped(one, (list(specs or ()),), P()))
+    return jax.jit(placement._mapped(one, ([spec for spec, _ in specs or ()],), P()))
 
 
 class _Checked:
@@ -613,12 +613,9 @@ class _Checked:
                 return self._compiled(state, *batch)
         except (ValueError, KeyError) as error:
             if self._placement.mode != "pmap":
-                for argument, own, remedy in (
-                    ("state", state, _OTHER_MESH),
-                    ("arguments", batch, "give placement.put(batch)"),
-                ):
-                    mesh = self._placement.mesh
-                    check_mesh(self._call, argument, own, mesh, remedy, cause=error)
+                mesh, put = self._placement.mesh, "give placement.put(batch)"
+                check_mesh(self._call, "state", state, mesh, _OTHER_MESH, cause=error)
+                check_mesh(self._call, "arguments", batch, mesh, put, cause=error)
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
             if explicit_of(self._placement.mesh, self._placement.axes):
                 self._placement.check_put(self._call, batch, error)

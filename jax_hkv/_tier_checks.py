@@ -71,7 +71,8 @@ def check_no_mask(
         keys, mask = names
         raise TypeError(
             f"{call}: {mask} must be None where {keys} are {type(bags).__name__}, which say "
-            f"themselves what is padding, got {type(valid).__name__}"
+            f"themselves what is padding, got {type(valid).__name__}: give "
+            f"{'its own valid' if isinstance(bags, Padded) else 'Padded(bags, valid)'}"
         )
 
 

@@ -147,8 +147,8 @@ class Jagged:
         """The same bags as a Jagged for each device or micro-batch, one of these after the other.
 
         It is what `Placement.put` and a step in micro-batches take: the bags are dealt out in
-        order, and each part has splits of its own and as many positions. It is made on the host,
-        without a device.
+        order, and each part has splits of its own and as many positions, which a mask beside them,
+        ``Padded(parts, valid)``, is of too. It is made on the host, without a device.
 
         Args:
           parts: of this process: its devices, times the micro-batches of a step.

@@ -450,9 +450,9 @@ _NOT_A_PART = (  # of operations that are those of jax_hkv.sharding already
     "of a table over several devices (or of several tables that were stacked), where each device "
     "gives its own part: call this in a function of Placement.step or Placement.run, or in a "
     "jax.shard_map whose in_specs and out_specs split the table along all axes of the exchange, "
-    "P('device') or P(('node', 'device')), not P(), which gives every device the whole of it (that "
-    "is right for no table). Of layers in a state of Placement.create, train_step and "
-    f"jax_hkv.nnx.run are given placement=. {_TO_ONE}"
+    "P('device') or P(('node', 'device')), not P(), which gives every device all of the parts. Of "
+    "layers in a state of Placement.create, train_step and jax_hkv.nnx.run are given placement=. "
+    f"{_TO_ONE}"
 )
 
 
@@ -505,7 +505,8 @@ def unfilled(state: Any, devices: int) -> Any:
                 f"Placement.create: make must return tables without entries, got {node.name!r} "
                 "with some, which each of the devices would hold, whoever owns their keys: create "
                 "it empty, and bring entries in by sharding.import_entries(placement, table, "
-                "sharding.export_entries(filled), replicas=), or a whole state by sharding.reshard"
+                "sharding.export_entries(filled)), of replicas with replicas=True, or a whole "
+                "state by sharding.reshard"
             )
     return state
 

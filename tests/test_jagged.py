@@ -391,6 +391,9 @@ def test_what_a_masked_array_masks_is_masked_by_the_lookup():
     ids = np.ma.masked_array(np.array([5, 6, 7]), [False, True, False])
     with pytest.raises(TypeError, match=r"values must not be a masked array.*filled\(0\).*valid="):
         hkv.Jagged.from_lengths(ids, [2, 1])
+    lengths = np.ma.masked_array(np.array([2, 1]), [False, True])
+    with pytest.raises(TypeError, match=r"lengths must not be a masked.*lengths\.filled\(0\)"):
+        hkv.Jagged.from_lengths(ids.filled(0), lengths)
     bags = hkv.Jagged.from_lengths(ids.filled(0), [2, 1])
     table, result = hkv.find_or_insert_pooled(
         hkv.create(128, DIM), bags, valid=~np.ma.getmaskarray(ids)
@@ -415,3 +418,5 @@ def test_masks_of_bags_are_cut_into_micro_batches():
         )
         found.append(step(state, bags if mask is None else hkv.Padded(bags, mask), labels))
     assert_same_bits(*found)
+    with pytest.raises(TypeError, match=r"\[0\]\.valid must be bool\[10\] like .* got shape \[9\]"):
+        step(state, hkv.Padded(bags, valid[:9]), labels)

@@ -460,5 +460,8 @@ def test_a_traced_number_below_0_is_no_high_one(kind):
             ValueError, match=f"{name}: b must be an unsigned 64-bit .*got -3: Keys"
         ):
             compare(keys, jnp.asarray(number))
-    assert jax.jit(hkv.less)(keys, np.full(3, number)).tolist() == [True] * 3
+    for less in (hkv.less, jax.vmap(hkv.less)):
+        assert jax.jit(less)(keys, np.full(3, number)).tolist() == [True] * 3
     assert jax.jit(hkv.equal)(hkv.Keys.from_numpy(np.int64(number)), number)
+    with pytest.raises(TypeError, match=r"less: b must hold integers .* got key"):
+        hkv.less(keys, jax.random.key(0))

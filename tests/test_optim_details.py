@@ -611,6 +611,17 @@ def test_what_a_transformation_of_dense_parameters_wants_besides_is_explained(ap
             getattr(hkv, api).train_step(loss_fn)(state, IDS)
 
 
+def test_a_mistake_of_a_transformation_is_its_own():
+    def helper(*, need):
+        return need
+
+    mistaken = optax.GradientTransformation(lambda _: (), lambda *_: helper())
+    state = state_of(mistaken)
+    with pytest.raises(TypeError, match=r"helper\(\) missing 1") as caught:
+        hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
+    assert "tx must need" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
 def test_a_bound_of_gradients_clips_their_sum_by_element(name):
     """As FBGEMM's max_gradient: what occurs twice is summed before, and a NaN stays one."""

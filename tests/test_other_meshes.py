@@ -55,6 +55,9 @@ def test_parts_are_read_by_the_order_of_devices_alone():
     own = placement_of()
     with pytest.raises(ValueError, match=r"Placement.shards: state\..* in this order, got"):
         own.shards(placement_of(reverse=True).create(made))
+    everywhere = NamedSharding(placement_of(reverse=True).mesh, P())
+    copies = own.shards(jax.device_put(np.arange(3), everywhere))
+    assert [copy.tolist() for copy in copies] == [[0, 1, 2]] * DEVICES
     split = placement_of(node=2, device=2)
     numbers = [part.tolist() for part in own.shards(split.put(np.arange(4, dtype=np.int32)))]
     assert numbers == [[0], [1], [2], [3]]
@@ -85,6 +88,8 @@ def test_replicas_of_what_another_axis_splits_are_compared(kind):
         [jax.device_put(parts[n], device) for n, device in enumerate(mesh.devices.flat)],
     )
     assert not placement.replicas_agree({"tower": apart})
+    own = jax.device_put(tower, NamedSharding(mesh, P("device")))
+    assert placement.replicas_agree({"moments": own})
 
 
 def test_what_is_no_part_is_named_with_the_way_to_give_one():

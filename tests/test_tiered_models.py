@@ -560,6 +560,9 @@ def test_wrong_ids_are_refused_by_a_compiled_program_too(ids):
     splits = np.array([0, 2, 9], np.int32)
     with pytest.raises(ValueError, match="row_splits must"):
         collection.prefetch(tables, stores, {"item": IDS, "bag": hkv.Jagged(IDS, splits)})
+    with pytest.raises(ValueError, match="row_splits must"):
+        masked = hkv.Padded(hkv.Jagged(IDS, splits), np.ones(len(IDS), bool))
+        collection.prefetch(tables, stores, {"item": IDS, "bag": masked})
     assert int(collection.sizes(tables)["items"]) == 3
 
 

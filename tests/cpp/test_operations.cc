@@ -1,10 +1,8 @@
-// The operations on threads of the CPU backend and on tiles of host threads leave the same bytes. With the
-// argument 0 or 1, for sanitizers, which take long, of the large batches' forms one half or the other.
+// The operations on threads of the CPU backend and on tiles of host threads leave the same bytes.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <utility>
 #include <vector>
@@ -41,24 +39,13 @@ void small_batches(Checks& checks) {
   machines.expect_all_called();
 }
 
-// Half of the forms, or all for a number below 0: each half has every policy and type of rows, with one
-// candidate or two.
-std::vector<Form> half_of(const std::vector<Form>& forms, int half) {
-  std::vector<Form> some;
-  for (size_t i = 0; i < forms.size(); ++i) {
-    if (half < 0 || (i + i / 2 + i / 4) % 2 == static_cast<size_t>(half)) some.push_back(forms[i]);
-  }
-  return some;
-}
-
 // Enough keys for every loop of the CPU backend to be cut into several tasks.
-void large_batches(Checks& checks, int half) {
+void large_batches(Checks& checks) {
   CpuMachine one("one thread", 1, 'a');
   CpuMachine two("two threads", 2, 'b');
   CpuMachine four("four threads", 4, 'c');
   Together machines(checks, {&one, &two, &four});
-  const std::vector<Form> forms = half_of(all_forms(60, 12000, kNarrow), half);
-  run_scenarios(machines, checks, forms, {20000, 40000}, kSeed + 2000);
+  run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
   run_scenarios(machines, checks, all_forms(4, 600, kWide), {1200}, kSeed + 4000);
 }
 
@@ -317,7 +304,7 @@ void far_positions(Checks& checks) {
 
 }  // namespace
 
-int main(int count, char** arguments) {
+int main() {
   Checks checks;
   tile_matches(checks);
   tile_lists<4>(checks);
@@ -341,6 +328,6 @@ int main(int count, char** arguments) {
   far_rows<CpuExecutor<ThreadPool>>(checks, pool);
   far_positions(checks);
   small_batches(checks);
-  large_batches(checks, count > 1 ? std::atoi(arguments[1]) : -1);
+  large_batches(checks);
   return checks.finish();
 }

@@ -1,0 +1,54 @@
+"""How arrays, meshes and bags lie over devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hkv._compat import is_traced
+
+
+def has_twins(leaves: Sequence[Any]) -> bool:
+    """Whether an array is among the leaves twice: without a look at its buffers, in every step."""
+    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
+    return len(set(arrays)) < len(arrays)
+
+
+def is_from_host(leaves: Sequence[Any]) -> bool:
+    """Whether a state that is not traced has NumPy arrays."""
+    return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
+
+
+def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
+    """Whether splits may be those of as many Jagged, one after the other."""
+    if len(splits) % parts or positions % parts:
+        return False
+    each = splits.reshape(parts, -1)
+    is_rising = (np.diff(each, axis=1) >= 0).all()
+    return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether a leaf of a batch is the same for all devices."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        return True
+    return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@functools.lru_cache
+def devices_of(mesh: Any) -> frozenset[Any]:
+    """The devices of a mesh."""
+    return frozenset(mesh.devices.flat)
+
+
+@functools.lru_cache
+def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of some axes whose arrays carry their axes in their types."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
