@@ -112,6 +112,7 @@ def test_the_sizes_of_tables_and_batches_are_swept_and_plotted(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_soak_compares_two_machines_and_notices_no_difference(tmp_path):
     record = run("soak.py", tmp_path / "soak.json", "--steps", "96", "--chunk", "32")
     assert record["steps"] == 96 and len(record["compared"]) == 2
@@ -309,6 +310,7 @@ def test_steps_are_profiled(tmp_path):
     assert record["table_bytes"] == 1024 * 4 * 4 and record["devices"] == 0
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_tables_operations_are_told_apart(tmp_path, monkeypatch):
     sizes = ["--slots", "8192", "--batch", "128", "--dims", "8", "--loads", "0.5", "--choices", "2"]
     record = run("profile_table.py", tmp_path / "profile_table.json", *sizes)

@@ -187,6 +187,7 @@ def test_a_multi_hot_log_depends_on_the_seed_alone_and_not_on_how_it_is_cut() ->
 # The program
 
 
+@pytest.mark.slow
 def test_a_small_table_learns_far_more_than_chance_and_the_same_twice_in_a_row() -> None:
     first, second = (_figures(*SMALL, "--capacity-factor", 0.1) for _ in range(2))
     print(first)

@@ -77,18 +77,14 @@ def assert_program_passes(name, tmp_path, *flags):
 
 
 def watched():
-    """Every program by each sanitizer. Numbers have one thread.
-
-    The addresses of `test_operations` take five minutes: before a release.
-    """
+    """Every program by each sanitizer; before a release what takes the compiler longest."""
     for name in ("test_groups", "test_lockstep", "test_numbers", "test_operations"):
-        if name != "test_numbers":
-            yield name, RACES
-        slow = [pytest.mark.slow] * (name == "test_operations")
+        yield name, RACES
+        slow = [pytest.mark.slow] * (name != "test_lockstep")
         yield pytest.param(name, ADDRESSES, marks=slow)
 
 
-@pytest.mark.parametrize(("name", "sanitizer"), watched(), indirect=["sanitizer"])
+@pytest.mark.parametrize(("name", "sanitizer"), [*watched()], indirect=["sanitizer"])
 def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
     vectors = ["-O3", "-fno-math-errno", "-fno-trapping-math"] if name == "test_numbers" else []
     addresses = any(ADDRESSES in flag for flag in sanitizer)

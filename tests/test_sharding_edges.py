@@ -106,7 +106,7 @@ def test_a_jagged_for_each_device_is_put_and_one_for_all_is_refused(rng):
     expected = np.concatenate([expected.values, np.zeros((1, 4), np.float32)])  # of no ids
     np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"one for each of 2 devices.*for_parts\(2, capacity="):
-        placement.put(bags_of(rng, 7))
+        placement.put(hkv.Jagged.from_lists([[1]] * 7, capacity=28))
 
 
 def test_an_evaluation_that_returns_one_number_is_an_error():
