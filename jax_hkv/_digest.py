@@ -44,18 +44,18 @@ def digest(tree: Any) -> UInt32[Array, 2]:
     return total
 
 
-def digest_over(leaves: list[Any], others: list[tuple[str, ...]], axes: tuple[str, ...]) -> Any:
+def digest_over(leaves: list[Any], split: list[tuple[str, ...]], axes: tuple[str, ...]) -> Any:
     """The digests of all devices along some axes: ``uint32[devices, 2]``; inside shard_map.
 
     Args:
       leaves: this device's.
-      others: of each leaf the axes that it is split along: its parts count as one.
+      split: of each leaf the axes whose parts count as one, of which a table's has none.
       axes: of the mesh.
     """
     own = digest(
         [
             jax.lax.all_gather(digest([leaf]), names) if names else leaf
-            for leaf, names in zip(leaves, others, strict=True)
+            for leaf, names in zip(leaves, split, strict=True)
         ]
     )
     for axis in reversed(axes):

@@ -22,7 +22,7 @@ _MASKED = (
     "leave out what it masks, and count lengths without it; or give array.filled(0), and to the "
     "lookup a valid= of all positions that is False there"
 )
-_MASKED_LENGTHS = "give lengths.filled(0), and values without the ids of those bags"
+MASKED_LENGTHS = "give lengths.filled(0), and values without the ids of those bags"
 _FEW = 8  # of so many ids a loop makes words sooner than NumPy makes an array
 
 
@@ -34,9 +34,9 @@ def check_on_host(what: str, array: Any) -> None:
         )
 
 
-def as_numpy(what: str, given: Any) -> np.ndarray:
-    """An array on the host, of what is neither traced nor masked."""
-    check_unmasked(what, given, _MASKED_LENGTHS if what.endswith(": lengths") else _MASKED)
+def as_numpy(what: str, given: Any, if_masked: str = _MASKED) -> np.ndarray:
+    """An array on the host, of what is neither traced nor masked (of which: what to do)."""
+    check_unmasked(what, given, if_masked)
     check_on_host(what, given)
     try:
         return np.asarray(given)
@@ -119,9 +119,9 @@ def weights_of(weights: Any, lengths: list[int]) -> np.ndarray:
     return np.concatenate(factors or [np.zeros(0)])
 
 
-def flat(call: str, argument: str, given: Any, kinds: str) -> np.ndarray:
+def flat(call: str, argument: str, given: Any, kinds: str, if_masked: str = _MASKED) -> np.ndarray:
     """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
-    array = as_numpy(f"{call}: {argument}", given)
+    array = as_numpy(f"{call}: {argument}", given, if_masked)
     is_kind = array.dtype.kind in kinds or ("f" in kinds and array.dtype in _ffi.FLOATS)
     if array.ndim == 1 and (is_kind or not np.size(given)):
         return array.astype(np.int64) if not array.size else array

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv._compat import is_traced
+from jax_hkv.table import Table
 
 
 def has_twins(leaves: Sequence[Any]) -> bool:
@@ -52,3 +53,20 @@ def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of some axes whose arrays carry their axes in their types."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
+
+
+def unfilled(state: Any, devices: int) -> Any:
+    """A state that was made on several devices; raises if its tables have entries on each."""
+    tables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Table))
+    for node in tables if devices > 1 else ():
+        if not isinstance(node, Table) or is_traced(node.occupancy):
+            continue
+        if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
+            raise ValueError(
+                f"Placement.create: make must return tables without entries, got {node.name!r} "
+                "with some, which each of the devices would hold, whoever owns their keys: create "
+                "it empty, and bring entries in by sharding.import_entries(placement, table, "
+                "sharding.export_entries(filled)), of replicas with replicas=True, or a whole "
+                "state by sharding.reshard"
+            )
+    return state

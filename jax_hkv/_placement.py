@@ -38,6 +38,7 @@ from jax_hkv._placed import (
     is_from_host,
     is_of_each,
     is_shared,
+    unfilled,
 )
 from jax_hkv._reports import (
     first,
@@ -49,7 +50,7 @@ from jax_hkv._reports import (
 )
 from jax_hkv._warnings import on_parts
 from jax_hkv.features import Jagged, is_jagged
-from jax_hkv.table import Entries, Table, check_table, unfilled
+from jax_hkv.table import Entries, Table, check_table
 
 Mode = Literal["shard_map", "pmap"]
 State = TypeVar("State")

@@ -15,7 +15,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, replicated
-from jax_hkv._host_bags import as_numpy, check_on_host, flat, weights_of, words_of
+from jax_hkv._host_bags import (
+    MASKED_LENGTHS,
+    as_numpy,
+    check_on_host,
+    flat,
+    weights_of,
+    words_of,
+)
 from jax_hkv._keys import (
     Keys,
     check_fixed,
@@ -127,7 +134,7 @@ class Jagged:
                 f"{call}: values must be flat, the ids of one bag after the other, got "
                 f"{list(ids.shape)}: reshape them"
             )
-        counts = flat(call, "lengths", lengths, "iu").astype(np.int64)
+        counts = flat(call, "lengths", lengths, "iu", MASKED_LENGTHS).astype(np.int64)
         if ((counts < 0) | (counts > ids.size)).any() or counts.sum() != ids.size:
             raise ValueError(
                 f"{call}: lengths must be from 0 on and say how many of the values each bag has, "

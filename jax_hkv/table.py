@@ -19,7 +19,6 @@ from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_float_dtype, as_initializer, as_integer, check_not_used_up
-from jax_hkv._compat import is_traced
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
@@ -492,23 +491,6 @@ def check_one_device(call: str, table: Any, *, is_part: bool = False) -> None:
             "tables of different capacities do not go together; entries move from one to another "
             "by jax_hkv.sharding.export_entries and import_entries"
         )
-
-
-def unfilled(state: Any, devices: int) -> Any:
-    """A state that was made on several devices; raises if its tables have entries on each."""
-    tables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Table))
-    for node in tables if devices > 1 else ():
-        if not isinstance(node, Table) or is_traced(node.occupancy):
-            continue
-        if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
-            raise ValueError(
-                f"Placement.create: make must return tables without entries, got {node.name!r} "
-                "with some, which each of the devices would hold, whoever owns their keys: create "
-                "it empty, and bring entries in by sharding.import_entries(placement, table, "
-                "sharding.export_entries(filled)), of replicas with replicas=True, or a whole "
-                "state by sharding.reshard"
-            )
-    return state
 
 
 def with_clock(table: Table, clock: jax.Array) -> Table:
