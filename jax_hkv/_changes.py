@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
-from jax_hkv._checks import as_bool, as_integer, check_not_used_up
+from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._exports import all_of
@@ -70,8 +70,8 @@ def export_changes(
 
     Args:
       tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
-        `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store; of replicas one
-        of them), of which every process exports its own.
+        `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store), of which every
+        process exports its own. Of replicas the first one is exported.
       since: what this returned the last time, in this process; or an export of all entries. None:
         everything is new.
 
@@ -134,7 +134,7 @@ def _parts_of(call: str, tables: Any) -> list[Any]:
         else:
             check_one_device(call, part)
             check_not_used_up(call, jax.tree.leaves(part), "table")
-    return list(parts)
+    return _entries.distinct_parts(parts)
 
 
 def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
@@ -162,7 +162,7 @@ def _keys_of(part: Table | Tiers) -> np.ndarray:
 
 @of_one_device
 def import_changes(
-    placement: Placement | None, table: Table, changes: Changes, *, replicas: bool = False
+    placement: Placement | None, table: Table, changes: Changes
 ) -> tuple[Table, ChangeCounts]:
     """A table that follows another one, up to date. For use between steps.
 
@@ -177,7 +177,6 @@ def import_changes(
         do not. One that begins with :func:`import_entries` has that time unless scores are later.
       changes: of :func:`export_changes`, in order; every process gives all of them, those of
         several exporting processes one after the other.
-      replicas: whether every device holds the whole table.
 
     Returns:
       The table, and :class:`ChangeCounts`.
@@ -198,7 +197,6 @@ def import_changes(
       (2, 0)
     """
     call = "sharding.import_changes"
-    replicas = as_bool(call, "replicas", replicas)
     _entries.check_target(call, placement, table, "changes")
     check_not_used_up(call, jax.tree.leaves(table), "table")
     _check(call, changes, "an export of entries alone goes to import_entries")
@@ -215,7 +213,7 @@ def import_changes(
             "it with that one's seed and initializer (dataclasses.replace(table, seed=...) gives a "
             "table the seed that its rows were given)"
         )
-    owners = _entries.owners_of(placement, replicas)
+    owners = _entries.owners_of(placement, table)
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
     is_whole = {number for number, _ in owners} == set(range(owners[0][1]))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_bool, as_integer, as_list, check_known, check_not_used_up
+from jax_hkv._checks import as_integer, as_list, check_known, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
@@ -267,7 +267,7 @@ def chunks_of(
 
 @of_one_device
 def import_entries(
-    placement: Placement | None, table: Table, exported: Exported, *, replicas: bool = False
+    placement: Placement | None, table: Table, exported: Exported
 ) -> tuple[Table, Counts]:
     """Puts exported entries into a table, of any number of devices. For use between steps.
 
@@ -284,9 +284,8 @@ def import_entries(
 
     Args:
       placement: of the table, or None for a table of one device.
-      table: to fill; it is used up.
+      table: to fill; it is used up. Where it is one of replicas every device gets all entries.
       exported: of `export_entries`; every process gives all entries.
-      replicas: whether every device holds the whole table, and so gets all entries.
 
     Returns:
       The table, and counts over this process's devices: `evicted` and `refused` entries found no
@@ -306,7 +305,6 @@ def import_entries(
       (2, 2)
     """
     call = "sharding.import_entries"
-    replicas = as_bool(call, "replicas", replicas)
     check_target(call, placement, table, "exported")
     check_exported(
         call, "exported", exported, "make one of a restored dict by Exported(**restored)"
@@ -317,7 +315,7 @@ def import_entries(
     latest = latest_time(exported)  # of all parts together: their clocks are equal
     total = no_counts()
     filled = []
-    for owner, part in zip(owners_of(placement, replicas), parts, strict=True):
+    for owner, part in zip(owners_of(placement, table), parts, strict=True):
         part, counts = fill(part, owned(exported, *owner), latest)
         filled.append(part)
         total = plus(total, counts)
@@ -339,12 +337,17 @@ def parts_of(placement: Placement | None, table: Table) -> list[Table]:
     return [jax.tree.map(jnp.asarray, table)] if placement is None else placement.shards(table)
 
 
-def owners_of(placement: Placement | None, replicas: bool = False) -> list[tuple[int, int]]:
-    """Of each of these parts its number among the owners of keys, and how many these are."""
+def owners_of(placement: Placement | None, table: Table) -> list[tuple[int, int]]:
+    """Of each part of a table its number among the owners of keys, and how many these are."""
     if placement is None:
         return [(0, 1)]
-    devices = 1 if replicas else placement.devices
+    devices = 1 if table.replicas else placement.devices
     return [(number % devices, devices) for number in placement.local_parts]
+
+
+def distinct_parts(parts: Sequence[Any]) -> list[Any]:
+    """The parts of a table, or tiers of them, that hold all of it: of replicas the first."""
+    return list(parts[:1] if getattr(parts[0], "replicas", False) else parts)
 
 
 def whole_of(placement: Placement | None, parts: Sequence[Table]) -> Table:

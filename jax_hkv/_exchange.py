@@ -44,7 +44,8 @@ class Exchange:
         keys go along the innermost axis first (within a node), are merged there, and then along the
         others, so that a device sends one message to each other node.
       replicas: whether every device holds the whole table, and all do the same to it, instead of a
-        part of it.
+        part of it: of the table that a layer makes. What a table was made as
+        (``jax_hkv.create(replicas=True)``) it is in every call, which need not repeat it.
       distinct: expected distinct keys of a device's batch, by its positions: above 0, up to 1. Room
         for keys, and so the bytes exchanged, are proportional to it; see
         :func:`jax_hkv.sharding.distinct_in`.

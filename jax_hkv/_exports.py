@@ -19,6 +19,7 @@ from jax_hkv._entries import (
     chunks_of,
     clock_of,
     common_of,
+    distinct_parts,
     epoch_of,
     join_entries,
     padded,
@@ -41,8 +42,8 @@ def export_entries(
     """The entries of a table, or of the parts of a table. For use between steps.
 
     Args:
-      tables: a table of one device, or what :meth:`Placement.shards` returned of one; of replicas,
-        one of them (``shards(table)[0]``).
+      tables: a table of one device, or what :meth:`Placement.shards` returned of one. Of replicas
+        the first one is exported.
       min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries.
       changed_since: an earlier export of the table, of which what is as it was then is left out.
         Training writes the score of an entry at every lookup: under LRU and EPOCH_LRU the time of
@@ -130,7 +131,7 @@ def _parts_of(call: str, tables: Any) -> list[Table]:
         check_one_device(call, part)
     if not parts:
         raise ValueError(f"{call}: tables must be a table or parts of one, got none")
-    return parts
+    return distinct_parts(parts)
 
 
 def _lowest_score(

@@ -339,6 +339,7 @@ class Group:
             table = create(
                 capacity if exchange is None else exchange.local_capacity(capacity),
                 name=self.name,
+                replicas=exchange is not None and exchange.replicas,
                 **config._settings._asdict(),
             )
             index = dataclasses.replace(table.index, namespace=self.namespace)

@@ -46,10 +46,9 @@ def grow(
 
     Args:
       table: which is only read, and lies in memory beside the new one until nobody holds it.
-      max_capacity: entries of all devices together (of replicas too, each of which counts), up to
-        2**31 - 1 of each.
-      room: the new ids that may come until the next call, in one batch; they count as entries. Of
-        replicas, which all get all of them, as many times that as there are devices.
+      max_capacity: entries of all devices together, or of each of replicas, up to 2**31 - 1 of
+        each.
+      room: the new ids that may come until the next call, in one batch; they count as entries.
       placement: of a table over devices, whose parts are doubled each.
 
     Returns:
@@ -78,7 +77,8 @@ def grow(
             "grow: table must be one whose entries can be counted now, got one that is traced: "
             "call grow between steps, outside of jit, or resize to a capacity that you know"
         )
-    parts, here = _parts(table, placement)
+    devices, here = _parts(table, placement)
+    parts = 1 if table.replicas else devices  # of replicas all get all
     most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
     capacity = before = table.capacity // here  # of a part
@@ -96,7 +96,7 @@ def grow(
         table, counts = resize(table, capacity)
     else:
         table, counts = _resizing(placement, capacity)(table)
-    if lost := int(counts.evicted) + int(counts.refused):
+    if lost := (int(counts.evicted) + int(counts.refused)) * parts // devices:
         slots = parts * capacity
         warnings.warn(
             f"grow: {lost} entries of table {table.name!r} found no room in {slots} slots",

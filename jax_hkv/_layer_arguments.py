@@ -125,7 +125,8 @@ def new_table(
     if exchange is not None:
         capacity = exchange.local_capacity(as_integer(call, "capacity", capacity, 1, 2**63 - 1))
     buckets_of(call, capacity)
-    table = create(capacity, name=name, **settings)
+    is_whole = exchange is not None and exchange.replicas
+    table = create(capacity, name=name, replicas=is_whole, **settings)
     return table if optimizer is None else optimizer.init(table)
 
 

@@ -56,17 +56,16 @@ def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def unfilled(state: Any, devices: int) -> Any:
-    """A state that was made on several devices; raises if its tables have entries on each."""
+    """A state made on several devices; raises if tables split by keys have entries on each."""
     tables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Table))
     for node in tables if devices > 1 else ():
-        if not isinstance(node, Table) or is_traced(node.occupancy):
+        if not isinstance(node, Table) or node.replicas or is_traced(node.occupancy):
             continue
         if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
             raise ValueError(
                 f"Placement.create: make must return tables without entries, got {node.name!r} "
                 "with some, which each of the devices would hold, whoever owns their keys: create "
                 "it empty, and bring entries in by sharding.import_entries(placement, table, "
-                "sharding.export_entries(filled)), of replicas with replicas=True, or a whole "
-                "state by sharding.reshard"
+                "sharding.export_entries(filled)), or a whole state by sharding.reshard"
             )
     return state

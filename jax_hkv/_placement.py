@@ -167,12 +167,13 @@ class Placement:
 
         Args:
           make: returns any pytree; what is no table must not depend on the device. Tables have the
-            capacity of one device, and no entries, which every device would have; layers with an
-            axis name divide theirs by themselves.
+            capacity of one device, and, but for replicas, no entries, which every device would
+            have; layers with an axis name divide theirs by themselves.
 
         Raises:
           TypeError: if `make` is no function.
-          ValueError: if a table has entries: those come in by :func:`import_entries`.
+          ValueError: if a table that is split has entries: those come in by
+            :func:`import_entries`.
         """
         check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":

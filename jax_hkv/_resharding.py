@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_hkv import whole_table
-from jax_hkv._checks import as_bool
 from jax_hkv._entries import check_fits, import_entries, without_entries
 from jax_hkv._exports import export_entries
 from jax_hkv._placement import Placement
@@ -27,12 +25,13 @@ def reshard(
     *,
     source: Placement | None = None,
     target: Placement | None = None,
-    replicas: bool | Callable[[str], bool] = False,
 ) -> tuple[Any, dict[str, Counts]]:
     """A training state on other devices, or in tables of other capacity. For use between steps.
 
-    Entries go through the host, table by table: see :func:`import_entries` for what they keep. All
-    else (parameters, the optimizer's state, statistics, random keys) has the bits that it had.
+    Entries go through the host, table by table: see :func:`import_entries` for what they keep. A
+    table that is split by keys becomes one of replicas, or ceases to be, where that of `fresh` is
+    such. All else (parameters, the optimizer's state, statistics, random keys) has the bits that it
+    had.
 
     Args:
       state: any pytree with tables, as it lies on the devices of `source`, or what it was there as
@@ -41,10 +40,6 @@ def reshard(
       source: of `state`; None: one device. Of NumPy arrays the mesh may be a
         ``jax.sharding.AbstractMesh``.
       target: of `fresh`; None: one device.
-      replicas: whether every device holds the whole of a table, and not a part of it, in both
-        states; of all tables, or by their paths: those by which the counts are named. What a table
-        of `fresh` is to be nothing shows but this: a table that becomes one of replicas, or ceases
-        to be, goes by :func:`import_entries` (docs/sharding.md, "Replicas").
 
     Returns:
       The state, and what became of the entries of each table, by its path in the state, summed
@@ -54,8 +49,8 @@ def reshard(
       TypeError: naming the argument.
       ValueError: if the states have not the same leaves, of the same shapes and types, but for the
         capacity of tables; if tables have another seed or initializer, or another `choices`; if
-        one of `state` with entries is no replica that should be one, or the other way round; or if
-        there are several processes.
+        the devices of `source` hold different entries of one of replicas, or the same of one that
+        is not; or if there are several processes.
 
     Example:
       >>> import jax_hkv as hkv
@@ -68,8 +63,6 @@ def reshard(
     """
     _check_placement("source", source)
     _check_placement("target", target)
-    if not callable(replicas):
-        replicas = as_bool(_CALL, "replicas", replicas, "True or False, or a function of a path")
     if jax.process_count() > 1:
         raise ValueError(
             f"{_CALL}: must run in one process, got {jax.process_count()}: save the entries of "
@@ -82,22 +75,18 @@ def reshard(
             f"{sorted(old.keys() - new.keys())}, unknown: {sorted(new.keys() - old.keys())}: make "
             "it by the function that made state"
         )
-    whole = {path: _is_replica(path, replicas) for path in old if isinstance(old[path], Table)}
     for path in old:
         _check_leaf(path, old[path], source, new[path], target)
-    for path, is_whole in whole.items():
-        if source is not None and source.devices > 1:
-            _check_replicas(path, old[path], source, is_whole)
+    for path, node in old.items():
+        if isinstance(node, Table) and source is not None and source.devices > 1:
+            _check_replicas(path, node, source)
     counts: dict[str, Counts] = {}
     for path, node in old.items():
-        if path not in whole:
+        if isinstance(node, Table):
+            exported = export_entries(_parts(node, source))
+            new[path], counts[path] = import_entries(target, new[path], exported)
+        else:
             new[path] = _placed(_on_host(node, source), new[path])
-            continue
-        parts = _parts(node, source)
-        exported = export_entries(parts[:1] if whole[path] else parts)
-        new[path], counts[path] = import_entries(
-            target, new[path], exported, replicas=whole[path] and target is not None
-        )
     return jax.tree.unflatten(structure, list(new.values())), counts
 
 
@@ -120,10 +109,6 @@ def _nodes(tree: Any) -> tuple[dict[str, Any], Any]:
 
 def _is_table(node: Any) -> bool:
     return isinstance(node, Table)
-
-
-def _is_replica(path: str, replicas: bool | Callable[[str], bool]) -> bool:
-    return bool(replicas(path)) if callable(replicas) else replicas
 
 
 def _parts(table: Table, placement: Placement | None) -> list[Table]:
@@ -212,17 +197,19 @@ def _is_stacked(placement: Placement | None) -> bool:
     return placement is not None and placement.mode == "pmap"
 
 
-def _check_replicas(path: str, table: Table, source: Placement, is_whole: bool) -> None:
+def _check_replicas(path: str, table: Table, source: Placement) -> None:
     agree = _agree(_cut(table, source)) if _is_on_host(table) else source.replicas_agree(table)
-    if is_whole and not agree:
+    if table.replicas and not agree:
         raise ValueError(
-            f"{_CALL}: replicas must be False for the table {path}, whose devices hold different "
-            "entries, got True: only what Exchange(replicas=True) looks up is a replica"
+            f"{_CALL}: state must have the same entries on all devices in the table {path}, which "
+            "is one of replicas, got different ones: a table that is split by keys, or the target "
+            "of its checkpoint, is created without replicas=True"
         )
-    if not is_whole and agree and int(whole_table.size(_parts(table, source)[0])):
+    if not table.replicas and agree and int(whole_table.size(_parts(table, source)[0])):
         raise ValueError(
-            f"{_CALL}: replicas must be True for the table {path}, which every device holds whole, "
-            "got False: give replicas=lambda path: ..., True for the paths of such tables"
+            f"{_CALL}: state must have other entries on each device in the table {path}, which is "
+            "split by keys, got the same on all: a table of replicas, or the target of its "
+            "checkpoint, is created with replicas=True"
         )
 
 

@@ -312,7 +312,7 @@ def of_batch(
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
             options |= {"train": train, "fill": fill, "dtype": dtype}
             return pooled.of_batch(call, table, batch, **options)
-    warn_of_axes(call, exchange.replicas, exchange.axes)
+    exchange = _of_table(call, exchange, table)
     pairs = None
     if train:
         pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
@@ -654,8 +654,20 @@ def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:
             f"{call.removeprefix('sharding.')}"
         )
     check_one_device(call, table, is_part=True)
-    warn_of_axes(call, exchange.replicas, exchange.axes)
-    return exchange
+    return _of_table(call, exchange, table)
+
+
+def _of_table(call: str, exchange: Exchange, table: Table) -> Exchange:
+    """The exchange, of replicas where the table is one; raises if it alone says so."""
+    if exchange.replicas and not table.replicas:
+        raise ValueError(
+            f"{call}: axis_name must say nothing of replicas for the table {table.name!r}, which "
+            "is split by keys, got replicas=True: leave that out here, or create the table with "
+            "replicas=True (jax_hkv.sharding.reshard, or export_entries and import_entries, bring "
+            "entries over)"
+        )
+    warn_of_axes(call, table.replicas, exchange.axes)
+    return dataclasses.replace(exchange, replicas=table.replicas)
 
 
 def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> Int32[Array, ""]:

@@ -203,6 +203,12 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"{', '.join(policy.name for policy in _tiers.POLICIES)}, got {table.policy.name}: "
             "under it the cache would refuse ids that the store knows"
         )
+    if table.replicas:
+        raise ValueError(
+            f"{call}: {argument} must be split by keys, got {table.name!r}, of replicas, which "
+            "would differ, since a key's row is brought to one device: create it without "
+            "replicas=True"
+        )
     if table.admission is not None:
         raise ValueError(
             f"{call}: {argument} must have no admission rule, got {table.admission.rule}, which "

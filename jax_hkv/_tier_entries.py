@@ -129,7 +129,7 @@ def import_entries(
         _entries.check_fits(part.store, exported, call)
     after = [
         _tiers.import_entries(part, _entries.owned(exported, *owner), latest)
-        for owner, part in zip(_entries.owners_of(placement), parts, strict=True)
+        for owner, part in zip(_entries.owners_of(placement, tiers.cache), parts, strict=True)
     ]
     total = _tier_parts.total([each for _, both in after for each in both])
     return _tier_parts.whole_of(placement, [part for part, _ in after]), total

@@ -50,7 +50,7 @@ def register(kind: type[Node]) -> type[Node]:
         told = [
             f"{other.name}={_shown(getattr(node, other.name))}"
             for other in others
-            if other.metadata["told_by"] == field and getattr(node, other.name) is not None
+            if other.metadata["told_by"] == field and _says(getattr(node, other.name))
         ]
         return f"{field}({', '.join(told)})" if told else field
 
@@ -64,6 +64,11 @@ def register(kind: type[Node]) -> type[Node]:
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
     return kind
+
+
+def _says(setting: Any) -> bool:
+    """Whether a setting is one that names tell: None and False are what most have."""
+    return setting is not None and setting is not False
 
 
 def _shown(setting: Any) -> str:

@@ -18,7 +18,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._checks import as_float_dtype, as_initializer, as_integer, check_not_used_up
+from jax_hkv._checks import (
+    as_bool,
+    as_float_dtype,
+    as_initializer,
+    as_integer,
+    check_not_used_up,
+)
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
@@ -62,6 +68,7 @@ class Table:
       admission: which absent keys get a row, or None: all.
       initializer: static, the first value of a row.
       seed: static, of the first values.
+      replicas: static, whether each device of a mesh holds the whole table, not a part of it.
     """
 
     index: Index
@@ -70,6 +77,7 @@ class Table:
     admission: Admission | None
     initializer: initializers.Initializer = _trees.static(told_by="values")
     seed: int = _trees.static(told_by="values")
+    replicas: bool = _trees.static(told_by="values")
 
     @property
     def capacity(self) -> int:
@@ -143,7 +151,7 @@ class Table:
         return (
             f"Table({self.name!r}, capacity={self.capacity:,}, dim={self.dim}, "
             f"dtype={self.dtype.name}, policy={self.policy.name}, choices={self.choices}, "
-            f"bytes={self.nbytes:,})"
+            f"{'replicas=True, ' * self.replicas}bytes={self.nbytes:,})"
         )
 
 
@@ -342,6 +350,7 @@ def create(
     seed: int = 0,
     name: str = "table",
     admission: Frequency | Probability | None = None,
+    replicas: bool = False,
 ) -> Table:
     """An empty table.
 
@@ -361,6 +370,9 @@ def create(
       name: appears in error messages.
       admission: which absent keys ``find_or_insert`` inserts, from ``jax_hkv.admission``; None:
         all. The other writes insert what they are told to.
+      replicas: of a table over the devices of a mesh, whether each of them holds the whole table,
+        and all do the same to it (docs/sharding.md, "Replicas"), not a part of it, which is split
+        by keys. On one device it changes nothing.
 
     Raises:
       ValueError, TypeError: naming the argument.
@@ -381,6 +393,7 @@ def create(
         admission=None if admission is None else admission.start(),
         initializer=given.init.for_dim(given.dim),
         seed=given.seed,
+        replicas=as_bool("create", "replicas", replicas),
     )
 
 

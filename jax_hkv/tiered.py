@@ -76,8 +76,7 @@ def create_store(
         candidate bucket, 1.1 times with two.
       device: of the store; None: the first one of JAX's backend "cpu".
       placement: of a cache over devices. Each of its parts in this process gets a store, of the
-        part of `capacity` that comes to it. The cache is split by keys: one of replicas
-        (``Exchange(replicas=True)``) is not for tiers, and nothing in it shows that it is one.
+        part of `capacity` that comes to it. The cache is split by keys.
 
     Returns:
       The store; with a placement, a tuple of them.
@@ -85,7 +84,7 @@ def create_store(
     Raises:
       TypeError, ValueError: naming the argument; also for a table under a policy that refuses
         newcomers (EPOCH_LFU, CUSTOM) or with an admission rule, which would turn ids away that the
-        store knows.
+        store knows, and for one of replicas.
       RuntimeError: if JAX was told to do without the CPU.
 
     Example:
@@ -149,9 +148,7 @@ def prefetch(
         their scores, no time passes, and unseen keys stay unseen.
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
-        device from there on. ("pmap" copies the parts twice, "shard_map" does not.) Replicas would
-        differ then, unnoticed: a step that looks up with ``Exchange(replicas=True)`` would insert
-        anew what another device's copy has, or its store.
+        device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
 
     Returns:
       The tables, and :class:`PrefetchCounts`, over this process's devices.

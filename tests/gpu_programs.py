@@ -363,7 +363,8 @@ def exchange_report(mesh, exchange, hotness) -> dict:
         sharding = NamedSharding(mesh, PartitionSpec(placement.axes))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
+    make = functools.partial(hkv.create, CAPACITY, DIM, replicas=exchange.replicas)
+    own = shapes(jax.eval_shape(lambda: optimizer.init(make())))
     function = {WRITES: writing_step, TIERS: tiers_step, DELTAS: deltas_step}.get(hotness, step)
     if hotness == TIERS:
         own = (own, shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(4 * CAPACITY, DIM)))))

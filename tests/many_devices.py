@@ -89,7 +89,8 @@ class Case:
 
     def table(self, capacity: int | None = None) -> hkv.Table:
         capacity = self.capacity if capacity is None else capacity
-        return ADAM.init(hkv.create(capacity, DIM, **dict(self.options)))
+        options = dict(self.options) | {"replicas": self.exchange.replicas}
+        return ADAM.init(hkv.create(capacity, DIM, **options))
 
 
 def loss(case: Case, rows: jax.Array, slopes: jax.Array) -> jax.Array:

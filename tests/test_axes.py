@@ -73,7 +73,8 @@ def test_another_axis_name_than_the_placement_has_is_warned_of(call, axes):
 )
 def test_the_axes_of_the_placement_are_not(own, axes):
     placement = placement_of(*own)
-    table = placement.create(lambda: hkv.create(256, 4))
+    replicas = isinstance(axes, Exchange)
+    table = placement.create(lambda: hkv.create(256, 4, replicas=replicas))
 
     def step(table, ids):
         table, result = hkv.sharding.find_or_insert(table, ids, axis_name=axes)

@@ -73,7 +73,7 @@ def test_tables_over_devices_follow_each_other(mode, replicas, rng):
     """Exported by two processes, each of its own parts; into parts, replicas, and one device."""
     placement = placement_of(mode)
     table = large(placement, DEVICES * 128, optimizer="adam")
-    many = placement.create(lambda: hkv.create(2048, DIM))
+    many = placement.create(lambda: hkv.create(2048, DIM, replicas=replicas))
     one = hkv.create(4096, DIM)
     step, _ = stepper(placement)
     own, erased = [None, None], 0
@@ -86,7 +86,7 @@ def test_tables_over_devices_follow_each_other(mode, replicas, rng):
             for first, since in zip((0, 2), own, strict=True)
         ]
         for changes in own:
-            many, counts = sharding.import_changes(placement, many, changes, replicas=replicas)
+            many, counts = sharding.import_changes(placement, many, changes)
             one, of_one = sharding.import_changes(None, one, changes)
             assert int(of_one.erased) == len(changes.removed)
             assert int(counts.erased) == len(changes.removed) * (DEVICES if replicas else 1)

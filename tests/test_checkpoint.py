@@ -72,6 +72,7 @@ OTHER_SETTINGS = {
     "policy": (hkv.Policy.LFU, "scores(policy=LRU)", "scores(policy=LFU)"),
     "choices": (2, "keys(choices=1)", "keys(choices=2)"),
     "seed": (2**64 - 1, "seed=0)", f"seed={2**64 - 1})"),
+    "replicas": (True, "seed=0)", "seed=0, replicas=True)"),
     "init": (hkv.initializers.constant(-0.0), "constant(0.0), seed", "constant(-0.0), seed"),
     "admission": (
         hkv.admission.frequency(3, width=64),

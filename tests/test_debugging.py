@@ -650,18 +650,6 @@ def looked_up(**flag):
     return EMBEDDINGS.lookup(EMBEDDINGS.create(), {"f": IDS}, **flag)
 
 
-def imported(**flag):
-    empty = hkv.create(256, DIM)
-    return hkv.sharding.import_entries(None, empty, hkv.sharding.export_entries(empty), **flag)
-
-
-def followed(**flag):
-    empty = hkv.create(256, DIM)
-    return hkv.sharding.import_changes(
-        None, empty, hkv.sharding.export_changes(empty, None), **flag
-    )
-
-
 def collection_with(**flag):
     return hkv.Collection(EMBEDDINGS.tables, EMBEDDINGS.features, **flag)
 
@@ -674,8 +662,7 @@ FLAGS = {
     ("Collection.keys", "partial"): [functools.partial(EMBEDDINGS.keys, {"f": IDS})],
     ("Keys.to_numpy", "signed"): [hkv.Keys.from_numpy([5]).to_numpy],
     ("Placement.step", "donate"): [functools.partial(PLACEMENT.step, lambda table: (table, 0))],
-    ("sharding.import_entries", "replicas"): [imported],
-    ("sharding.import_changes", "replicas"): [followed],
+    ("create", "replicas"): [functools.partial(hkv.create, 128, 2)],
     ("nnx.value_and_grad", "has_aux"): [functools.partial(hkv.nnx.value_and_grad, len)],
 }
 for _name in ("donate", "has_aux", "check_overflow"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -24,9 +25,10 @@ def placement_of(devices, mode):
     return sharding.Placement(mesh, mode=mode)
 
 
-def make(parts, policy=hkv.Policy.LFU):
+def make(parts, policy=hkv.Policy.LFU, **options):
     """A state with a table, a parameter, a count and a random key."""
-    table = ADAM.init(hkv.create(CAPACITY // parts, DIM, policy=policy, choices=2))
+    options = {"policy": policy, "choices": 2} | options
+    table = ADAM.init(hkv.create(CAPACITY // parts, DIM, **options))
     key = jax.random.key_data(jax.random.key(3))
     return {"users": table, "bias": jnp.arange(3.0), "step": jnp.int32(5), "key": key}
 
@@ -91,14 +93,15 @@ def test_replicas_that_were_saved_are_seen_to_be_such(rng):
     """Every device had the whole table: asked for as parts its entries would come four times."""
     placement = placement_of(SAVED, "shard_map")
     axis = sharding.Exchange("device", replicas=True)
-    state = placement.create(lambda: make(4))
+    state = placement.create(lambda: make(4, replicas=True))
     run = placement.step(functools.partial(step, axis=axis))
     state, counts = run(state, placement.put(hkv.Keys.from_numpy(rng.integers(0, 2**63, 100))))
     absent = sharding.Placement(AbstractMesh((SAVED,), ("device",)))
     saved = jax.device_get(state)
-    with pytest.raises(ValueError, match="replicas must be True for the table users"):
-        sharding.reshard(saved, make(4), source=absent)
-    _, came = sharding.reshard(saved, make(4), source=absent, replicas=True)
+    mistaken = saved | {"users": dataclasses.replace(saved["users"], replicas=False)}
+    with pytest.raises(ValueError, match="other entries on each device in the table users"):
+        sharding.reshard(mistaken, make(4), source=absent)
+    _, came = sharding.reshard(saved, make(4), source=absent)
     assert int(came["users"].inserted) == int(counts.unique) == 100
 
 

@@ -190,7 +190,8 @@ def test_no_type_is_promoted_silently(mesh, exchange, x64):
 
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         placement = sharding.Placement(mesh)
-        table = placement.create(lambda: ADAM.init(hkv.create(256, DIM, admission=rule)))
+        options = {"admission": rule, "replicas": exchange == "replicas"}
+        table = placement.create(lambda: ADAM.init(hkv.create(256, DIM, **options)))
         run = placement.step(step)
         for _ in range(3):
             table, counts = run(table, placement.put(IDS))

@@ -97,7 +97,7 @@ def test_metrics_of_a_step_of_ones_own_are_those_of_all_devices(call, check_vma,
         report = {"in": metrics.of(table, results), "overflow": result.overflow + own.overflow}
         return table, (report, results)
 
-    table = placement.create(lambda: SGD.init(hkv.create(1024, 2)))
+    table = placement.create(lambda: SGD.init(hkv.create(1024, 2, replicas=replicas)))
     keys = hkv.Keys.from_numpy(np.arange(400))
     inputs = placement.put((keys, np.ones((400, 2), np.float32)))
     if check_vma:

@@ -25,8 +25,8 @@ def placement_of(*, reverse=False, kind=AxisType.Explicit, **axes):
     return sharding.Placement(mesh)
 
 
-def made():
-    return SGD.init(hkv.create(256, DIM))
+def made(**options):
+    return SGD.init(hkv.create(256, DIM, **options))
 
 
 def found(table, ids):
@@ -144,8 +144,8 @@ def test_ids_that_were_not_put_are_named_by_tiers():
 # --- Entries, and whether a table is one of replicas ---------------------------------------------
 
 
-def filled():
-    return hkv.find_or_insert(made(), IDS)[0]
+def filled(**options):
+    return hkv.find_or_insert(made(**options), IDS)[0]
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
@@ -156,19 +156,28 @@ def test_a_table_over_devices_is_not_made_with_entries(mode):
         placement.create(lambda: {"users": filled(), "items": made()})
     one = sharding.Placement(jax.make_mesh((1,), ("device",), devices=jax.devices()[:1]))
     assert int(hkv.size(one.create(filled))) == len(IDS)
+    copies = placement.create(lambda: filled(replicas=True))
+    assert [int(hkv.size(part)) for part in placement.shards(copies)] == [len(IDS)] * DEVICES
 
 
-def test_a_table_becomes_one_of_replicas_and_ceases_to_be_by_its_entries():
+@pytest.mark.parametrize("by", ["entries", "reshard"])
+def test_a_table_becomes_one_of_replicas_and_ceases_to_be(by):
     """As docs/sharding.md says."""
     placement = placement_of()
+
+    def moved(table, replicas):
+        fresh = placement.create(lambda: made(replicas=replicas))
+        if by == "reshard":
+            table, counts = sharding.reshard(table, fresh, source=placement, target=placement)
+            return table, counts[""]
+        exported = sharding.export_entries(placement.shards(table))
+        return sharding.import_entries(placement, fresh, exported)
+
     table, _ = placement.step(found)(placement.create(made), placement.put(IDS))
-    exported = sharding.export_entries(placement.shards(table))
-    copies, counts = sharding.import_entries(
-        placement, placement.create(made), exported, replicas=True
-    )
+    copies, counts = moved(table, True)
     assert int(counts.inserted) == DEVICES * len(IDS) and placement.replicas_agree(copies)
-    exported = sharding.export_entries(placement.shards(copies)[0])
-    split, counts = sharding.import_entries(placement, placement.create(made), exported)
-    assert int(counts.inserted) == len(IDS)
+    assert copies.replicas and "replicas=True" in repr(copies)
+    split, counts = moved(copies, False)
+    assert int(counts.inserted) == len(IDS) and not split.replicas
     misplaced = placement.run(lambda table: sharding.misplaced(table, axis_name="device")[None])
     assert not misplaced(split).any()

@@ -556,12 +556,13 @@ def test_every_replica_gets_all_entries():
     exported = source("shard_map")
     placement = Placement(dataclasses.replace(ON_EIGHT, shape=(2,)).mesh)
     options = dict(ON_EIGHT.options)
-    table = placement.create(lambda: ADAM.init(hkv.create(ROOMY, DIM, **options)))
-    table, counts = sharding.import_entries(placement, table, exported, replicas=True)
+    table = placement.create(lambda: ADAM.init(hkv.create(ROOMY, DIM, replicas=True, **options)))
+    table, counts = sharding.import_entries(placement, table, exported)
     assert int(counts.inserted) == 2 * len(exported.keys)
     assert placement.replicas_agree(table)
-    copy = sharding.export_entries(placement.shards(table)[1])
-    assert sorted(copy.keys.tolist()) == sorted(exported.keys.tolist())
+    parts = placement.shards(table)
+    for copy in map(sharding.export_entries, (parts[1], parts)):
+        assert sorted(copy.keys.tolist()) == sorted(exported.keys.tolist())
 
 
 def test_sightings_of_another_shape_are_refused():

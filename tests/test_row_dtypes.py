@@ -163,7 +163,8 @@ SGD = hkv.optim.sgd(0.5)
 def over_devices(exchange, own, act, rng):
     """A compiled step over devices, tables, and a batch of keys and of weights for each."""
     placement = Placement(jax.make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES]))
-    tables = placement.create(lambda: SGD.init(hkv.create(256, 8, dtype=own, init=NORMAL)))
+    options = {"dtype": own, "init": NORMAL, "replicas": exchange.replicas}
+    tables = placement.create(lambda: SGD.init(hkv.create(256, 8, **options)))
     words = rng.integers(0, 90, DEVICES * BATCH).astype(np.uint64) << np.uint64(33)
     weights = rng.standard_normal((DEVICES * BATCH // 4, 4)).astype(np.float32)
 

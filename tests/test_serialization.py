@@ -301,12 +301,14 @@ def test_what_needs_a_workspace_says_that_its_size_must_be_known():
             jax.eval_shape(call, of_any_size())
 
 
+def over_devices(call, keys, exchange):
+    return call(dataclasses.replace(TABLE, replicas=exchange.replicas), keys, axis_name=exchange)
+
+
 OVER_DEVICES = {
-    "sharding.find": lambda x, exchange: sharding.find(TABLE, x.flat, axis_name=exchange),
-    "sharding.erase": lambda x, exchange: sharding.erase(TABLE, x.flat, axis_name=exchange),
-    "sharding.find_pooled": lambda x, exchange: sharding.find_pooled(
-        TABLE, x.ids, axis_name=exchange
-    ),
+    "sharding.find": lambda x, exchange: over_devices(sharding.find, x.flat, exchange),
+    "sharding.erase": lambda x, exchange: over_devices(sharding.erase, x.flat, exchange),
+    "sharding.find_pooled": lambda x, exchange: over_devices(sharding.find_pooled, x.ids, exchange),
     "sharding.owners": lambda x, exchange: sharding.owners(x.flat, 4),
     "jax_hkv.sharding": lambda x, exchange: hkv.linen.EmbedBag(256, 4, axis_name=exchange).init(
         jax.random.key(0), x.ids

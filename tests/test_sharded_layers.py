@@ -455,15 +455,7 @@ def test_an_nnx_state_with_replicas_goes_to_one_device():
         step(state, four.put(batch))
     old, target = nnx.state(state), make(None, None)
 
-    def reshard(replicas):
-        fresh = nnx.state(make(None, None))
-        return hkv.sharding.reshard(old, fresh, source=four, replicas=replicas)
-
-    with pytest.raises(ValueError, match="replicas must be True for the table .*words"):
-        reshard(False)
-    with pytest.raises(ValueError, match="replicas must be False for the table .*users"):
-        reshard(True)
-    values, counts = reshard(lambda path: "words" in path)
+    values, counts = hkv.sharding.reshard(old, nnx.state(make(None, None)), source=four)
     nnx.update(target, values)
     users, words = (len(entries([own])[0]) for own in tables_of(nnx.state(target)))
     assert users == words == sum(int(own.inserted) for own in counts.values()) // 2 > 0
@@ -476,7 +468,7 @@ def test_replicas_and_what_the_host_holds_go_from_two_devices_to_four(monkeypatc
 
     def make():
         host = {"epoch": 0, "rate": 0.0, "is_warm": False, "seen": np.zeros(3)}
-        return {"table": hkv.create(512, 4)} | host
+        return {"table": hkv.create(512, 4, replicas=True)} | host
 
     def start(placement):
         made = make()
@@ -485,9 +477,7 @@ def test_replicas_and_what_the_host_holds_go_from_two_devices_to_four(monkeypatc
     find_or_insert = jax.jit(lambda table: hkv.find_or_insert(table, keys)[0])
     state = start(two) | {"epoch": 2**40, "rate": 0.1, "is_warm": True, "seen": np.arange(3.0)}
     state["table"] = two.run(find_or_insert)(state["table"])
-    with pytest.raises(ValueError, match="replicas must be True for the table table"):
-        hkv.sharding.reshard(state, start(four), source=two, target=four)
-    moved, counts = hkv.sharding.reshard(state, start(four), source=two, target=four, replicas=True)
+    moved, counts = hkv.sharding.reshard(state, start(four), source=two, target=four)
     expected = entries(two.shards(state["table"])[:1])
     for shard in four.shards(moved["table"]):
         for a, b in zip(entries([shard]), expected, strict=True):
@@ -512,7 +502,6 @@ def test_states_that_do_not_fit_are_told_apart_before_anything_moves():
         (state | {"bias": few}, {}, ValueError, r"at bias, float32\[3\], got float32\[2\]"),
         (state | {"bias": make()}, {}, ValueError, r"at bias, float32\[3\], got a table"),
         (state | {"table": hkv.create(128, 5)}, {}, ValueError, "same dim, dtype and optimizer"),
-        (state, {"replicas": "words"}, TypeError, "replicas must be True or False, or a function"),
         (state, {"source": 2}, TypeError, "source must be a jax_hkv.sharding.Placement, or None"),
         (state, {"source": two}, ValueError, "the state must lie on the 2 devices"),
     ):

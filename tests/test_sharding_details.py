@@ -262,7 +262,8 @@ def test_a_step_is_skipped_on_all_devices_if_rows_of_one_have_an_infinite_gradie
 
 def test_misplaced_entries_of_the_worst_replica_are_told_by_every_device():
     placement = Placement(mesh_of(2))
-    table, _ = hkv.find_or_insert(hkv.create(256, 4), np.arange(100, dtype=np.int32))
+    table = hkv.create(256, 4, replicas=True)
+    table, _ = hkv.find_or_insert(table, np.arange(100, dtype=np.int32))
     swapped = {name: getattr(table.index, name)[::-1] for name in ("keys", "digests")}
     index = dataclasses.replace(table.index, **swapped)
     exchange = Exchange("device", replicas=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,8 @@ def power_law(exponent: float, most: int, shape, rng) -> np.ndarray:
 def traffic_of(mesh, exchange: Exchange, batch: tuple[int, ...], *, pooled: bool = False):
     """Of a training step whose batch on each device has this shape."""
     placement = Placement(mesh)
-    tables = jax.eval_shape(lambda: placement.create(lambda: OPTIMIZER.init(hkv.create(1024, DIM))))
+    make = partial(hkv.create, 1024, DIM, replicas=exchange.replicas)
+    tables = jax.eval_shape(lambda: placement.create(lambda: OPTIMIZER.init(make())))
     lookup = hkv.sharding.find_or_insert_pooled if pooled else hkv.sharding.find_or_insert
 
     def step(table, words, gradients):
@@ -80,7 +83,8 @@ def test_owners_know_what_found_no_room_without_a_reduction(options):
         table, result = hkv.sharding.find_or_insert(table, keys, axis_name=exchange)
         return table, (result.values, result.overflow)
 
-    table = jax.eval_shape(lambda: placement.create(lambda: hkv.create(1024, DIM)))
+    make = partial(hkv.create, 1024, DIM, replicas=exchange.replicas)
+    table = jax.eval_shape(lambda: placement.create(make))
     keys = jax.ShapeDtypeStruct((1024 * DEVICES,), jnp.int32)
     compiled = placement.step(step).lower(table, keys).compile()
     assert hkv.sharding.traffic(compiled, placement.mesh).bytes("all-reduce") == 0

@@ -1,0 +1,166 @@
+"""A table says itself whether the devices of a mesh hold parts of it or replicas."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+
+DEVICES = 4
+DIM = 4
+IDS = np.arange(200, dtype=np.int32)
+ADAM = hkv.optim.adam(0.1)
+WHOLE = sharding.Exchange("device", replicas=True)
+
+
+def placement_of(mode="shard_map"):
+    mesh = jax.make_mesh((DEVICES,), ("device",), devices=jax.devices("cpu")[:DEVICES])
+    return sharding.Placement(mesh, mode=mode)
+
+
+def made(capacity=1024, **options):
+    return ADAM.init(hkv.create(capacity, DIM, **options))
+
+
+def train(table, ids, axis_name):
+    table, found = sharding.find_or_insert(table, ids, axis_name=axis_name)
+    return sharding.update(ADAM, table, found, found.values), found.counts
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_the_name_of_the_axis_is_enough_for_a_table_of_replicas(mode, rng):
+    placement = placement_of(mode)
+    tables = [placement.create(lambda: made(replicas=True)) for _ in range(2)]
+    for _ in range(3):
+        ids = placement.put(rng.integers(0, 300, 400).astype(np.int32))
+        for number, axis in enumerate(("device", WHOLE)):
+            run = placement.step(lambda table, ids, axis=axis: train(table, ids, axis))
+            tables[number], counts = run(tables[number], ids)
+    assert int(counts.hits) > 0
+    for one, other in zip(*map(jax.tree.leaves, tables), strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert placement.replicas_agree(tables[0])
+    held = [int(hkv.size(part)) for part in placement.shards(tables[0])]
+    assert len(set(held)) == 1 and held[0] > 200
+
+
+KEYS = jnp.asarray(IDS[:8])
+ROWS = jnp.ones((8, DIM))
+CALLS = {
+    "find": lambda table: sharding.find(table, KEYS, axis_name=WHOLE),
+    "contains": lambda table: sharding.contains(table, KEYS, axis_name=WHOLE),
+    "find_or_insert": lambda table: sharding.find_or_insert(table, KEYS, axis_name=WHOLE),
+    "find_pooled": lambda table: sharding.find_pooled(table, KEYS[None], axis_name=WHOLE),
+    "find_or_insert_pooled": lambda table: sharding.find_or_insert_pooled(
+        table, KEYS[None], axis_name=WHOLE
+    ),
+    "insert_or_assign": lambda table: sharding.insert_or_assign(table, KEYS, ROWS, axis_name=WHOLE),
+    "assign": lambda table: sharding.assign(table, KEYS, ROWS, axis_name=WHOLE),
+    "accum_or_assign": lambda table: sharding.accum_or_assign(
+        table, KEYS, ROWS, KEYS >= 0, axis_name=WHOLE
+    ),
+    "erase": lambda table: sharding.erase(table, KEYS, axis_name=WHOLE),
+    "export_keys": lambda table: sharding.export_keys(table, KEYS, axis_name=WHOLE),
+    "misplaced": lambda table: (table, sharding.misplaced(table, axis_name=WHOLE)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_table_that_is_split_is_not_taken_for_replicas(call):
+    """Each device would look into its own part alone, and insert again what others have."""
+    placement = placement_of()
+    run = placement.run(lambda table: jax.tree.leaves(CALLS[call](table)[1])[0][None])
+    message = f"sharding.{call}: axis_name must say nothing of replicas for the table 'table', "
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, placement.create(made))
+    jax.eval_shape(run, placement.create(lambda: made(replicas=True)))
+
+
+def test_the_tables_of_layers_and_collections_are_what_their_exchange_says():
+    """Found split, a layer's table is an error to one whose exchange is of replicas."""
+    placement = placement_of()
+    collection = hkv.Collection([hkv.TableConfig("t", 512, DIM)], [hkv.Feature("f", "t")])
+    tables = {}
+    for axis, replicas in ((WHOLE, True), ("device", False)):
+        layer = hkv.linen.Embed(512, DIM, axis_name=axis)
+        variables = placement.create(lambda layer=layer: layer.init(jax.random.key(0), KEYS))
+        (split,) = jax.tree.leaves(variables["tables"], is_leaf=lambda x: hasattr(x, "replicas"))
+        (own,) = placement.create(lambda axis=axis: collection.create(axis)).values()
+        embed = hkv.nnx.place(lambda axis=axis: hkv.nnx.Embed(512, DIM, axis_name=axis), placement)
+        table = embed.table.get_value()
+        for each in (split, own, table):
+            assert each.replicas is replicas and each.capacity == 512 * (4 if replicas else 1)
+        tables[replicas] = variables
+    reading = hkv.linen.Embed(512, DIM, axis_name=WHOLE)
+    run = placement.run(lambda variables, ids: reading.apply(variables, ids))
+    ids = placement.put(IDS)
+    assert run(tables[True], ids).shape == (200, DIM)
+    with pytest.raises(ValueError, match="axis_name must say nothing of replicas"):
+        run(tables[False], ids)
+    features = placement.run(
+        lambda tables, ids: collection.lookup(tables, {"f": ids}, axis_name=WHOLE)[1]["f"].values
+    )
+    with pytest.raises(ValueError, match="Collection.lookup of 't.*nothing of replicas"):
+        features(placement.create(lambda: collection.create("device")), ids)
+
+
+def test_replicas_are_no_cache_of_a_second_tier():
+    placement = placement_of()
+    table = placement.create(lambda: made(replicas=True))
+    message = "must be split by keys, got 'table', of replicas.*without replicas=True"
+    with pytest.raises(ValueError, match=f"tiered.create_store: table {message}"):
+        hkv.tiered.create_store(table, 8192, placement=placement)
+    cache = placement.create(made)
+    stores = hkv.tiered.create_store(cache, 8192, placement=placement)
+    tiers = hkv.tiered.Tiers(table, stores)
+    with pytest.raises(ValueError, match=f"tiered.prefetch: tiers.cache {message}"):
+        hkv.tiered.prefetch(tiers, placement.put(IDS), placement=placement)
+    assert not table.values.is_deleted() and not stores[0].values.is_deleted()
+
+
+def test_replicas_grow_by_what_each_of_them_holds():
+    """`max_capacity` and `room` are those of a table, however many devices have it."""
+    placement = placement_of()
+    table = placement.create(lambda: made(128, replicas=True))
+    split = placement.create(lambda: made(128))
+    insert = placement.step(lambda table, ids: train(table, ids, "device"))
+    (table, _), (split, _) = (insert(each, placement.put(IDS[:80])) for each in (table, split))
+    grown = hkv.grow(table, 256, placement=placement)
+    assert grown.capacity == 256 * DEVICES and grown.replicas
+    assert hkv.grow(table, 255, placement=placement) is table
+    assert hkv.grow(split, 4 * 128, placement=placement) is split
+    assert hkv.grow(table, 1024, room=400, placement=placement).capacity == 1024 * DEVICES
+    parts = placement.shards(grown)
+    assert [int(hkv.size(part)) for part in parts] == [80] * DEVICES
+    with pytest.raises(ValueError, match="max_capacity must be from 1 to 2147483647, got"):
+        hkv.grow(table, 2**32, placement=placement)
+
+
+def test_replicas_that_went_apart_are_not_resharded():
+    placement = placement_of()
+    whole = placement.create(lambda: made(replicas=True))
+    apart, _ = placement.step(
+        lambda table, ids: (hkv.find_or_insert(table, ids)[0], None)  # of one device
+    )(whole, placement.put(IDS))
+    with pytest.raises(ValueError, match="state must have the same entries on all devices in"):
+        sharding.reshard({"t": apart}, {"t": made()}, source=placement)
+
+
+def test_replicas_on_one_device_are_a_table_as_any():
+    """A server's: the part of one device, without a mesh."""
+    placement = placement_of()
+    table, _ = placement.step(lambda table, ids: train(table, ids, "device"))(
+        placement.create(lambda: made(replicas=True)), placement.put(IDS)
+    )
+    part = placement.shards(table)[2]
+    assert hkv.find(part, IDS)[1].found.all()
+    split = nnx.to_pure_dict(nnx.state(hkv.nnx.Embed(1024, DIM)))
+    assert not split["table"].replicas
+    exported = sharding.export_entries(placement.shards(table))
+    again, counts = sharding.import_entries(None, part, exported)
+    assert int(counts.hits) == len(exported.keys) == len(IDS) and again.replicas
