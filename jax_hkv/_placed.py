@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_hkv._compat import is_traced
+from jax_hkv._digest import names_in
 from jax_hkv.table import Table
 
 
@@ -55,11 +58,34 @@ def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
 
 
+def spec_of(mesh: Any, leaf: Any, spec: P) -> tuple[P, tuple[str, ...]]:
+    """How a leaf lies, and the axes whose parts count as one, which a table has none of."""
+    own: Any = getattr(leaf, "sharding", None)
+    is_here = isinstance(own, NamedSharding) and own.mesh == mesh
+    return (own.spec, names_in(own.spec)) if is_here and spec == P() else (spec, ())
+
+
+def is_table(node: Any) -> bool:
+    return isinstance(node, Table)
+
+
+def without_split(tree: Any) -> Any:
+    """A state without its tables that are split by keys."""
+    return jax.tree.map(
+        lambda node: None if is_table(node) and not node.replicas else node, tree, is_leaf=is_table
+    )
+
+
+def all_equal(digests: np.ndarray) -> bool:
+    """Whether the digests of all devices are one."""
+    return bool((digests == digests[0]).all())
+
+
 def unfilled(state: Any, devices: int) -> Any:
     """A state made on several devices; raises if tables split by keys have entries on each."""
-    tables = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Table))
+    tables = jax.tree.leaves(state, is_leaf=is_table)
     for node in tables if devices > 1 else ():
-        if not isinstance(node, Table) or node.replicas or is_traced(node.occupancy):
+        if not is_table(node) or node.replicas or is_traced(node.occupancy):
             continue
         if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
             raise ValueError(

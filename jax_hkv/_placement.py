@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import starmap
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -30,15 +29,19 @@ from jax_hkv._compat import (
     on_one_device,
     without_rematerialization,
 )
-from jax_hkv._digest import digest_over, names_in
+from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
+    all_equal,
     devices_of,
     explicit_of,
     has_twins,
     is_from_host,
     is_of_each,
     is_shared,
+    is_table,
+    spec_of,
     unfilled,
+    without_split,
 )
 from jax_hkv._reports import (
     first,
@@ -494,30 +497,34 @@ class Placement:
         Raises:
           RuntimeError, ValueError: of a state that was used up, or lies on another mesh.
         """
-        call, leaves = "Placement.digests", jax.tree.leaves(tree)
-        check_not_used_up(call, leaves)
+        self._check_here("Placement.digests", tree)
         if self.mode == "pmap":
             return np.asarray(_digesting(self, None)(tree))
-        check_mesh(call, "state", tree, self.mesh, _OTHER_MESH)
-        specs = zip(leaves, jax.tree.leaves(self._leaf_specs(tree)), strict=True)
-        return np.asarray(_digesting(self, tuple(starmap(self._own_spec, specs)))(leaves))
+        leaves = jax.tree.leaves(tree)
+        own_spec = functools.partial(spec_of, self.mesh)
+        specs = map(own_spec, leaves, jax.tree.leaves(self._leaf_specs(tree)))
+        return np.asarray(_digesting(self, tuple(specs))(leaves))
 
-    def _own_spec(self, leaf: Any, spec: P) -> tuple[P, tuple[str, ...]]:
-        """How a leaf lies, and the axes whose parts count as one, which a table has none of."""
-        own: Any = getattr(leaf, "sharding", None)
-        is_here = isinstance(own, NamedSharding) and own.mesh == self.mesh
-        return (own.spec, names_in(own.spec)) if is_here and spec == P() else (spec, ())
+    def _check_here(self, call: str, state: Any) -> None:
+        """Raises if a state was used up, or lies on another mesh."""
+        check_not_used_up(call, jax.tree.leaves(state))
+        if self.mode != "pmap":
+            check_mesh(call, "state", state, self.mesh, _OTHER_MESH)
 
     def replicas_agree(self, tree: Any) -> bool:
-        """Whether all devices hold the same bits; see :meth:`digests`."""
-        digests = self.digests(tree)
-        return bool((digests == digests[0]).all())
+        """Whether all devices hold the same bits of all but tables that are split by keys.
+
+        See :meth:`digests`, also for errors.
+        """
+        self._check_here("Placement.replicas_agree", tree)
+        alike = without_split(tree)
+        return not jax.tree.leaves(alike) or all_equal(self.digests(alike))
 
     def specs(self, tree: Any) -> Any:
         """The partition specs of a state: tables are split along their leading axes."""
         split, copied = P(self.axes), P()
         return jax.tree.map(
-            lambda node: split if _is_table(node) else copied, tree, is_leaf=_is_table
+            lambda node: split if is_table(node) else copied, tree, is_leaf=is_table
         )
 
     def _leaf_specs(self, tree: Any) -> Any:
@@ -551,8 +558,8 @@ class Placement:
     def check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""
         expected = (*leading, 2) if leading else (2 * self.devices,)
-        for node in jax.tree.leaves(state, is_leaf=_is_table):
-            shape = node.clock.shape if _is_table(node) else expected
+        for node in jax.tree.leaves(state, is_leaf=is_table):
+            shape = node.clock.shape if is_table(node) else expected
             # Stacked tables have an axis more, wherever their user has put it.
             if len(shape) == 1 and shape != expected or shape[: len(leading)] != leading:
                 raise TypeError(
@@ -688,7 +695,3 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
 
 def _is_entries(node: Any) -> bool:
     return isinstance(node, Entries)
-
-
-def _is_table(node: Any) -> bool:
-    return isinstance(node, Table)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jax_hkv import whole_table
 from jax_hkv._entries import check_fits, import_entries, without_entries
 from jax_hkv._exports import export_entries
+from jax_hkv._placed import all_equal, is_table
 from jax_hkv._placement import Placement
 from jax_hkv.table import Counts, Table
 
@@ -100,15 +101,11 @@ def _check_placement(argument: str, placement: Any) -> None:
 
 def _nodes(tree: Any) -> tuple[dict[str, Any], Any]:
     """Tables and other leaves by their paths, and the structure that they stand in."""
-    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_table)
+    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_table)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     if len(set(paths)) < len(paths):  # a name with a slash in it
         paths = [jax.tree_util.keystr(path) for path, _ in named]
     return dict(zip(paths, (node for _, node in named), strict=True)), structure
-
-
-def _is_table(node: Any) -> bool:
-    return isinstance(node, Table)
 
 
 def _parts(table: Table, placement: Placement | None) -> list[Table]:
@@ -198,7 +195,8 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 
 def _check_replicas(path: str, table: Table, source: Placement) -> None:
-    agree = _agree(_cut(table, source)) if _is_on_host(table) else source.replicas_agree(table)
+    is_here = not _is_on_host(table)
+    agree = all_equal(source.digests(table)) if is_here else _agree(_cut(table, source))
     if table.replicas and not agree:
         raise ValueError(
             f"{_CALL}: state must have the same entries on all devices in the table {path}, which "

@@ -47,7 +47,7 @@ def test_arrays_on_another_mesh_are_named(other, name):
         step(other.create(made), own.put(IDS))
     with pytest.raises(ValueError, match=rf"step: arguments\[0\].*{elsewhere}placement.put"):
         step(own.create(made), other.put(IDS))
-    with pytest.raises(ValueError, match=rf"Placement.digests: state\..*{elsewhere}"):
+    with pytest.raises(ValueError, match=rf"Placement.replicas_agree: state\..*{elsewhere}"):
         own.replicas_agree(other.create(made))
 
 
@@ -69,7 +69,7 @@ def test_a_state_that_was_used_up_is_named():
     placement.step(lambda table: (table, None))(table)
     with pytest.raises(RuntimeError, match="Placement.shards: state was used up"):
         placement.shards(table)
-    with pytest.raises(RuntimeError, match="Placement.digests: state was used up"):
+    with pytest.raises(RuntimeError, match="Placement.replicas_agree: state was used up"):
         placement.replicas_agree(table)
 
 

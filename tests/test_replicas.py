@@ -151,6 +151,29 @@ def test_replicas_that_went_apart_are_not_resharded():
         sharding.reshard({"t": apart}, {"t": made()}, source=placement)
 
 
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_what_is_split_is_not_compared(mode):
+    """A whole state of a step of one's own: its parameters, and tables of replicas."""
+    placement = placement_of(mode)
+
+    def make():
+        return {"split": made(), "whole": made(replicas=True), "w": jnp.ones(3)}
+
+    def step(state, ids, apart):
+        tables = {name: train(state[name], ids, "device")[0] for name in ("split", "whole")}
+        number = jax.lax.axis_index("device")
+        return tables | {"w": state["w"] + jnp.where(apart.all(), number, 1)}, None
+
+    run, ids = placement.step(step), placement.put(IDS)
+    state, _ = run(placement.create(make), ids, placement.put(np.zeros(DEVICES, bool)))
+    assert placement.replicas_agree(state)
+    assert not (placement.digests(state) == placement.digests(state)[0]).all()
+    assert placement.replicas_agree(state["split"])
+    state, _ = run(state, ids, placement.put(np.ones(DEVICES, bool)))
+    assert not placement.replicas_agree(state)
+    assert placement.replicas_agree({name: state[name] for name in ("split", "whole")})
+
+
 def test_replicas_on_one_device_are_a_table_as_any():
     """A server's: the part of one device, without a mesh."""
     placement = placement_of()
