@@ -81,7 +81,7 @@ def grow(
     parts = 1 if table.replicas else devices  # of replicas all get all
     most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
-    capacity = before = table.capacity // here  # of a part
+    capacity = before = table.digests.size // here  # of a part
     # Owners of ids are drawn: three standard deviations more for the part that gets most.
     new = coming / parts
     new += 3 * math.sqrt(new) if parts > 1 else 0

@@ -57,16 +57,16 @@ class Collection:
     Args:
       tables: with different names.
       features: with different names; each table has at least one.
-      fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer
-        and admission are one physical table, which costs one lookup. They share its capacity then:
-        what a busy table inserts evicts the least valuable entries of all of them. They share the
-        optimizer's step count too, which every update of any of them advances. Optimizers agree
-        if they are equal, and functions only if they are the same object: schedules, and the
-        functions that make up an optax transformation, are new ones at every call. So make one
-        optimizer and give it to all tables; `groups` shows which are together. Ids are exact
-        below 2**(64 - b), b the bits of the number of tables (5 for 26), and ids above (64-bit
-        hashes, negative numbers) are folded to 64 - b bits: of 10**8 hashes a table any two meet
-        with probability 0.9 %.
+      fuse: whether tables that agree in dim, dtype, policy, choices, initialiser, seed, optimizer,
+        admission and `replicas` are one physical table, which costs one lookup. They share its
+        capacity then: what a busy table inserts evicts the least valuable entries of all of them.
+        They share the optimizer's step count too, which every update of any of them advances.
+        Optimizers agree if they are equal, and functions only if they are the same object:
+        schedules, and the functions that make up an optax transformation, are new ones at every
+        call. So make one optimizer and give it to all tables; `groups` shows which are together.
+        Ids are exact below 2**(64 - b), b the bits of the number of tables (5 for 26), and ids
+        above (64-bit hashes, negative numbers) are folded to 64 - b bits: of 10**8 hashes a table
+        any two meet with probability 0.9 %.
       table_bits: of a key for the number of its table, where tables are fused; None: as few as they
         need. Keys of another number of bits are others, and so are folded ids, so a collection that
         will have more tables later on keeps what it has trained if the bits are given from the

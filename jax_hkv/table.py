@@ -81,8 +81,13 @@ class Table:
 
     @property
     def capacity(self) -> int:
-        """Slots, a multiple of 128; of all devices, seen from outside of them."""
-        return math.prod(self.values.shape[:-1])
+        """Slots, a multiple of 128; of all devices, or of each of replicas, seen from outside."""
+        return math.prod(self.values.shape[:-1]) // self.copies
+
+    @property
+    def copies(self) -> int:
+        """Whole tables among the leaves: of replicas seen from outside as many as devices."""
+        return max(1, self.clock.size // 2) if self.replicas else 1
 
     @property
     def dim(self) -> int:

@@ -378,6 +378,8 @@ def _epoch(call: str, argument: str, epoch: Any, negative: int) -> jax.Array:
 def size(table: Table) -> Int32[Array, ""]:
     """Entries in the table. For use between steps, as all functions that return only a result.
 
+    Of a table over devices, seen from outside, all of them together, or those of each of replicas.
+
     Args:
       table: to read.
 
@@ -392,7 +394,7 @@ def size(table: Table) -> Int32[Array, ""]:
       (2, 0.015625)
     """
     check_live("size", table)
-    return jnp.sum(table.index.occupancy, dtype=jnp.int32)
+    return jnp.sum(table.index.occupancy, dtype=jnp.int32) // jnp.int32(table.copies)
 
 
 def load_factor(table: Table) -> Float[Array, ""]:
@@ -474,7 +476,7 @@ def sizes_over_devices(
     numbers = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
     parts = numbers.reshape(table.clock.size // 2, -1, LANES)
     counted = jax.vmap(lambda part: _tally_in_xla(part.reshape(-1), kinds))(parts)
-    return jnp.sum(counted, axis=0, dtype=jnp.int32)
+    return jnp.sum(counted, axis=0, dtype=jnp.int32) // jnp.int32(table.copies)
 
 
 def _tally_in_xla(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:

@@ -663,6 +663,7 @@ FLAGS = {
     ("Keys.to_numpy", "signed"): [hkv.Keys.from_numpy([5]).to_numpy],
     ("Placement.step", "donate"): [functools.partial(PLACEMENT.step, lambda table: (table, 0))],
     ("create", "replicas"): [functools.partial(hkv.create, 128, 2)],
+    ("TableConfig 't'", "replicas"): [functools.partial(hkv.TableConfig, "t", 128, 2)],
     ("nnx.value_and_grad", "has_aux"): [functools.partial(hkv.nnx.value_and_grad, len)],
 }
 for _name in ("donate", "has_aux", "check_overflow"):

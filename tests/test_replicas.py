@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jax_hkv as hkv
@@ -94,7 +96,7 @@ def test_the_tables_of_layers_and_collections_are_what_their_exchange_says():
         embed = hkv.nnx.place(lambda axis=axis: hkv.nnx.Embed(512, DIM, axis_name=axis), placement)
         table = embed.table.get_value()
         for each in (split, own, table):
-            assert each.replicas is replicas and each.capacity == 512 * (4 if replicas else 1)
+            assert each.replicas is replicas and each.capacity == 512
         tables[replicas] = variables
     reading = hkv.linen.Embed(512, DIM, axis_name=WHOLE)
     run = placement.run(lambda variables, ids: reading.apply(variables, ids))
@@ -107,6 +109,77 @@ def test_the_tables_of_layers_and_collections_are_what_their_exchange_says():
     )
     with pytest.raises(ValueError, match="Collection.lookup of 't.*nothing of replicas"):
         features(placement.create(lambda: collection.create("device")), ids)
+
+
+class Model(nn.Module):
+    """A small table that every device has, and two large ones of which each has a part."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, features, *, train=False):
+        tables = [
+            hkv.TableConfig("country", 256, DIM, optimizer=ADAM, replicas=True),
+            hkv.TableConfig("user", 4096, DIM, optimizer=ADAM),
+            hkv.TableConfig("item", 4096, DIM, optimizer=ADAM),
+        ]
+        own = [hkv.Feature(config.name, config.name) for config in tables]
+        collection = hkv.Collection(tables, own)
+        embed = hkv.linen.EmbedCollection(collection, axis_name=self.axis_name)
+        rows = embed(features, train=train)
+        return nn.Dense(1)(jnp.concatenate([rows[name] for name in sorted(rows)], -1))[:, 0]
+
+
+def of_model(axis_name, placement=None):
+    example = dict.fromkeys(("country", "user", "item"), IDS[:4, None])
+
+    def make():
+        model = Model(axis_name)
+        return hkv.linen.TrainState.create(model, jax.random.key(0), example, tx=optax.sgd(0.1))
+
+    def loss(apply, features, labels):
+        return optax.sigmoid_binary_cross_entropy(apply(features, train=True), labels).mean()
+
+    step = hkv.linen.train_step(loss, placement=placement)
+    return (make() if placement is None else placement.create(make)), step
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_one_collection_has_tables_that_are_split_and_others_that_are_not(mode, rng):
+    """TorchRec's sharding by table: small tables data-parallel, large ones by row."""
+    placement = placement_of(mode)
+    (many, step), (one, alone) = of_model("device", placement), of_model(None)
+    for _ in range(4):
+        ids = {"country": rng.integers(0, 50, (64, 1)), "user": rng.integers(0, 999, (64, 3))}
+        ids["item"] = rng.integers(2**40, 2**40 + 600, (64, 2))
+        batch = jax.tree.map(hkv.Keys.from_numpy, ids), rng.integers(0, 2, 64).astype(np.float32)
+        many, info = step(many, *placement.put(batch))
+        one, expected = alone(one, *batch)
+        for name, metrics in expected.tables.items():
+            assert int(info.tables[name].inserted) == int(metrics.inserted)
+            assert int(info.tables[name].hits) == int(metrics.hits)
+    kinds = {table.name: table.replicas for table in hkv_tables(many)}
+    assert kinds == {"country": True, "user+item": False}
+    assert placement.replicas_agree(many)
+    for own, other in zip(hkv_tables(many), hkv_tables(one), strict=True):
+        assert int(hkv.size(own)) == int(hkv.size(other)) and own.capacity == other.capacity
+        entries, same = (
+            sharding.export_entries(parts) for parts in (placement.shards(own), [other])
+        )
+        mine, theirs = np.argsort(entries.keys), np.argsort(same.keys)
+        assert entries.keys[mine].tolist() == same.keys[theirs].tolist()
+        np.testing.assert_allclose(entries.values[mine], same.values[theirs], atol=1e-6)
+    fresh, _ = of_model(None)
+    moved, counts = sharding.reshard(many, fresh, source=placement)
+    assert sorted(int(each.inserted) for each in counts.values()) == sorted(
+        int(hkv.size(table)) for table in hkv_tables(one)
+    )
+    assert [table.replicas for table in hkv_tables(moved)] == [True, False]
+
+
+def hkv_tables(state):
+    nodes = jax.tree.leaves(state.tables, is_leaf=lambda node: isinstance(node, hkv.Table))
+    return sorted(nodes, key=lambda table: table.name)
 
 
 def test_replicas_are_no_cache_of_a_second_tier():
@@ -131,10 +204,10 @@ def test_replicas_grow_by_what_each_of_them_holds():
     insert = placement.step(lambda table, ids: train(table, ids, "device"))
     (table, _), (split, _) = (insert(each, placement.put(IDS[:80])) for each in (table, split))
     grown = hkv.grow(table, 256, placement=placement)
-    assert grown.capacity == 256 * DEVICES and grown.replicas
+    assert grown.capacity == 256 and grown.replicas
     assert hkv.grow(table, 255, placement=placement) is table
     assert hkv.grow(split, 4 * 128, placement=placement) is split
-    assert hkv.grow(table, 1024, room=400, placement=placement).capacity == 1024 * DEVICES
+    assert hkv.grow(table, 1024, room=400, placement=placement).capacity == 1024
     parts = placement.shards(grown)
     assert [int(hkv.size(part)) for part in parts] == [80] * DEVICES
     with pytest.raises(ValueError, match="max_capacity must be from 1 to 2147483647, got"):
