@@ -49,7 +49,8 @@ def _batch(
 ) -> tuple[_Given, jax.Array | None]:
     """Keys and mask as they were given, checked."""
     check_one_device(call, table)
-    warn_of_part(call)
+    if merges or not table.replicas:  # each of replicas may be read as a table of one device
+        warn_of_part(call)
     given = check_keys(call, "keys", keys)
     if merges:
         check_fixed(call, "keys", given.shape)

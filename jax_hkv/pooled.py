@@ -93,7 +93,8 @@ def find_pooled(
       [[2.0, 3.0], [0.0, 0.0]]
     """
     check_one_device("find_pooled", table)
-    warn_of_part("find_pooled")
+    if not table.replicas:
+        warn_of_part("find_pooled")
     initial = is_initial("find_pooled", fill)
     kind = _checks.as_row_dtype("find_pooled", dtype)
     batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,6 +224,27 @@ def test_replicas_that_went_apart_are_not_resharded():
     )(whole, placement.put(IDS))
     with pytest.raises(ValueError, match="state must have the same entries on all devices in"):
         sharding.reshard({"t": apart}, {"t": made()}, source=placement)
+
+
+def test_a_replica_may_be_read_as_a_table_of_one_device_and_not_changed():
+    placement = placement_of()
+    table, _ = placement.step(lambda table, ids: train(table, ids, "device"))(
+        placement.create(lambda: made(replicas=True)), placement.put(IDS)
+    )
+
+    def run(call, table=table):
+        return placement.run(lambda table, ids: call(table, ids)[None])(table, placement.put(IDS))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(lambda table, ids: hkv.find(table, ids)[1].found.all()).all()
+        assert run(lambda table, ids: hkv.contains(table, ids)[1].all()).all()
+        assert run(lambda table, ids: hkv.find_pooled(table, ids[:, None])[1].values.any()).all()
+    with pytest.warns(UserWarning, match="find_or_insert: inside a function of Placement"):
+        run(lambda table, ids: hkv.find_or_insert(table, ids)[1].counts.hits)
+    split = placement.create(made)
+    with pytest.warns(UserWarning, match="^find: inside a function of Placement"):
+        run(lambda table, ids: hkv.find(table, ids)[1].found.any(), split)
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
