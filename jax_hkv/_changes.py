@@ -198,7 +198,6 @@ def import_changes(
     """
     call = "sharding.import_changes"
     _entries.check_target(call, placement, table, "changes")
-    check_not_used_up(call, jax.tree.leaves(table), "table")
     _check(call, changes, "an export of entries alone goes to import_entries")
     entries = changes.entries
     if table.optimizer is None:

@@ -313,8 +313,14 @@ def _unsigned(call: str, scores: Any) -> Any:
 def check_not_used_up(
     call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
 ) -> None:
-    """Raises if one of a state's leaves was donated to an earlier step."""
+    """Raises if one of a state's leaves was donated to an earlier step, or is no array yet."""
     for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{call}: {argument} must hold arrays, got the shape of one, {leaf}: where "
+                "jax.eval_shape made it restore all of a checkpoint into it (a partial restore "
+                "leaves what it does not find), or put tables there that create made"
+            )
         if is_used_up(leaf):
             again = ""
             if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):

@@ -73,8 +73,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
     Exports of one table at several times can be joined too: an entry, and what rows share, is that
-    of the export whose clock is last. (An update is no tick: of exports before and after it leave
-    out the earlier one.)
+    of the export whose clock is last; of equal clocks the entry of the highest score, or of the
+    last export: those of replicas are one.
 
     Args:
       parts: of the parts of one table, at least one.
@@ -126,17 +126,15 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
 
 
 def _without_older(parts: Sequence[Exported]) -> list[Exported]:
-    """Each without the entries of keys that an export of a later clock has."""
-    if len({part.clock for part in parts}) == 1:
+    """Each without entries of keys that another has of a later clock, or, of equal ones, score."""
+    counts = [len(part.keys) for part in parts]
+    clocks = np.repeat(np.array([part.clock for part in parts], np.uint64), counts)
+    keys, scores = (np.concatenate(own) for own in zip(*(part[:2] for part in parts), strict=True))
+    stays = _last_of_each(keys, clocks, scores)
+    if stays.all():
         return list(parts)
-    kept = list(parts)
-    later = np.zeros(0, np.uint64)
-    for clock in sorted({part.clock for part in parts}, reverse=True):
-        own = [number for number, part in enumerate(parts) if part.clock == clock]
-        for number in own:
-            kept[number] = chosen(parts[number], ~np.isin(parts[number].keys, later))
-        later = np.concatenate([later, *(parts[number].keys for number in own)])
-    return kept
+    masks = np.split(stays, np.cumsum(counts)[:-1])
+    return [chosen(part, own) for part, own in zip(parts, masks, strict=True)]
 
 
 def namespace_of(exported: Exported) -> Namespace | None:
@@ -328,6 +326,7 @@ def check_target(call: str, placement: Any, table: Any, argument: str) -> None:
         order = f"the order is (placement, table, {argument})"
         check_placement(call, placement, ", or None for a table of one device", order)
     check_table(call, table)
+    check_not_used_up(call, jax.tree.leaves(table), "table")
     check_known(call, table.values)
 
 
@@ -549,12 +548,19 @@ def chosen(exported: Exported, rows: np.ndarray) -> Exported:
 def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
     """Those of the positions without the entries that a later one of the same key replaces."""
     keys, scores = exported.keys[positions], exported.scores[positions]
+    return positions[_last_of_each(keys, scores)]
+
+
+def _last_of_each(keys: np.ndarray, *ranks: np.ndarray) -> np.ndarray:
+    """Which entries stay, one of each key: by the first rank, then the others, then the last."""
     ascending = np.sort(keys)
-    if (ascending[1:] != ascending[:-1]).all():
-        return positions
-    order = np.lexsort((scores, keys))  # stable: of equal scores the last comes last
-    is_last = np.append(ascending[1:] != ascending[:-1], True)
-    return positions[np.sort(order[is_last])]
+    is_last = np.append(ascending[1:] != ascending[:-1], True)[: len(keys)]
+    if is_last.all():
+        return np.ones(len(keys), bool)
+    order = np.lexsort((*reversed(ranks), keys))  # stable: of equal ranks the last comes last
+    stays = np.zeros(len(keys), bool)
+    stays[order[is_last]] = True
+    return stays
 
 
 def key_chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:

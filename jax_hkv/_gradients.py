@@ -20,6 +20,7 @@ from jax_hkv.table import is_one_result
 
 # Between them 1 / scale is a normal float32: XLA may take subnormal ones for zero.
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126
+_MOST_GROWN = 2.0**32  # far below where gradients that need no scale overflow
 
 
 def as_bound(call: str, max_norm: Any) -> Any:
@@ -128,6 +129,16 @@ def all_finite(*trees: Any) -> Bool[Array, ""]:
     return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
 
 
+def stay_finite(new: Any, old: Any) -> Bool[Array, ""]:
+    """Whether all floating-point numbers are finite that were so before."""
+    finite = [
+        jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+        for after, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if after is not before and jnp.issubdtype(jnp.result_type(after), jnp.floating)
+    ]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
@@ -174,15 +185,15 @@ class LossScale:
     def adjust(self, finite: Bool[Array, ""]) -> LossScale:
         """After a step: halved if its gradients were not finite, doubled after a good period.
 
-        It is not halved below 1, nor doubled above 2**126.
+        It is not halved below 1, nor doubled from 2**32 on.
 
         Raises:
           TypeError: if `finite` is not one bool.
         """
         finite = as_one_flag("LossScale.adjust", "finite", finite)
         steps = self.good_steps + 1
-        grown = jnp.where(steps >= self.period, 2 * self.scale, self.scale)
-        grown = jnp.minimum(grown, _MOST_SCALE)
+        doubles = (steps >= self.period) & (self.scale < _MOST_GROWN)
+        grown = jnp.where(doubles, 2 * self.scale, self.scale)
         scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, jnp.minimum(self.scale, 1.0)))
         steps = jnp.where(finite & (steps < self.period), steps, 0)
         return dataclasses.replace(self, scale=scale, good_steps=steps)

@@ -274,10 +274,17 @@ class Group:
             )
         if of.bits != self.bits:
             apart = "fuse=False, or with the other's optimizers, by which tables are put together"
-            remedy = f"table_bits={of.bits}" if of.bits else apart
+            remedy = f"make this collection with {f'table_bits={of.bits}' if of.bits else apart}"
+            if 0 < of.bits < (len(self.tables) - 1).bit_length():
+                remedy = (
+                    f"its {len(self.tables)} tables need more, so that ids are given new keys, "
+                    "where none was folded: self.keys(name, of.ids(name, "
+                    "Keys.from_numpy(exported.keys))[0]) of the tables' own names, in an export "
+                    "with namespace=self.namespace"
+                )
             raise ValueError(
                 f"{call}: of must be a group whose keys have {self.bits} bits for the number of "
-                f"their table, got one of {of.bits}: make this collection with {remedy}"
+                f"their table, got one of {of.bits}: {remedy}"
             )
         kept, keys = self._taken(exported.keys, of)
         return exported._replace(

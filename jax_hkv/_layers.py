@@ -21,7 +21,7 @@ from jax_hkv import operations as _operations
 from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
 from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
-from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
+from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm, stay_finite
 from jax_hkv._keys import check_keys, would_cut
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
@@ -54,8 +54,8 @@ class StepInfo(NamedTuple):
         one, micro-batches) the sums, see :class:`jax_hkv.metrics.Metrics`.
       counts: what became of the ids of each table of a collection, by the collection's path and the
         table's name; see :meth:`jax_hkv.collection.Group.counts`.
-      finite: whether the step was taken: gradients were finite, and a strict exchange had room;
-        None without a loss scale and without such an exchange, when nobody looks.
+      finite: whether the step was taken: gradients, loss and statistics were finite, and a strict
+        exchange had room; None without a loss scale and such an exchange, when nobody looks.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
         room. The step was not taken then, and :func:`train_step` raises, unless it is told not to
         look (`check_overflow`) or is itself traced (in a scan), where this count is all that tells.
@@ -464,11 +464,12 @@ def prepared(
     max_norm: float | None,
     devices: Devices,
     overflow: dict[str, Int32[Array, ""]],
+    seen: tuple[Any, Any, Any],
 ) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
     """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
-    finite = None
+    finite, (loss, statistics, before) = None, seen
     if scale is not None:
-        finite = devices.every(all_finite(dense, rows))
+        finite = devices.every(all_finite(dense, rows, loss) & stay_finite(statistics, before))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
             lambda leaf: leaf * inverse.astype(leaf.dtype), widened((dense, rows))

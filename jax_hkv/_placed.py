@@ -58,6 +58,25 @@ def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if kinds[axis] is jax.sharding.AxisType.Explicit)
 
 
+def names_of_first(leaf: Any) -> tuple[str | None, ...]:
+    """The axes that an array's type says its first axis is split along."""
+    names = jax.typeof(leaf).sharding.spec[0]
+    return names if isinstance(names, tuple) else (names,)
+
+
+def check_type(
+    call: str, path: Any, leaf: Any, axes: tuple[str, ...], cause: Exception | None
+) -> None:
+    """Raises for a traced array whose type says that it is not split along some Explicit axes."""
+    if axes and names_of_first(leaf) != axes:
+        raise ValueError(
+            f"{call}: arguments{jax.tree_util.keystr(path)} must be split along the axes {axes}, "
+            f"got what is traced, {jax.typeof(leaf)}: give the program what placement.put made; "
+            "batches of jax.lax.scan over steps are put by jax.device_put(batches, "
+            f"jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, {axes})))"
+        ) from cause
+
+
 def spec_of(mesh: Any, leaf: Any, spec: P) -> tuple[P, tuple[str, ...]]:
     """How a leaf lies, and the axes whose parts count as one, which a table has none of."""
     own: Any = getattr(leaf, "sharding", None)

@@ -32,6 +32,7 @@ from jax_hkv._compat import (
 from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
     all_equal,
+    check_type,
     devices_of,
     explicit_of,
     has_twins,
@@ -39,6 +40,7 @@ from jax_hkv._placed import (
     is_of_each,
     is_shared,
     is_table,
+    names_of_first,
     spec_of,
     unfilled,
     without_split,
@@ -365,7 +367,11 @@ class Placement:
         else:
             count, expected = self.devices, "lie on"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if is_traced(leaf) or not hasattr(leaf, "dtype") or is_shared(leaf):
+            if not hasattr(leaf, "dtype") or is_shared(leaf):
+                continue
+            if is_traced(leaf):
+                if cause is not None:
+                    check_type(call, path, leaf, explicit_of(self.mesh, self.axes), cause)
                 continue
             if self.mode == "pmap":
                 is_put = leaf.shape[0] == count
@@ -392,10 +398,7 @@ class Placement:
         if leaf.sharding.device_set != devices_of(self.mesh):
             return False
         explicit = explicit_of(self.mesh, self.axes)
-        if not explicit:
-            return True
-        names = jax.typeof(leaf).sharding.spec[0]
-        return (names if isinstance(names, tuple) else (names,)) == explicit
+        return not explicit or names_of_first(leaf) == explicit
 
     def _put(self, leaf: Any) -> Any:
         if is_shared(leaf):

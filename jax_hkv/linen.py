@@ -550,7 +550,7 @@ class TrainState:
         return dataclasses.replace(self, tables=structure.unflatten(_layers.changed(fn, tables)))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in evaluation; nothing changes."""
+        """The model's output in evaluation; jit ``lambda state, *args: state.apply(*args)``."""
         variables = {"params": self.params, TABLES: self.tables, **self.variables}
         return self.model.apply(variables, *args, **kwargs)
 
@@ -656,7 +656,8 @@ def train_step(
         overflow = _layers.strict_overflow(by_path)
         evicted = _layers.evicted(by_path, micro_batches)
         dense, rows, finite, scale = _layers.prepared(
-            devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow
+            *(devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow),
+            (loss, {name: updated[name] for name in state.variables}, state.variables),
         )
         tx = _layers.for_dense(state.tx, state.loss_scale)
         params, opt_state = _layers.dense_update(tx, dense, state.opt_state, state.params, finite)

@@ -657,7 +657,8 @@ def train_step(
         overflow = _layers.strict_overflow(results)
         evicted = _layers.evicted(results, micro_batches)
         dense, gradients, finite, scale = _layers.prepared(
-            devices.total(dense), gradients, results, scale, max_norm, devices, overflow
+            *(devices.total(dense), gradients, results, scale, max_norm, devices, overflow),
+            (loss, nnx.state(parts, _SKIPPED), before),
         )
         with _arguments.wants_gradients_alone():
             state.optimizer.update(state.model, dense)

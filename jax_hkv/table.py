@@ -433,7 +433,7 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
 def check_live(call: str, table: Any) -> None:
     """Raises unless `table` is a Table that no step has used up."""
     check_table(call, table)
-    check_not_used_up(call, [table.clock, table.values], "table")
+    check_not_used_up(call, jax.tree.leaves(table), "table")
 
 
 def check_dim(call: str, table: Any, argument: str, dim: int) -> None:

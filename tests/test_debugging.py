@@ -150,7 +150,7 @@ def test_nothing_is_promoted_without_being_asked_for(strict):
 
 def test_the_highest_loss_scale_still_trains():
     """Its inverse is a normal number; that of 2**127 is not, and XLA takes it for zero."""
-    scale = hkv.optim.LossScale.create(2.0**120, period=1)
+    scale = hkv.optim.LossScale.create(2.0**126, period=1)
     for _ in range(20):
         scale = scale.adjust(jnp.bool_(True))
     assert float(scale.scale) == 2.0**126

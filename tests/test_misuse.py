@@ -384,3 +384,37 @@ def test_a_flag_that_is_traced_is_named_with_a_remedy():
         TypeError, match=r"Embed: train must be True or False.*traced: .*static_argn"
     ):
         layer.init(jax.random.key(0), IDS, train=False)
+
+
+# --- Shapes in the place of arrays ---------------------------------------------------------------
+
+MADE = hkv.create(256, 2)
+OF_SHAPES = {
+    "size": hkv.size,
+    "find": lambda table: hkv.find(table, IDS),
+    "insert_or_assign": lambda table: hkv.insert_or_assign(table, IDS, np.ones((len(IDS), 2))),
+    "grow": lambda table: hkv.grow(table, 512),
+    "erase_if": lambda table: hkv.erase_if(table, lambda keys, *_: hkv.less(keys, 3)),
+    "optim.init": hkv.optim.adam(0.1).init,
+    "metrics.summarize": hkv.metrics.summarize,
+    "tiered.create_store": lambda table: hkv.tiered.create_store(table, 1024),
+    "sharding.export_entries": hkv.sharding.export_entries,
+    "sharding.import_entries": lambda table: hkv.sharding.import_entries(
+        None, table, hkv.sharding.export_entries(MADE)
+    ),
+    "sharding.import_changes": lambda table: hkv.sharding.import_changes(
+        None, table, hkv.sharding.export_changes(MADE, None)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OF_SHAPES)
+@pytest.mark.parametrize("part", ["all", "digests"])
+def test_a_table_of_shapes_is_named(call, part):
+    """What a partial restore has not found stays the shape that it was given."""
+    shapes = jax.eval_shape(lambda: hkv.create(256, 2))
+    digests = dataclasses.replace(MADE.index, digests=shapes.index.digests)
+    table = shapes if part == "all" else dataclasses.replace(MADE, index=digests)
+    message = rf"^{call}: table must hold arrays, got the shape of one, ShapeDtype.*partial restore"
+    with pytest.raises(TypeError, match=message):
+        OF_SHAPES[call](table)

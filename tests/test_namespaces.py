@@ -274,6 +274,32 @@ def test_a_collection_that_puts_other_tables_together_says_how_to_take_changes()
         assert int(counts.entries.inserted) == len(HASHES)
 
 
+def test_more_tables_than_the_bits_of_before_are_given_keys_anew():
+    """As the error says: ids that none of them folded."""
+    old, new = collection_of("users", "items"), collection_of("users", "items", "cities")
+    (of,), (group,) = old.groups, new.groups
+    tables = old.create()
+    ids = {"users": np.arange(40), "items": np.arange(20) + 2**40}
+    for name, own in ids.items():
+        keys = of.keys(name, hkv.Keys.from_numpy(own))
+        tables[of.name], _ = hkv.find_or_insert(tables[of.name], keys)
+    exported = sharding.export_entries(tables[of.name])
+    with pytest.raises(ValueError, match=r"one of 1: its 3 tables need more, .*self.keys\(name"):
+        group.take(exported, of=of)
+    keys = exported.keys.copy()
+    for name in ids:
+        given, own = of.ids(name, hkv.Keys.from_numpy(exported.keys))
+        keys[np.asarray(own)] = group.keys(name, given).to_numpy()[np.asarray(own)]
+    moved = exported._replace(keys=keys, namespace=group.namespace)
+    table, counts = sharding.import_entries(None, new.create()[group.name], moved)
+    assert int(counts.inserted) == 60
+    for name, own in ids.items():
+        _, found = hkv.find(table, group.keys(name, hkv.Keys.from_numpy(own)))
+        before = hkv.find(tables[of.name], of.keys(name, hkv.Keys.from_numpy(own)))[1]
+        assert found.found.all()
+        np.testing.assert_array_equal(found.values, before.values)
+
+
 def test_an_export_made_by_hand_may_have_what_a_group_says(tmp_path):
     """As the guide's warm start does; files hold it as text."""
     (group,) = collection_of("users", "items").groups

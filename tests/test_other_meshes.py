@@ -141,6 +141,22 @@ def test_ids_that_were_not_put_are_named_by_tiers():
         )
 
 
+def test_steps_are_scanned_over_batches_that_are_split_behind_their_first_axis():
+    """Others are named: with Explicit axes their types tell."""
+    placement = placement_of()
+    table, batches = placement.create(made), np.arange(8 * 64, dtype=np.int32).reshape(8, 64)
+
+    def step(table, ids):
+        table, result = sharding.find_or_insert(table, ids, axis_name="device")
+        return table, result.counts.inserted
+
+    run = jax.jit(lambda table, batches: jax.lax.scan(placement.step(step), table, batches))
+    put = jax.device_put(batches, NamedSharding(placement.mesh, P(None, ("device",))))
+    assert run(table, put)[1].sum() > 500
+    with pytest.raises(ValueError, match=r"Placement.step: arguments\[0\] must be split along .*"):
+        run(table, batches)
+
+
 # --- Entries, and whether a table is one of replicas ---------------------------------------------
 
 

@@ -247,6 +247,25 @@ def test_a_replica_may_be_read_as_a_table_of_one_device_and_not_changed():
         run(lambda table, ids: hkv.find(table, ids)[1].found.any(), split)
 
 
+def test_exports_of_replicas_are_joined_to_one():
+    """Every process exports the whole table; of equal clocks the later export has the later row."""
+    placement = placement_of()
+    table, _ = placement.step(lambda table, ids: train(table, ids, "device"))(
+        placement.create(lambda: made(replicas=True)), placement.put(IDS)
+    )
+    own = [sharding.export_entries([part]) for part in placement.shards(table)]
+    newer = own[1]._replace(values=own[1].values + 1)
+    joined = sharding.join_entries([own[0], newer])
+    assert len(joined.keys) == len(IDS) == len(set(joined.keys.tolist()))
+    np.testing.assert_array_equal(joined.values, newer.values)
+    higher = own[0]._replace(scores=own[0].scores + np.uint64(1))
+    np.testing.assert_array_equal(
+        sharding.join_entries([higher, newer]).values, own[0].values, "the highest score counts"
+    )
+    _, counts = sharding.import_entries(placement, placement.create(made), joined)
+    assert int(counts.inserted) == len(IDS)
+
+
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_what_is_split_is_not_compared(mode):
     """A whole state of a step of one's own: its parameters, and tables of replicas."""
