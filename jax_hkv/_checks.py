@@ -6,7 +6,7 @@ import contextlib
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -310,10 +310,8 @@ def _unsigned(call: str, scores: Any) -> Any:
     return scores.astype(np.dtype(f"uint{8 * dtype.itemsize}"))
 
 
-def check_not_used_up(
-    call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
-) -> None:
-    """Raises if one of a state's leaves was donated to an earlier step, or is no array yet."""
+def check_arrays(call: str, leaves: Iterable[Any], argument: str) -> None:
+    """Raises if one of the leaves is a shape."""
     for leaf in leaves:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -321,6 +319,14 @@ def check_not_used_up(
                 "jax.eval_shape made it restore all of a checkpoint into it (a partial restore "
                 "leaves what it does not find), or put tables there that create made"
             )
+
+
+def check_not_used_up(
+    call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
+) -> None:
+    """Raises if one of a state's leaves was donated to an earlier step, or is no array yet."""
+    check_arrays(call, leaves, argument)
+    for leaf in leaves:
         if is_used_up(leaf):
             again = ""
             if any(getattr(jax.config, f"jax_debug_{kind}") for kind in ("nans", "infs")):
