@@ -104,7 +104,7 @@ def export_changes(
     if len(old):
         whole = _exported(parts, None)
         came = _entries.chosen(whole, np.isin(whole.keys, old))
-        entries = _entries.join_entries([entries, came])
+        entries = _entries.as_one([entries, came])
     clock = None if earlier is None else earlier.clock
     return Changes(entries, _others(known, keys), clock, keys, len(known))
 
@@ -134,7 +134,7 @@ def _parts_of(call: str, tables: Any) -> list[Any]:
         else:
             check_one_device(call, part)
             check_not_used_up(call, jax.tree.leaves(part), "table")
-    return _entries.distinct_parts(parts)
+    return _entries.distinct_parts(call, parts)
 
 
 def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
@@ -216,7 +216,7 @@ def import_changes(
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
     is_whole = {number for number, _ in owners} == set(range(owners[0][1]))
-    size = sum(int(whole_table.size(part)) for part in parts)
+    size = sum(int(whole_table.size(part)) for part in _entries.distinct_parts(call, parts))
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
     elif begins and (now < entries.clock or _is_another(owners, parts, entries)):

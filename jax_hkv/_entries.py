@@ -73,8 +73,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
     """The entries of several exports as one: of the processes that each saved their own.
 
     Exports of one table at several times can be joined too: an entry, and what rows share, is that
-    of the export whose clock is last; of equal clocks the entry of the highest score, or of the
-    last export: those of replicas are one.
+    of the export whose clock is last, and of equal clocks of the last export (an entry of the one
+    in which its score is highest): exports of replicas are one.
 
     Args:
       parts: of the parts of one table, at least one.
@@ -111,10 +111,18 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer "
             f"rows, sightings and policy, got {kinds}, sightings by seeds {seeds}"
         )
+    return as_one(_without_older(parts))
+
+
+def as_one(parts: Sequence[Exported]) -> Exported:
+    """Exports of one table that have different keys, as one; what rows share is of the last one."""
+    if len(parts) == 1:
+        return parts[0]
+    seeds = sorted({part.seed for part in parts if part.seed is not None})
     counters = [part.counters for part in parts if part.counters is not None]
-    latest = max(parts, key=lambda part: part.clock)
+    latest = max(reversed(parts), key=lambda part: part.clock)
     return Exported(
-        *_concatenated([_entries_of(part) for part in _without_older(parts)]),
+        *_concatenated([_entries_of(part) for part in parts]),
         shared=latest.shared,
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
@@ -344,9 +352,15 @@ def owners_of(placement: Placement | None, table: Table) -> list[tuple[int, int]
     return [(number % devices, devices) for number in placement.local_parts]
 
 
-def distinct_parts(parts: Sequence[Any]) -> list[Any]:
+def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
     """The parts of a table, or tiers of them, that hold all of it: of replicas the first."""
-    return list(parts[:1] if getattr(parts[0], "replicas", False) else parts)
+    kinds = {getattr(part, "replicas", False) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{call}: tables must be parts of one table, got some that are replicas and some that "
+            "are not: give placement.shards(table)"
+        )
+    return list(parts[:1] if kinds == {True} else parts)
 
 
 def whole_of(placement: Placement | None, parts: Sequence[Table]) -> Table:

@@ -15,6 +15,7 @@ from jax_hkv._compat import of_one_device
 from jax_hkv._entries import (
     LATE,
     Exported,
+    as_one,
     check_exported,
     chunks_of,
     clock_of,
@@ -131,7 +132,7 @@ def _parts_of(call: str, tables: Any) -> list[Table]:
         check_one_device(call, part)
     if not parts:
         raise ValueError(f"{call}: tables must be a table or parts of one, got none")
-    return distinct_parts(parts)
+    return distinct_parts(call, parts)
 
 
 def _lowest_score(
@@ -187,7 +188,7 @@ def all_of(
     changed_since: Exported | None,
 ) -> Exported:
     """The entries of parts, tables or tiers of one device each, as one export."""
-    return join_entries(list(_cut(call, parts, None, min_score, changed_since)))
+    return as_one(list(_cut(call, parts, None, min_score, changed_since)))
 
 
 def chunked(

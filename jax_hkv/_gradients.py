@@ -145,7 +145,8 @@ class LossScale:
     """A factor that keeps small gradients from vanishing in half precision, and adapts itself.
 
     Multiply the loss by `scale` and the gradients by `1 / scale`; a step whose gradients are not
-    all finite is skipped. Source: Micikevicius et al.: Mixed precision training, 2018.
+    all finite is skipped (by `train_step` also one with a NaN in its loss or statistics). Source:
+    Micikevicius et al.: Mixed precision training, 2018.
 
     Attributes:
       scale: ``float32``, the factor.

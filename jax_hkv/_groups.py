@@ -38,7 +38,7 @@ class TableConfig:
 
     Attributes:
       name: of the table, for features, errors and metrics.
-      capacity: entries that it adds to its physical table.
+      capacity: entries that it adds to its physical table, of all devices or of each of replicas.
       dim: elements of a row.
       dtype: of the rows.
       policy: which entries a full table evicts. Under CUSTOM training lookups are given scores of
@@ -277,10 +277,10 @@ class Group:
             remedy = f"make this collection with {f'table_bits={of.bits}' if of.bits else apart}"
             if 0 < of.bits < (len(self.tables) - 1).bit_length():
                 remedy = (
-                    f"its {len(self.tables)} tables need more, so that ids are given new keys, "
-                    "where none was folded: self.keys(name, of.ids(name, "
-                    "Keys.from_numpy(exported.keys))[0]) of the tables' own names, in an export "
-                    "with namespace=self.namespace"
+                    f"this collection's {len(self.tables)} tables need {self.bits}. Ids, if none "
+                    "was folded, are given new keys, table by table: ids, own = of.ids(name, "
+                    "Keys.from_numpy(exported.keys)), and where own the keys are self.keys(name, "
+                    "ids), in exported._replace(keys=, namespace=self.namespace)"
                 )
             raise ValueError(
                 f"{call}: of must be a group whose keys have {self.bits} bits for the number of "

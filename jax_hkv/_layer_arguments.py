@@ -115,7 +115,7 @@ def new_table(
       call: the layer, in whose words errors are.
       name: of the table.
       axis_name: of the layer, or None.
-      capacity: of all devices together.
+      capacity: of all devices together, or of each of replicas.
       optimizer: of the layer, or None.
       given: the settings, which layers know by other names than tables.
     """

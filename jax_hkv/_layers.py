@@ -54,8 +54,8 @@ class StepInfo(NamedTuple):
         one, micro-batches) the sums, see :class:`jax_hkv.metrics.Metrics`.
       counts: what became of the ids of each table of a collection, by the collection's path and the
         table's name; see :meth:`jax_hkv.collection.Group.counts`.
-      finite: whether the step was taken: gradients, loss and statistics were finite, and a strict
-        exchange had room; None without a loss scale and such an exchange, when nobody looks.
+      finite: whether the step was taken: gradients and new statistics were finite, the loss no NaN,
+        and a strict exchange had room; None without a loss scale and such an exchange.
       strict_overflow: of the tables whose exchange between devices is strict: keys that found no
         room. The step was not taken then, and :func:`train_step` raises, unless it is told not to
         look (`check_overflow`) or is itself traced (in a scan), where this count is all that tells.
@@ -269,7 +269,8 @@ def look_up(
         options |= training
     else:
         options["fill"] = "initial"
-    with contextlib.nullcontext() if exchange else lookup_of_layer("Embed"):
+    is_right = table.replicas and not train
+    with contextlib.nullcontext() if exchange else lookup_of_layer("Embed", is_right=is_right):
         lookup = operations.find_or_insert if train else operations.find
         table, result = lookup(table, ids, **options)
     if not train:
@@ -428,7 +429,7 @@ def _unstacked(entries: Entries) -> list[Entries]:
 def taken(
     finite: Bool[Array, ""] | None, overflow: dict[str, Int32[Array, ""]]
 ) -> Bool[Array, ""] | None:
-    """Whether a step is taken: its gradients are finite, and no strict exchange overflowed."""
+    """Whether a step is taken: it is finite, and no strict exchange overflowed."""
     for count in overflow.values():
         finite = count == 0 if finite is None else finite & (count == 0)
     return finite
@@ -469,12 +470,13 @@ def prepared(
     """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
     finite, (loss, statistics, before) = None, seen
     if scale is not None:
-        finite = devices.every(all_finite(dense, rows, loss) & stay_finite(statistics, before))
+        finite = devices.every(all_finite(dense, rows))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
             lambda leaf: leaf * inverse.astype(leaf.dtype), widened((dense, rows))
         )
         adjusted = scale.adjust(finite)
+        finite &= devices.every(~jnp.isnan(loss).any() & stay_finite(statistics, before))
         scale = kept_unless(taken(None, overflow), adjusted, scale)
     if max_norm is not None:
         order = list(results)

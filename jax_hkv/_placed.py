@@ -88,11 +88,10 @@ def is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
 
-def without_split(tree: Any) -> Any:
-    """A state without its tables that are split by keys."""
-    return jax.tree.map(
-        lambda node: None if is_table(node) and not node.replicas else node, tree, is_leaf=is_table
-    )
+def alike(tree: Any) -> list[Any]:
+    """What all devices hold alike of a state: all but tables that are split by keys."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_table)
+    return [node for node in nodes if not is_table(node) or node.replicas]
 
 
 def all_equal(digests: np.ndarray) -> bool:

@@ -31,6 +31,7 @@ from jax_hkv._compat import (
 )
 from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
+    alike,
     all_equal,
     check_type,
     devices_of,
@@ -43,7 +44,6 @@ from jax_hkv._placed import (
     names_of_first,
     spec_of,
     unfilled,
-    without_split,
 )
 from jax_hkv._reports import (
     first,
@@ -466,7 +466,7 @@ class Placement:
         for number, shard in enumerate(shards):
             check_table(call, shard, f"shards[{number}]")
         forms = [[(*leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)] for own in shards]
-        if any(form != forms[0] for form in forms):
+        if any(form != forms[0] for form in forms) or len({own.replicas for own in shards}) > 1:
             raise ValueError(
                 f"{call}: shards must be tables of one form, with leaves of equal shapes and "
                 f"types, got {', '.join(map(repr, shards))}: give the parts of one table"
@@ -517,11 +517,11 @@ class Placement:
     def replicas_agree(self, tree: Any) -> bool:
         """Whether all devices hold the same bits of all but tables that are split by keys.
 
-        See :meth:`digests`, also for errors.
+        See :meth:`digests`, also for errors, and of copies of parts along other axes.
         """
         self._check_here("Placement.replicas_agree", tree)
-        alike = without_split(tree)
-        return not jax.tree.leaves(alike) or all_equal(self.digests(alike))
+        nodes = alike(tree)
+        return not nodes or all_equal(self.digests(nodes))
 
     def specs(self, tree: Any) -> Any:
         """The partition specs of a state: tables are split along their leading axes."""

@@ -308,7 +308,7 @@ def of_batch(
 ) -> tuple[Table, pooled.BagRows]:
     """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
     if exchange is None:
-        with lookup_of_layer(call):
+        with lookup_of_layer(call, is_right=table.replicas and not train):
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
             options |= {"train": train, "fill": fill, "dtype": dtype}
             return pooled.of_batch(call, table, batch, **options)

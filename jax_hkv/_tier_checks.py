@@ -190,7 +190,7 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"tables): {_PLACED}"
         )
     check_one_device(call, table)
-    is_here = not (is_traced(table.values) or isinstance(table.values, jax.ShapeDtypeStruct))
+    is_here = not is_traced(table.values)
     devices = getattr(table.values, "devices", tuple)() if is_here else ()
     if is_here and len(devices) != 1:
         raise ValueError(
@@ -202,12 +202,6 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"{call}: {argument} must have a policy that admits every newcomer, "
             f"{', '.join(policy.name for policy in _tiers.POLICIES)}, got {table.policy.name}: "
             "under it the cache would refuse ids that the store knows"
-        )
-    if table.replicas:
-        raise ValueError(
-            f"{call}: {argument} must be split by keys, got {table.name!r}, of replicas, which "
-            "would differ, since a key's row is brought to one device: create it without "
-            "replicas=True"
         )
     if table.admission is not None:
         raise ValueError(

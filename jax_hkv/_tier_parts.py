@@ -84,6 +84,12 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
         )
     check_not_used_up(call, jax.tree.leaves(cache), "cache", _tier_checks.LOST)
     placement.check_outside(call, cache)
+    if cache.replicas:
+        raise ValueError(
+            f"{call}: the cache must be split by keys, got {cache.name!r}, of replicas, which "
+            "would differ, since a key's row is brought to one device: create it without "
+            "replicas=True"
+        )
     return placement.shards(cache)
 
 

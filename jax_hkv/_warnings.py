@@ -59,9 +59,13 @@ def warn_of_part(call: str, remedy: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def lookup_of_layer(call: str) -> Iterator[None]:
-    """Warns, in the name of a layer or a collection that has no axis name, once for its lookup."""
-    _warn_of_part(call, "give axis_name=")
+def lookup_of_layer(call: str, *, is_right: bool) -> Iterator[None]:
+    """Warns, in the name of a layer or a collection that has no axis name, once for its lookup.
+
+    `is_right`: it reads a replica, and there is nothing to warn of.
+    """
+    if not is_right:
+        _warn_of_part(call, "give axis_name=")
     token = _SPREAD.set(_ONE)
     try:
         yield
@@ -102,6 +106,5 @@ def _warn_of_part(call: str, remedy: str) -> None:
         warn(
             f"{call}: inside a function of Placement a table is one device's part of {devices}, of "
             "which alone its entries are read or changed, by that device's own ids: "
-            f"{remedy}, or, where every device holds the whole table or a part is meant, silence "
-            "this with warnings.filterwarnings"
+            f"{remedy}, or, where a part is meant, silence this with warnings.filterwarnings"
         )

@@ -145,7 +145,7 @@ class Embed(_Layer):
         them, a parameter.
       axis_name: of the mesh axis that the table and the batches are spread over, or a
         :class:`jax_hkv.sharding.Exchange`; the layer is called (and initialised) inside shard_map
-        or pmap then. `capacity` is that of all devices together. None: one device.
+        or pmap then. `capacity` is that of all devices together, or of each replica.
       return_evicted: whether `evicted` of a step's report carries the entries that had to go.
     """
 

@@ -135,7 +135,7 @@ class Embed(_Layer):
       name: for error messages.
       axis_name: of the mesh axis that the table and the batches are spread over, or a
         :class:`jax_hkv.sharding.Exchange`; the model is made by :func:`place` then. `capacity` is
-        that of all devices together. None: one device.
+        that of all devices together (of each replica). None: one device.
       return_evicted: whether `evicted` of a step's report carries the entries that had to go.
       rngs: for code that gives every layer of nnx some; they play no part, see `seed`.
     """

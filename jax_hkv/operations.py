@@ -45,11 +45,17 @@ _Given = Any
 
 
 def _batch(
-    call: str, table: Table, keys: Any, valid: Any, *, merges: bool = True
+    call: str,
+    table: Table,
+    keys: Any,
+    valid: Any,
+    *,
+    merges: bool = True,
+    changes: bool = True,
 ) -> tuple[_Given, jax.Array | None]:
     """Keys and mask as they were given, checked."""
     check_one_device(call, table)
-    if merges or not table.replicas:  # each of replicas may be read as a table of one device
+    if changes or not table.replicas:  # each of replicas may be read as a table of one device
         warn_of_part(call)
     given = check_keys(call, "keys", keys)
     if merges:
@@ -142,7 +148,7 @@ def find(
       [1, 0]
     """
     touches = _checks.as_bool("find", "touch", touch)
-    given, mask = _batch("find", table, keys, valid, merges=touches)
+    given, mask = _batch("find", table, keys, valid, merges=touches, changes=touches)
     number = fill_of("find", fill)
     kind = _checks.as_row_dtype("find", dtype)
     scored = _checks.as_bool("find", "return_scores", return_scores)
@@ -239,7 +245,7 @@ def contains(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, Bool
       >>> contains(table, np.array([5, 6], np.int32))[1].tolist()
       [True, False]
     """
-    given, mask = _batch("contains", table, keys, valid, merges=False)
+    given, mask = _batch("contains", table, keys, valid, merges=False, changes=False)
     clock, found = _contains(table, given, mask)
     return after_read(table, clock), found
 
@@ -272,7 +278,7 @@ def export_keys(table: Table, keys: Any, *, valid: Any = None) -> tuple[Table, E
       >>> int(entries.count), entries.keys.to_numpy().tolist()
       (1, [6, 0, 0])
     """
-    given, mask = _batch("export_keys", table, keys, valid)
+    given, mask = _batch("export_keys", table, keys, valid, changes=False)
     clock, entries = _export_keys(table, given, mask)
     return after_read(table, clock), entries
 

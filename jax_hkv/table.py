@@ -378,7 +378,7 @@ def create(
         all. The other writes insert what they are told to.
       replicas: of a table over the devices of a mesh, whether each of them holds the whole table,
         and all do the same to it (docs/sharding.md, "Replicas"), not a part of it, which is split
-        by keys. On one device it changes nothing.
+        by keys. On one device it changes only the names of its leaves in a checkpoint.
 
     Raises:
       ValueError, TypeError: naming the argument.
@@ -435,7 +435,9 @@ def check_live(call: str, table: Any) -> None:
     """Raises unless `table` is a Table that no step has used up."""
     check_table(call, table)
     own = table.index  # leaf by leaf: to flatten a table takes ten times as long
-    check_arrays(call, (own.digests, own.keys, own.scores, own.occupancy, own.oldest), "table")
+    rows = table.optimizer.rows.values() if table.optimizer else ()
+    given = (own.digests, own.keys, own.scores, own.occupancy, own.oldest, *rows)
+    check_arrays(call, given, "table")
     check_not_used_up(call, [table.clock, table.values], "table")
 
 

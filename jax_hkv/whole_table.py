@@ -394,7 +394,10 @@ def size(table: Table) -> Int32[Array, ""]:
       (2, 0.015625)
     """
     check_live("size", table)
-    return jnp.sum(table.index.occupancy, dtype=jnp.int32) // jnp.int32(table.copies)
+    occupancy = table.index.occupancy
+    if table.copies == 1:
+        return jnp.sum(occupancy, dtype=jnp.int32)
+    return jnp.max(jnp.sum(occupancy.reshape(table.copies, -1), axis=1, dtype=jnp.int32))
 
 
 def load_factor(table: Table) -> Float[Array, ""]:
@@ -476,7 +479,7 @@ def sizes_over_devices(
     numbers = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
     parts = numbers.reshape(table.clock.size // 2, -1, LANES)
     counted = jax.vmap(lambda part: _tally_in_xla(part.reshape(-1), kinds))(parts)
-    return jnp.sum(counted, axis=0, dtype=jnp.int32) // jnp.int32(table.copies)
+    return jnp.max(counted, axis=0) if table.replicas else jnp.sum(counted, axis=0, dtype=jnp.int32)
 
 
 def _tally_in_xla(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:

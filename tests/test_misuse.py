@@ -388,7 +388,7 @@ def test_a_flag_that_is_traced_is_named_with_a_remedy():
 
 # --- Shapes in the place of arrays ---------------------------------------------------------------
 
-MADE = hkv.create(256, 2)
+MADE = hkv.optim.adam(0.1).init(hkv.create(256, 2))
 OF_SHAPES = {
     "size": hkv.size,
     "find": lambda table: hkv.find(table, IDS),
@@ -409,12 +409,17 @@ OF_SHAPES = {
 
 
 @pytest.mark.parametrize("call", OF_SHAPES)
-@pytest.mark.parametrize("part", ["all", "digests"])
+@pytest.mark.parametrize("part", ["all", "digests", "rows"])
 def test_a_table_of_shapes_is_named(call, part):
     """What a partial restore has not found stays the shape that it was given."""
-    shapes = jax.eval_shape(lambda: hkv.create(256, 2))
-    digests = dataclasses.replace(MADE.index, digests=shapes.index.digests)
-    table = shapes if part == "all" else dataclasses.replace(MADE, index=digests)
+    shapes = jax.eval_shape(lambda: MADE)
+    index = dataclasses.replace(MADE.index, digests=shapes.index.digests)
+    rows = dataclasses.replace(MADE.optimizer, rows=shapes.optimizer.rows)
+    table = {
+        "all": shapes,
+        "digests": dataclasses.replace(MADE, index=index),
+        "rows": dataclasses.replace(MADE, optimizer=rows),
+    }[part]
     message = rf"^{call}: table must hold arrays, got the shape of one, ShapeDtype.*partial restore"
     with pytest.raises(TypeError, match=message):
         OF_SHAPES[call](table)

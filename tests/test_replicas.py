@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import jax
@@ -113,6 +114,14 @@ def test_the_tables_of_layers_and_collections_are_what_their_exchange_says():
         features(placement.create(lambda: collection.create("device")), ids)
 
 
+TABLES = [
+    hkv.TableConfig("country", 256, DIM, optimizer=ADAM, replicas=True),
+    hkv.TableConfig("user", 4096, DIM, optimizer=ADAM),
+    hkv.TableConfig("item", 4096, DIM, optimizer=ADAM),
+]
+COLLECTION = hkv.Collection(TABLES, [hkv.Feature(own.name, own.name) for own in TABLES])
+
+
 class Model(nn.Module):
     """A small table that every device has, and two large ones of which each has a part."""
 
@@ -120,14 +129,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, features, *, train=False):
-        tables = [
-            hkv.TableConfig("country", 256, DIM, optimizer=ADAM, replicas=True),
-            hkv.TableConfig("user", 4096, DIM, optimizer=ADAM),
-            hkv.TableConfig("item", 4096, DIM, optimizer=ADAM),
-        ]
-        own = [hkv.Feature(config.name, config.name) for config in tables]
-        collection = hkv.Collection(tables, own)
-        embed = hkv.linen.EmbedCollection(collection, axis_name=self.axis_name)
+        embed = hkv.linen.EmbedCollection(COLLECTION, axis_name=self.axis_name)
         rows = embed(features, train=train)
         return nn.Dense(1)(jnp.concatenate([rows[name] for name in sorted(rows)], -1))[:, 0]
 
@@ -163,6 +165,9 @@ def test_one_collection_has_tables_that_are_split_and_others_that_are_not(mode, 
     kinds = {table.name: table.replicas for table in hkv_tables(many)}
     assert kinds == {"country": True, "user+item": False}
     assert placement.replicas_agree(many)
+    (path,) = many.tables
+    sizes = [COLLECTION.sizes(state.tables[path]) for state in (many, one)]
+    assert jax.device_get(sizes[0]) == jax.device_get(sizes[1])
     for own, other in zip(hkv_tables(many), hkv_tables(one), strict=True):
         assert int(hkv.size(own)) == int(hkv.size(other)) and own.capacity == other.capacity
         entries, same = (
@@ -187,15 +192,19 @@ def hkv_tables(state):
 def test_replicas_are_no_cache_of_a_second_tier():
     placement = placement_of()
     table = placement.create(lambda: made(replicas=True))
-    message = "must be split by keys, got 'table', of replicas.*without replicas=True"
-    with pytest.raises(ValueError, match=f"tiered.create_store: table {message}"):
+    message = "the cache must be split by keys, got 'table', of replicas.*without replicas=True"
+    with pytest.raises(ValueError, match=f"tiered.create_store: {message}"):
         hkv.tiered.create_store(table, 8192, placement=placement)
     cache = placement.create(made)
     stores = hkv.tiered.create_store(cache, 8192, placement=placement)
     tiers = hkv.tiered.Tiers(table, stores)
-    with pytest.raises(ValueError, match=f"tiered.prefetch: tiers.cache {message}"):
+    with pytest.raises(ValueError, match=f"tiered.prefetch: {message}"):
         hkv.tiered.prefetch(tiers, placement.put(IDS), placement=placement)
     assert not table.values.is_deleted() and not stores[0].values.is_deleted()
+    one = made(128, replicas=True)  # a model on one device
+    tiers = hkv.tiered.Tiers(one, hkv.tiered.create_store(one, 1024))
+    tiers, counts = hkv.tiered.prefetch(tiers, IDS[:50])
+    assert int(counts.inserted) == 50
 
 
 def test_replicas_grow_by_what_each_of_them_holds():
@@ -239,7 +248,10 @@ def test_a_replica_may_be_read_as_a_table_of_one_device_and_not_changed():
         warnings.simplefilter("error")
         assert run(lambda table, ids: hkv.find(table, ids)[1].found.all()).all()
         assert run(lambda table, ids: hkv.contains(table, ids)[1].all()).all()
-        assert run(lambda table, ids: hkv.find_pooled(table, ids[:, None])[1].values.any()).all()
+        rows = run(lambda table, ids: hkv.find(table, ids)[1].values)
+        pooled = run(lambda table, ids: hkv.find_pooled(table, ids[:, None])[1].values)
+        np.testing.assert_array_equal(pooled, rows)
+        assert (run(lambda table, ids: hkv.export_keys(table, ids)[1].values) != 0).any()
     with pytest.warns(UserWarning, match="find_or_insert: inside a function of Placement"):
         run(lambda table, ids: hkv.find_or_insert(table, ids)[1].counts.hits)
     split = placement.create(made)
@@ -302,3 +314,36 @@ def test_replicas_on_one_device_are_a_table_as_any():
     exported = sharding.export_entries(placement.shards(table))
     again, counts = sharding.import_entries(None, part, exported)
     assert int(counts.hits) == len(exported.keys) == len(IDS) and again.replicas
+
+
+def test_the_size_of_replicas_is_that_of_the_fullest_and_overflows_no_earlier():
+    """Each may have 2**31 - 1 entries, all together more; and replicas may have gone apart."""
+    placement = placement_of()
+    table = placement.create(lambda: hkv.create(128 * 64, 1, replicas=True))
+    full = jnp.full_like(table.occupancy, 2**24)
+    table = dataclasses.replace(table, index=dataclasses.replace(table.index, occupancy=full))
+    assert int(hkv.size(table)) == 2**30
+    parts = placement.shards(placement.create(lambda: made(replicas=True)))
+    parts[2], _ = hkv.find_or_insert(parts[2], IDS[:16])
+    assert int(hkv.size(placement.join(parts))) == 16
+
+
+def test_parts_of_both_kinds_are_no_table():
+    placement = placement_of()
+    parts = placement.shards(placement.create(made))
+    parts[0] = dataclasses.replace(parts[0], replicas=True)
+    with pytest.raises(ValueError, match="sharding.export_entries: tables must be parts of one ta"):
+        sharding.export_entries(parts)
+    with pytest.raises(ValueError, match="Placement.join: shards must be tables of one form"):
+        placement.join(parts)
+
+
+def test_what_rows_share_is_of_the_export_that_has_the_rows():
+    """An update is no tick: exports before and after it have one clock."""
+    table, found = hkv.find_or_insert(made(), IDS)
+    before = sharding.export_entries(table)
+    after = sharding.export_entries(ADAM.update(table, found, found.values))
+    assert before.clock == after.clock
+    joined = sharding.join_entries([before, after])
+    np.testing.assert_array_equal(joined.values, after.values)
+    assert joined.shared["count"] == after.shared["count"] != before.shared["count"]
