@@ -310,10 +310,10 @@ def save_changes(path: Any, changes: Changes) -> None:
     call = "sharding.save_changes"
     _check(call, changes, "an export of entries alone goes to save_entries")
     since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
-    arrays = {"removed": changes.removed, "since": since}
-    if changes.before is not None:
-        arrays["before"] = np.array(changes.before, np.uint64)
-    _entry_files.write_arrays(call, path, _entry_files.arrays_of(changes.entries) | arrays)
+    # What may be absent comes first: in a damaged file the last arrays may be part of another.
+    arrays = {} if changes.before is None else {"before": np.array(changes.before, np.uint64)}
+    arrays |= {"removed": changes.removed, "since": since}
+    _entry_files.write_arrays(call, path, arrays | _entry_files.arrays_of(changes.entries))
 
 
 def load_changes(path: Any) -> Changes:

@@ -324,8 +324,7 @@ def check_arrays(call: str, leaves: Iterable[Any], argument: str) -> None:
 def check_not_used_up(
     call: str, leaves: Sequence[Any], argument: str = "state", remedy: str = ""
 ) -> None:
-    """Raises if one of a state's leaves was donated to an earlier step, or is no array yet."""
-    check_arrays(call, leaves, argument)
+    """Raises if one of a state's leaves was donated to an earlier step."""
     for leaf in leaves:
         if is_used_up(leaf):
             again = ""

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._checks import as_integer, as_list, check_known, check_not_used_up
+from jax_hkv._checks import (
+    as_integer,
+    as_list,
+    check_arrays,
+    check_known,
+    check_not_used_up,
+)
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
@@ -334,6 +340,7 @@ def check_target(call: str, placement: Any, table: Any, argument: str) -> None:
         order = f"the order is (placement, table, {argument})"
         check_placement(call, placement, ", or None for a table of one device", order)
     check_table(call, table)
+    check_arrays(call, jax.tree.leaves(table), "table")
     check_not_used_up(call, jax.tree.leaves(table), "table")
     check_known(call, table.values)
 

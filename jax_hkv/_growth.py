@@ -16,7 +16,7 @@ from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import is_traced
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import MAX_SLOTS
-from jax_hkv.table import Counts, Table, check_one_device, check_table
+from jax_hkv.table import Counts, Table, check_live, check_one_device
 from jax_hkv.whole_table import resize, size
 
 # From which load factor on full buckets are met, by candidate buckets (docs/guide.md, Growth). With
@@ -71,7 +71,7 @@ def grow(
       >>> table.capacity
       1024
     """
-    check_table("grow", table)
+    check_live("grow", table)
     if is_traced(table.values):
         raise TypeError(
             "grow: table must be one whose entries can be counted now, got one that is traced: "

@@ -470,14 +470,14 @@ def prepared(
     """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
     finite, (loss, statistics, before) = None, seen
     if scale is not None:
-        finite = devices.every(all_finite(dense, rows))
+        is_kept = ~jnp.isnan(loss).any() & stay_finite(statistics, before)
+        finite, is_kept = devices.every(jnp.stack([all_finite(dense, rows), is_kept]))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
             lambda leaf: leaf * inverse.astype(leaf.dtype), widened((dense, rows))
         )
-        adjusted = scale.adjust(finite)
-        finite &= devices.every(~jnp.isnan(loss).any() & stay_finite(statistics, before))
-        scale = kept_unless(taken(None, overflow), adjusted, scale)
+        scale = kept_unless(taken(None, overflow), scale.adjust(finite), scale)
+        finite &= is_kept
     if max_norm is not None:
         order = list(results)
         dense, clipped, _ = clip_by_global_norm(

@@ -189,8 +189,8 @@ def check_table(call: str, argument: str, table: Any) -> None:
             f"clocks uint32{list(table.clock.shape)}, of a table over devices (or of stacked "
             f"tables): {_PLACED}"
         )
-    check_one_device(call, table)
-    is_here = not is_traced(table.values)
+    check_one_device(call, table, may_be_shapes=True)  # of jax.eval_shape: map_tables asks so
+    is_here = not (is_traced(table.values) or isinstance(table.values, jax.ShapeDtypeStruct))
     devices = getattr(table.values, "devices", tuple)() if is_here else ()
     if is_here and len(devices) != 1:
         raise ValueError(

@@ -145,7 +145,7 @@ class Embed(_Layer):
         them, a parameter.
       axis_name: of the mesh axis that the table and the batches are spread over, or a
         :class:`jax_hkv.sharding.Exchange`; the layer is called (and initialised) inside shard_map
-        or pmap then. `capacity` is that of all devices together, or of each replica.
+        or pmap then. `capacity` is of all devices together, or each replica. None: one device.
       return_evicted: whether `evicted` of a step's report carries the entries that had to go.
     """
 
@@ -550,7 +550,7 @@ class TrainState:
         return dataclasses.replace(self, tables=structure.unflatten(_layers.changed(fn, tables)))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in evaluation; jit ``lambda state, *args: state.apply(*args)``."""
+        """The model's output in evaluation, which changes nothing; jit a function of the state."""
         variables = {"params": self.params, TABLES: self.tables, **self.variables}
         return self.model.apply(variables, *args, **kwargs)
 

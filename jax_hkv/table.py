@@ -431,13 +431,13 @@ def check_table(call: str, table: Any, argument: str = "table") -> None:
     raise TypeError(f"{call}: {argument} must be a jax_hkv Table, got {kind}{remedy}")
 
 
-def check_live(call: str, table: Any) -> None:
-    """Raises unless `table` is a Table that no step has used up."""
+def check_live(call: str, table: Any, *, may_be_shapes: bool = False) -> None:
+    """Raises unless `table` is a Table of arrays that no step has used up."""
     check_table(call, table)
     own = table.index  # leaf by leaf: to flatten a table takes ten times as long
     rows = table.optimizer.rows.values() if table.optimizer else ()
     given = (own.digests, own.keys, own.scores, own.occupancy, own.oldest, *rows)
-    check_arrays(call, given, "table")
+    check_arrays(call, () if may_be_shapes else given, "table")
     check_not_used_up(call, [table.clock, table.values], "table")
 
 
@@ -478,13 +478,15 @@ _NOT_A_PART = (  # of operations that are those of jax_hkv.sharding already
 )
 
 
-def check_one_device(call: str, table: Any, *, is_part: bool = False) -> None:
+def check_one_device(
+    call: str, table: Any, *, is_part: bool = False, may_be_shapes: bool = False
+) -> None:
     """Raises unless `table` is the Table of one device, which is all that native calls can work on.
 
     A table over devices seen from outside shard_map, or several stacked ones, have longer leaves.
     A device's part is what calls want that are for parts alone.
     """
-    check_live(call, table)
+    check_live(call, table, may_be_shapes=may_be_shapes)
     if table.clock.shape != (2,):
         over_devices = _NOT_A_PART if is_part else _OVER_DEVICES
         raise TypeError(

@@ -102,6 +102,7 @@ def create_store(
         most = MAX_SLOTS * placement.devices
         share = -(-_checks.as_integer(call, "capacity", capacity, 1, most) // placement.devices)
     for cache in caches:
+        _checks.check_arrays(call, jax.tree.leaves(cache), "table")
         _tier_checks.check_table(call, "table", cache)
     buckets = buckets_of(call, share)
     if buckets * LANES < caches[0].capacity:

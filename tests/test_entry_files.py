@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import resource
 import stat
 import threading
@@ -196,3 +197,18 @@ def test_a_file_that_lacks_what_only_some_have_is_not_whole(lost, tmp_path):
         np.savez(file, **arrays)
     with pytest.raises(ValueError, match=f"not whole.*{lost}"):
         sharding.load_entries(tmp_path / "part")
+
+
+def test_changes_whose_last_array_is_part_of_another_are_named(tmp_path):
+    """Its directory says how long an entry's comment is: one bit, and it swallows what follows."""
+    save, load = functions("changes")
+    save(tmp_path / "whole", CHANGES)
+    assert load(tmp_path / "whole").before == 0
+    whole = (tmp_path / "whole").read_bytes()
+    *_, before_last, last = (match.start() for match in re.finditer(b"PK\x01\x02", whole))
+    swallowed = whole.rindex(b"PK\x05\x06") - last
+    lengths = int(swallowed).to_bytes(2, "little")
+    damaged = whole[: before_last + 32] + lengths + whole[before_last + 34 :]
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(ValueError, match="load_changes: path must be a file of save_changes"):
+        load(tmp_path / "damaged")

@@ -113,12 +113,12 @@ def test_reads_are_those_with_bags(dtype, fill):
     assert (slots[0] < 0).any() and (slots[0] >= 0).any()
 
 
-@pytest.mark.parametrize("partial, dtype", each([False, True], ["float32", "bfloat16"]))
-def test_over_devices_they_train_as_with_bags(dtype, partial):
+@pytest.mark.parametrize("replicas, dtype", each([False, True], ["float32", "bfloat16"]))
+def test_over_devices_they_train_as_with_bags(dtype, replicas):
     """Rows that owners return in the table's dtype are rows of bags in float32."""
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
     placement = Placement(mesh)
-    exchange = sharding.Exchange("device", partial)
+    exchange = sharding.Exchange("device", replicas)
     seen = []
     for features in (FEATURES, [*FEATURES, NOBODY]):
         declared = collection(features, dtype)
@@ -129,7 +129,7 @@ def test_over_devices_they_train_as_with_bags(dtype, partial):
             rows = jax.tree.map(lambda own: jax.lax.all_gather(own, "device", tiled=True), rows)
             return tables, (rows, counts)
 
-        tables = placement.create(lambda declared=declared: declared.create("device"))
+        tables = placement.create(lambda declared=declared: declared.create(exchange))
         step, outputs = placement.step(gathered), []
         for inputs in batches():
             tables, output = step(tables, placement.put(inputs))
