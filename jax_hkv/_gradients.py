@@ -125,18 +125,22 @@ def all_finite(*trees: Any) -> Bool[Array, ""]:
       >>> bool(all_finite({"w": jnp.ones(3)}, [jnp.array([jnp.inf])]))
       False
     """
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)]
-    return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
+    return _all([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)])
 
 
 def stay_finite(new: Any, old: Any) -> Bool[Array, ""]:
     """Whether all floating-point numbers are finite that were so before."""
-    finite = [
-        jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
-        for after, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-        if after is not before and jnp.issubdtype(jnp.result_type(after), jnp.floating)
-    ]
-    return jnp.all(jnp.stack(finite)) if finite else jnp.bool_(True)
+    return _all(
+        [
+            jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+            for after, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+            if after is not before and jnp.issubdtype(jnp.result_type(after), jnp.floating)
+        ]
+    )
+
+
+def _all(flags: list[jax.Array]) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack(flags)) if flags else jnp.bool_(True)
 
 
 @jax.tree_util.register_dataclass

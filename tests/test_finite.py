@@ -61,14 +61,17 @@ def test_a_step_whose_loss_or_statistics_alone_are_not_finite_is_skipped(api, wh
         state = hkv.linen.TrainState.create(
             _Normed(), jax.random.key(0), ids, dense, tx=optax.sgd(0.1), loss_scale=scale
         )
-        run = hkv.linen.train_step(loss)
     else:
         state = hkv.nnx.TrainState(_NnxNormed(), optax.sgd(0.1), loss_scale=scale)
-        train = hkv.nnx.train_step(loss)
-        run = lambda state, *args: (state, train(state, *args))  # noqa: E731
-    kept = lambda state: jax.device_get(  # noqa: E731
-        state.variables if api == "linen" else nnx.state(state.model, nnx.BatchStat)
-    )
+    step = getattr(hkv, api).train_step(loss)
+
+    def run(state, *args):
+        return step(state, *args) if api == "linen" else (state, step(state, *args))
+
+    def kept(state):
+        own = state.variables if api == "linen" else nnx.state(state.model, nnx.BatchStat)
+        return jax.device_get(own)
+
     zero, nan = np.float32(0), np.float32(np.nan)
     state, info = run(state, ids, dense, zero)
     before = kept(state)
