@@ -12,6 +12,7 @@ import optax
 import oracle
 import orbax.checkpoint as ocp
 import pytest
+from combinations import pairs
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle_admission import AdmittingOracle
@@ -24,6 +25,7 @@ RULES = [
     pytest.param(hkv.admission.frequency(3, width=301, depth=3), FREQUENCY, id="frequency"),
     pytest.param(hkv.admission.probability(0.25), THRESHOLD, id="probability"),
 ]
+POLICIES = ["LRU", "LFU", "EPOCH_LFU", "CUSTOM"]
 SGD = hkv.optim.sparse(optax.sgd(0.1, momentum=0.9))
 
 
@@ -40,9 +42,10 @@ def assert_equal_leaves(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
 
 
-@pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("policy", ["LRU", "LFU", "EPOCH_LFU", "CUSTOM"])
-@pytest.mark.parametrize(("rule", "settings"), RULES)
+@pytest.mark.parametrize(
+    "choices, policy, rule, settings",
+    [(*own, *rule.values) for *own, rule in pairs([1, 2], POLICIES, RULES)],
+)
 def test_random_batches_do_what_the_oracle_does(rng, twin, rule, settings, policy, choices):
     """Duplicates, masks, evictions, refusals by the policy, offered rows: equal in every bit."""
     init = hkv.initializers.normal(1.0)

@@ -454,7 +454,9 @@ def test_several_devices_learn_what_one_learns_in_either_mode(
             assert many[name] == pytest.approx(one[name], abs=1e-4)
 
 
-@pytest.mark.parametrize(("policy", "choices"), [("lru", 2), ("lfu", 1)])
+@pytest.mark.parametrize(
+    ("policy", "choices"), [("lru", 2), pytest.param("lfu", 1, marks=pytest.mark.slow)]
+)
 def test_a_small_table_before_a_store_learns_what_one_large_table_learns(
     policy: str, choices: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -331,6 +331,7 @@ def test_masked_positions_of_bags_are_not_in_them(combiner, is_weighted, rng):
     step = jax.jit(functools.partial(gradients_of_step, collection=collection, optimizer=optimizer))
     lists = [rng.integers(0, 40, size).tolist() for size in (5, 0, 9, 1, 4)]
     weights = [rng.uniform(1, 2, len(bag)).tolist() for bag in lists]
+    lists[0][:2] = [3, 30]  # whatever is drawn, some are left out, and some are not
     kept = [[number > 8 for number in bag] for bag in lists]
     left = [
         [[number for number, keep in zip(*pair, strict=True) if keep] for pair in pairs]

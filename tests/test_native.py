@@ -67,30 +67,34 @@ def assert_all_passed(result):
     assert closing.endswith(" passed, 0 failed") and not closing.startswith("0 "), tail(result)
 
 
-def assert_program_passes(name, tmp_path, *flags):
+def assert_program_passes(name, tmp_path, *flags, size=()):
     program = str(tmp_path / name)
     built = run(
         [find_compiler(), *FLAGS, *flags, *INCLUDES, str(HERE / f"{name}.cc"), "-o", program]
     )
     assert built.returncode == 0, tail(built)
-    assert_all_passed(run([program]))
+    assert_all_passed(run([program, *size]))
 
 
 def watched():
-    """Every program by each sanitizer; before a release what takes the compiler longest."""
+    """Every program by each sanitizer; before a release what takes longest."""
     for name in ("test_groups", "test_lockstep", "test_numbers", "test_operations"):
-        yield name, RACES
         slow = [pytest.mark.slow] * (name != "test_lockstep")
-        yield pytest.param(name, ADDRESSES, marks=slow)
+        if name == "test_operations":
+            yield name, RACES, ["small"]
+            yield pytest.param(name, RACES, [], marks=slow)
+        else:
+            yield name, RACES, []
+        yield pytest.param(name, ADDRESSES, [], marks=slow)
 
 
-@pytest.mark.parametrize(("name", "sanitizer"), [*watched()], indirect=["sanitizer"])
-def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, tmp_path):
+@pytest.mark.parametrize(("name", "sanitizer", "size"), [*watched()], indirect=["sanitizer"])
+def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, size, tmp_path):
     vectors = ["-O3", "-fno-math-errno", "-fno-trapping-math"] if name == "test_numbers" else []
     addresses = any(ADDRESSES in flag for flag in sanitizer)
     # The checks of addresses take GCC longer to optimize than the program runs.
     sooner = ["-O0"] if name == "test_operations" and addresses else []
-    assert_program_passes(name, tmp_path, *sanitizer, *vectors, *sooner)
+    assert_program_passes(name, tmp_path, *sanitizer, *vectors, *sooner, size=size)
 
 
 @pytest.mark.parametrize("sanitizer", [ADDRESSES, RACES], indirect=True)

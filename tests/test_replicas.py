@@ -148,7 +148,7 @@ def of_model(axis_name, placement=None):
     return (make() if placement is None else placement.create(make)), step
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_one_collection_has_tables_that_are_split_and_others_that_are_not(mode, rng):
     """TorchRec's sharding by table: small tables data-parallel, large ones by row."""
     placement = placement_of(mode)

@@ -248,7 +248,7 @@ class Nnx(nnx.Module):
         return self.all(features(x), train=train), self.bag(x.ids, weights=x.weights, train=train)
 
 
-@pytest.mark.parametrize("unseen", ["initial", "learned"])
+@pytest.mark.parametrize("unseen", [pytest.param("initial", marks=pytest.mark.slow), "learned"])
 def test_one_program_serves_a_trained_linen_model_whatever_the_batch(unseen):
     """All kinds of features, ids with and without a row."""
     model = Linen(unseen)

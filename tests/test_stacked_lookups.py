@@ -53,6 +53,7 @@ CASES = {
     "levels, not merged": along(Exchange(AXES, deduplicate=False, slack=0.5), LEVELS),
     "replicas": along(Exchange("device", replicas=True)),
     "replicas, no room": along(Exchange("device", replicas=True, distinct=0.1)),
+    "two replicas, no room": along(Exchange(AXES, replicas=2, distinct=0.02), LEVELS),
     "ragged": along(Exchange("device", ragged=True)),
     "one device": dataclasses.replace(EIGHT, shape=(1,)),
     "bags": along(Exchange("device", partial=False), BAGS),
@@ -65,7 +66,7 @@ CASES = {
     "sums of bags, levels": along(Exchange(AXES, partial=True, slack=8.0), BAGS_BY_LEVELS),
     "bags, one device": dataclasses.replace(BAGS, shape=(1,)),
 }
-SELDOM = set(CASES) - {"no room", "pmap"}
+SELDOM = set(CASES) - {"no room", "two replicas, no room"}
 
 
 def batch_of(case: Case, rng: Any) -> Batch:

@@ -62,7 +62,7 @@ def assert_same_table(placement, tiers, one):
     ("mode", "policy", "choices"),
     [
         ("shard_map", hkv.Policy.LFU, 1),
-        ("pmap", hkv.Policy.EPOCH_LRU, 2),
+        pytest.param("pmap", hkv.Policy.EPOCH_LRU, 2, marks=pytest.mark.slow),
     ],
 )
 def test_parts_with_stores_train_as_one_large_table(mode, policy, choices, rng):

@@ -231,6 +231,7 @@ def test_the_last_line_is_one_json_object_and_is_the_same_twice_in_a_row(
     assert first["items"] == first["candidates"] <= 200
 
 
+@pytest.mark.slow
 def test_the_towers_find_more_than_popularity_does(
     small_list: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,13 +20,6 @@ using namespace hkv::testing;
 
 constexpr uint64_t kSeed = 20240229;
 
-// Every policy but one, one candidate and two.
-std::vector<Form> some_of(const std::vector<Form>& forms) {
-  std::vector<Form> some;
-  for (size_t i = 0; i < forms.size(); i += 3) some.push_back(forms[i]);
-  return some;
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {

@@ -555,6 +555,13 @@ inline std::vector<Form> all_forms(int64_t buckets, int64_t universe, const std:
   return forms;
 }
 
+// Of all forms every policy but one, with one candidate and with two.
+inline std::vector<Form> some_of(const std::vector<Form>& forms) {
+  std::vector<Form> some;
+  for (size_t i = 0; i < forms.size(); i += 3) some.push_back(forms[i]);
+  return some;
+}
+
 // Twelve buckets; two batches that fill them, then some new keys for each, or just too few or enough for
 // victims to be found for all buckets (Upsert::notes_victims).
 inline std::vector<Form> full_forms() {
