@@ -70,6 +70,30 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
     return number
 
 
+def as_replicas(call: str, value: Any) -> bool | int:
+    """A flag, or how many whole tables devices hold together, as a bool or an int from 2 on."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 2:
+        return int(value)
+    expected = "True or False, or the number of whole tables that devices hold together, from 2 on"
+    return as_bool(call, "replicas", value, expected)
+
+
+def copied_axes(
+    call: str, replicas: bool | int, axes: tuple[str, ...], sizes: Sequence[int]
+) -> tuple[str, ...]:
+    """The first of some axes, along which so many devices hold the same; raises for none."""
+    if isinstance(replicas, bool):
+        return axes if replicas else ()
+    for count in range(len(axes) + 1):
+        if math.prod(sizes[:count]) == replicas:
+            return axes[:count]
+    raise ValueError(
+        f"{call}: replicas must be the number of devices along the first axes of "
+        f"{dict(zip(axes, sizes, strict=True))}, got {replicas}: name those first whose devices "
+        "hold the same, or say replicas=True for a whole table on every device"
+    )
+
+
 def as_list(call: str, argument: str, value: Any, of: str) -> list[Any]:
     """What a caller gave as a sequence; `of`: of what, and the remedy."""
     try:

@@ -19,6 +19,7 @@ from jax_hkv._checks import (
     check_not_used_up,
 )
 from jax_hkv._compat import of_one_device
+from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
@@ -355,19 +356,29 @@ def owners_of(placement: Placement | None, table: Table) -> list[tuple[int, int]
     """Of each part of a table its number among the owners of keys, and how many these are."""
     if placement is None:
         return [(0, 1)]
-    devices = 1 if table.replicas else placement.devices
-    return [(number % devices, devices) for number in placement.local_parts]
+    parts = table.parts_on(placement.devices)
+    return [(number % parts, parts) for number in placement.local_parts]
 
 
 def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
-    """The parts of a table, or tiers of them, that hold all of it: of replicas the first."""
+    """The parts of a table, or tiers of them, that hold all of it: of replicas the first.
+
+    Of several replicas that are split themselves which parts there are in this process only their
+    bits tell.
+    """
     kinds = {getattr(part, "replicas", False) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
             f"{call}: tables must be parts of one table, got some that are replicas and some that "
             "are not: give placement.shards(table)"
         )
-    return list(parts[:1] if kinds == {True} else parts)
+    replicas = getattr(parts[0], "replicas", False)
+    if replicas is False:
+        return list(parts)
+    if replicas is True:
+        return list(parts[:1])
+    digests = [np.asarray(jax.jit(digest)(part)).tobytes() for part in parts]
+    return [part for number, part in enumerate(parts) if digests.index(digests[number]) == number]
 
 
 def whole_of(placement: Placement | None, parts: Sequence[Table]) -> Table:

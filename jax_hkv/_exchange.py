@@ -1,34 +1,20 @@
-"""How the keys of a batch travel to the devices that own them, and how rows come back.
-
-An exchange is a sequence of hops, one for each mesh axis. A hop merges equal keys, puts every key
-into the block of the peer that is next on its way, and swaps blocks with the peers of its axis.
-Rows take the same way back, and gradients the same way again; what a hop did is kept as a leg.
-"""
+"""Who owns the keys of a table over devices, and how a batch of all of them meets it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
+from jaxtyping import Array, Int32
 
 from jax_hkv import _checks, _ffi
-from jax_hkv import index as _index
-from jax_hkv import rows as _rows
-from jax_hkv._compat import vary
-from jax_hkv._keys import Keys, as_keys, check_fixed
-from jax_hkv.index import MAX_SLOTS, NO_SLOT, Groups
+from jax_hkv._compat import agreed
+from jax_hkv._keys import as_keys, check_fixed
 
-# Room beyond the expected number of keys for a peer, in standard deviations: keys are spread by a
-# hash, so their number is binomial, and six deviations are passed once in 10**9 times.
-_DEVIATIONS = 6.0
-_WORD = 4  # bytes
 _DIGIT = 16  # values of a digit, when the number of an owner is found digit by digit
 
 
@@ -44,7 +30,9 @@ class Exchange:
         keys go along the innermost axis first (within a node), are merged there, and then along the
         others, so that a device sends one message to each other node.
       replicas: whether every device holds the whole table, and all do the same to it, instead of a
-        part of it: of the table that a layer makes. What a table was made as
+        part of it; or how many whole tables the devices hold together, each split along the last
+        axes by keys: as many as there are devices along the first ones, which hold the same. It
+        says so of the table that a layer makes. What a table was made as
         (``jax_hkv.create(replicas=True)``) it is in every call, which need not repeat it.
       distinct: expected distinct keys of a device's batch, by its positions: above 0, up to 1. Room
         for keys, and so the bytes exchanged, are proportional to it; see
@@ -56,14 +44,14 @@ class Exchange:
       deduplicate: whether equal keys are merged before they are sent. Those with counts of their
         own (`scores` under LFU and EPOCH_LFU) and those of `accum_or_assign` never are.
       partial: whether owners of pooled features return a sum for each bag, not a row for each key;
-        None: where that moves fewer bytes.
+        None: where that moves fewer bytes. Of replicas they return rows where they train.
       ragged: whether rows travel by ``jax.lax.ragged_all_to_all``, which XLA has for GPUs only, and
         which moves no room that is not used; see docs/sharding.md for what it costs.
       levels: with several axes, whether keys go axis by axis; otherwise along all of them at once.
     """
 
     axis_name: str | tuple[str, ...]
-    replicas: bool = False
+    replicas: bool | int = False
     distinct: float = 1.0
     slack: float = 1.0
     strict: bool = False
@@ -82,7 +70,9 @@ class Exchange:
         if len(set(names)) < len(names):
             raise ValueError(f"sharding.Exchange: axis_name names an axis twice: {names}")
         object.__setattr__(self, "axis_name", tuple(names))
-        for flag in ("replicas", "strict", "deduplicate", "levels", "partial", "ragged"):
+        replicas = _checks.as_replicas("sharding.Exchange", self.replicas)
+        object.__setattr__(self, "replicas", replicas)
+        for flag in ("strict", "deduplicate", "levels", "partial", "ragged"):
             value, optional = getattr(self, flag), flag == "partial"
             if optional and value is None:
                 continue
@@ -116,13 +106,34 @@ class Exchange:
                 "train_step(..., placement=placement) a step of a model"
             ) from error
 
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """The first axes, along which devices hold the same; inside shard_map or pmap."""
+        return _checks.copied_axes("sharding.Exchange", self.replicas, self.axes, self.sizes)
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The other axes, along which a table is split by keys; inside shard_map or pmap."""
+        return self.axes[len(self.copied) :]
+
+    @property
+    def parts(self) -> int:
+        """How many parts a table, or each of its replicas, has; inside shard_map or pmap."""
+        return math.prod(self.sizes[len(self.copied) :])
+
+    def of_all(self, counts: Any) -> Any:
+        """The counts of all devices, of what each has counted as an owner; replicas count once."""
+        if split := self.split:
+            counts = jax.lax.psum(counts, split)
+        return agreed(counts, self.copied)
+
     def of_reads(self) -> Exchange:
         """As it is for lookups of which nobody is told that keys overflowed: all get their rows."""
         return dataclasses.replace(self, strict=False)
 
     def local_capacity(self, capacity: int) -> int:
         """Entries that one device holds of a table of so many; inside shard_map or pmap."""
-        return capacity if self.replicas else -(-capacity // self.devices)
+        return -(-capacity // self.parts)
 
 
 def _is_name(name: Any) -> bool:
@@ -227,443 +238,3 @@ def skew_in(keys: Any, devices: int, valid: Any = None) -> float:
     mask = np.asarray(_checks.as_flat_mask(call, "valid", valid, keys.shape))
     counts = np.bincount(owner[mask], minlength=devices)
     return float(max(1, counts.max()) / max(1.0, counts.mean()))
-
-
-# --- Plans ---------------------------------------------------------------------------------------
-
-
-class Hop(NamedTuple):
-    """One exchange along an axis: static.
-
-    Attributes:
-      axes: along which blocks are swapped.
-      peers: devices along them.
-      inner: devices along all axes further in: the peer of a key is ``owner // inner % peers``.
-      places: room for keys in the block of one peer.
-    """
-
-    axes: tuple[str, ...]
-    peers: int
-    inner: int
-    places: int
-
-    @property
-    def room(self) -> int:
-        """Keys that can arrive."""
-        return self.peers * self.places
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The hops of a batch, with their room.
-
-    Attributes:
-      hops: in the order in which keys take them; none on one device.
-      devices: in all.
-      merges: whether equal keys are merged before each hop.
-      replicas: whether keys go to every device.
-      ragged: see :class:`Exchange`.
-      is_complete: whether there is room for whatever comes.
-    """
-
-    hops: tuple[Hop, ...]
-    devices: int
-    merges: bool
-    replicas: bool
-    ragged: bool
-    is_complete: bool
-
-
-def plan_of(exchange: Exchange, items: int, *, merges: bool, complete: bool = False) -> Plan:
-    """The plan for a batch of so many positions; a complete one has room for all, in one hop."""
-    check_fixed("jax_hkv.sharding", "keys", (items,))
-    sizes = exchange.sizes
-    devices = math.prod(sizes)
-    expected = items * (exchange.distinct if merges else 1.0)
-    levels = [((axis,), size) for axis, size in zip(exchange.axes, sizes, strict=True)]
-    if not exchange.levels or complete or exchange.replicas:
-        levels = [(exchange.axes, devices)]
-    hops: list[Hop] = []
-    left, inner = items, 1
-    for axes, peers in reversed(levels):
-        places = max(1, left)
-        if not complete:
-            mean = expected if exchange.replicas else expected / peers
-            places = _room(mean, exchange, left)
-        if peers * places > MAX_SLOTS:
-            raise ValueError(
-                f"jax_hkv: an exchange of {peers} devices with {places} places for each needs "
-                "more than 2**31 places: give smaller batches, or (beside strict=True) a smaller "
-                "distinct= or slack= of jax_hkv.sharding.Exchange"
-            )
-        if peers > 1:
-            hops.append(Hop(axes, peers, inner, places))
-            left = peers * places
-        inner *= peers
-    return Plan(
-        hops=tuple(hops),
-        devices=devices,
-        merges=merges,
-        replicas=exchange.replicas,
-        ragged=exchange.ragged,
-        is_complete=_is_complete(items, hops),
-    )
-
-
-def _room(mean: float, exchange: Exchange, most: int) -> int:
-    """Places for a number of keys of this mean, at most as many as there are keys."""
-    if exchange.replicas and mean == most:
-        return max(1, most)
-    wanted = math.ceil(exchange.slack * mean + _DEVIATIONS * math.sqrt(mean))
-    return max(1, min(most, wanted))
-
-
-def _is_complete(items: int, hops: list[Hop]) -> bool:
-    arriving = [items, *(hop.room for hop in hops)]
-    return all(hop.places >= count for hop, count in zip(hops, arriving, strict=False))
-
-
-def bytes_of_rows(plan: Plan, row_bytes: int) -> float:
-    """Bytes that a device sends in a step whose owners return a row for each key."""
-    each = 2 * _WORD + _WORD + row_bytes + row_bytes  # key, status, row, gradient
-    return sum(_leaving(hop) * hop.room * each for hop in plan.hops)
-
-
-def bytes_of_sums(plan: Plan, bags: int, row_bytes: int) -> float:
-    """Bytes that a device sends in a step whose owners return a row for each bag."""
-    total = 0.0
-    for hop in plan.hops:
-        total += _leaving(hop) * hop.room * 4 * _WORD  # key, bag or weight, status
-        total += (hop.peers - 1) * bags * 2 * row_bytes  # sums, and gradients
-        bags *= hop.peers
-    return total
-
-
-def _leaving(hop: Hop) -> float:
-    return 1 - 1 / hop.peers
-
-
-# --- Keys outward --------------------------------------------------------------------------------
-
-
-class Items(NamedTuple):
-    """What travels of a batch, one entry for each position or distinct key.
-
-    Attributes:
-      keys: ``[n]``.
-      valid: ``bool[n]``.
-      scores: ``uint32[n, 2]`` words, or None.
-      occurrences: of the key in the batch, where the table counts them; else None.
-      bags: the bag of each position, where owners pool; else None.
-      weights: of each position in its bag, or None.
-      admits: how many positions let the key in, where the caller says which do; else None.
-    """
-
-    keys: Keys
-    valid: Bool[Array, " n"]
-    scores: UInt32[Array, "n 2"] | None = None
-    occurrences: Int32[Array, " n"] | None = None
-    bags: Int32[Array, " n"] | None = None
-    weights: Float32[Array, " n"] | None = None
-    admits: Int32[Array, " n"] | None = None
-
-
-class Leg(NamedTuple):
-    """What a hop did.
-
-    Attributes:
-      groups: the distinct keys before it, if it merged them.
-      sent: ``int32[peers * places]``, who stands at each place that was sent, -1 for nobody.
-      slots: of each position before the hop: the place of its key, -1 if it has none.
-      outgoing: ``int32[peers]``, keys sent to each peer.
-      incoming: ``int32[peers]``, keys that came from each peer.
-    """
-
-    groups: Groups | None
-    sent: Int32[Array, " room"]
-    slots: Int32[Array, " n"]
-    outgoing: Int32[Array, " peers"]
-    incoming: Int32[Array, " peers"]
-
-
-def outward(
-    plan: Plan, items: Items, bags: int = 0
-) -> tuple[tuple[Leg, ...], Items, Int32[Array, ""]]:
-    """Sends keys to their owners.
-
-    Args:
-      plan: of this number of positions.
-      items: of this device.
-      bags: how many bags they are in, where owners pool.
-
-    Returns:
-      What the hops did, what arrived here, and how many keys of all devices found no room.
-    """
-    legs = []
-    own = overflow = jnp.int32(0)
-    for hop in plan.hops:
-        groups = None
-        if plan.merges:
-            groups, items = _merged(items)
-        leg, items, left_out, overflow = _hop(plan, hop, items, groups)
-        if items.bags is not None:
-            peer = _rows.positions(hop.room) // jnp.int32(hop.places)
-            items = items._replace(bags=items.bags + peer * jnp.int32(bags))
-            bags *= hop.peers
-        legs.append(leg)
-        own = own + left_out
-    if len(plan.hops) > 1:  # a header has come from the devices of one axis
-        overflow = jax.lax.psum(own, tuple(axis for hop in plan.hops for axis in hop.axes))
-    return tuple(legs), items, overflow
-
-
-def _merged(items: Items) -> tuple[Groups, Items]:
-    """The distinct keys; of scores the last counts, occurrences and admissions are summed."""
-    groups = _index.unique(items.keys, items.valid)
-
-    def summed(numbers: jax.Array | None) -> jax.Array | None:
-        return None if numbers is None else _index.sum_by_key(groups, numbers)
-
-    scores = None if items.scores is None else _index.take(items.scores, groups.last)
-    occurrences, admits = summed(items.occurrences), summed(items.admits)
-    keys = Keys(groups.keys)
-    return groups, Items(keys, _index.all_of(groups), scores, occurrences, admits=admits)
-
-
-def _hop(
-    plan: Plan, hop: Hop, items: Items, groups: Groups | None
-) -> tuple[Leg, Items, Int32[Array, ""], Int32[Array, ""]]:
-    """What a hop did, what arrived, and how many keys this device and all its peers left out."""
-    if plan.replicas:
-        sent, places, counts = _to_everyone(hop, items.valid)
-    else:
-        sent, places, counts = _ffi.call(
-            "route_keys",
-            *(items.keys.words, items.valid),
-            devices=plan.devices,
-            inner=hop.inner,
-            p=hop.peers,
-            c=hop.places,
-        )
-        sent = sent.reshape(-1)
-    outgoing = jnp.minimum(counts, hop.places)
-    left_out = jnp.sum(counts - outgoing, dtype=jnp.int32)
-    message = _with_header(_packed(items), sent, outgoing, left_out)
-    if plan.replicas:
-        arrived = jax.lax.all_gather(message[0], hop.axes)
-    else:
-        arrived = jax.lax.all_to_all(message, hop.axes, 0, 0, tiled=True)
-    incoming, beyond = arrived[:, 0, 0].astype(jnp.int32), arrived[:, 0, 1].astype(jnp.int32)
-    valid = _rows.positions(hop.places)[None] < incoming[:, None]
-    words = arrived[:, 1:].reshape(hop.room, arrived.shape[-1])
-    slots = places if groups is None else _index.by_position(groups, places, NO_SLOT)
-    leg = Leg(groups, sent, slots, outgoing, incoming)
-    arrivals = _unpacked(words, valid.reshape(-1), items)
-    return leg, arrivals, left_out, jnp.sum(beyond, dtype=jnp.int32)
-
-
-def _to_everyone(hop: Hop, valid: Bool[Array, " n"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One block for all: the first valid items, in order."""
-    before = jnp.cumsum(valid, dtype=jnp.int32) - valid.astype(jnp.int32)
-    places = jnp.where(valid & (before < hop.places), before, NO_SLOT)
-    sent = jnp.full((hop.places,), NO_SLOT, jnp.int32)
-    sent = sent.at[jnp.where(places < 0, hop.places, places)].set(
-        _rows.positions(valid.shape[0]), mode="drop"
-    )
-    return sent, places, jnp.sum(valid, dtype=jnp.int32)[None]
-
-
-def _with_header(
-    words: UInt32[Array, "n w"],
-    sent: Int32[Array, " room"],
-    outgoing: Int32[Array, " blocks"],
-    left_out: Int32[Array, ""],
-) -> UInt32[Array, "blocks places+1 w"]:
-    """The blocks to send; the first entry of each says how many are meant, and how many left out.
-
-    So every peer knows what found no room without a reduction between keys and owners.
-    """
-    blocks, width = outgoing.shape[0], words.shape[1]
-    body = by_slot(words, sent).reshape(blocks, -1, width)
-    numbers = jnp.stack([outgoing, jnp.broadcast_to(left_out, (blocks,))], axis=1)
-    header = jnp.pad(numbers.astype(jnp.uint32), ((0, 0), (0, width - 2)))
-    return jnp.concatenate([header[:, None], body], axis=1)
-
-
-def _packed(items: Items) -> UInt32[Array, "n w"]:
-    """All that an item has, in one row of words."""
-    return jnp.concatenate([_as_words(part) for part in _parts(items)], axis=1)
-
-
-def _unpacked(words: UInt32[Array, "m w"], valid: Bool[Array, " m"], like: Items) -> Items:
-    parts, first = [], 0
-    for part in _parts(like):
-        width = part.shape[1] if part.ndim == 2 else 1
-        own = words[:, first : first + width]
-        bits = own if part.ndim == 2 else own[:, 0]
-        parts.append(jax.lax.bitcast_convert_type(bits, part.dtype))
-        first += width
-    rest = iter(parts[1:])
-    return Items(Keys(parts[0]), valid, *(None if own is None else next(rest) for own in like[2:]))
-
-
-def _parts(items: Items) -> list[jax.Array]:
-    return [items.keys.words, *(part for part in items[2:] if part is not None)]
-
-
-def _as_words(part: jax.Array) -> UInt32[Array, "n w"]:
-    words = jax.lax.bitcast_convert_type(part, jnp.uint32)
-    return words if words.ndim == 2 else words[:, None]
-
-
-# --- Rows back, gradients out --------------------------------------------------------------------
-
-
-def by_slot(
-    rows: Num[Array, "k ..."], slots: Int32[Array, " n"], dtype: Any = None
-) -> Num[Array, "n ..."]:
-    """Rows by their numbers, which may be cast; zeros where that is -1."""
-    clock = jnp.zeros((2,), jnp.uint32)
-    return _rows.gather(clock, rows, slots, dtype=dtype, name="exchange")[1]
-
-
-def swap(
-    plan: Plan, hop: Hop, rows: jax.Array, outgoing: jax.Array, incoming: jax.Array
-) -> jax.Array:
-    """Swaps the blocks of rows with the peers of a hop.
-
-    Of each block only as many rows are meant as `outgoing` says; the others are zero.
-    """
-    if not plan.ragged:
-        return jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)
-    starts = _rows.positions(hop.peers) * jnp.int32(hop.places)
-    own = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
-    starts, there, outgoing, incoming = vary(
-        (starts, jnp.broadcast_to(own, starts.shape), outgoing, incoming), hop.axes
-    )
-    empty = vary(jnp.zeros_like(rows), hop.axes)
-    return jax.lax.ragged_all_to_all(
-        rows, empty, starts, outgoing, there, incoming, axis_name=hop.axes
-    )
-
-
-def homeward(
-    plan: Plan,
-    legs: tuple[Leg, ...],
-    rows: Num[Array, "room ..."],
-    *,
-    last: bool = True,
-    of_later: Callable[[jax.Array], jax.Array] | None = None,
-) -> Num[Array, "n ..."]:
-    """Brings rows of what arrived back to those who sent it.
-
-    Args:
-      plan: of the exchange.
-      legs: of :func:`outward`.
-      rows: one for each place that arrived, zeros where nothing did.
-      last: whether they are spread over the positions of the batch; otherwise they stay by place.
-      of_later: what becomes of the row of a key at its occurrences after the first.
-    """
-    for number, (hop, leg) in reversed([*enumerate(zip(plan.hops, legs, strict=True))]):
-        rows = swap(plan, hop, rows, leg.incoming, leg.outgoing)
-        if number == 0 and not last:
-            return rows
-        rows = spread(leg, rows, of_later)
-    return rows
-
-
-def spread(
-    leg: Leg, rows: Num[Array, "room ..."], of_later: Callable[[jax.Array], jax.Array] | None = None
-) -> Num[Array, "n ..."]:
-    """Rows by place, for the positions before a hop; see :func:`homeward`."""
-    rows = by_slot(rows, leg.slots)
-    if leg.groups is None or of_later is None:
-        return rows
-    first = _index.by_position(leg.groups, leg.groups.first, NO_SLOT)
-    is_later = _rows.positions(first.shape[0]) != first
-    return jnp.where(is_later[:, None], of_later(rows), rows)
-
-
-def onward(
-    plan: Plan, legs: tuple[Leg, ...], sums: Float[Array, "n dim"]
-) -> Float[Array, "room dim"]:
-    """Sends a row of each distinct key (or position) of this device the way that its key took.
-
-    With legs of :func:`in_a_row`: those of all lookups at once, and they arrive lookup by lookup.
-    """
-    for number, (hop, leg) in enumerate(zip(plan.hops, legs, strict=True)):
-        if number and leg.groups is not None:
-            sums = _index.combine(leg.groups, _index.Terms(sums))
-        sums = by_slot(sums, leg.sent)
-        send = functools.partial(_to_peers, plan, hop)
-        if leg.outgoing.ndim == 1:
-            sums = send((sums, leg.outgoing, leg.incoming))
-            continue
-        # Ragged ones go one by one: JAX 0.11.2 cannot map them where all have the same starts.
-        at_once = functools.partial(jax.lax.map, send) if plan.ragged else jax.vmap(send)
-        rows = sums.reshape(leg.outgoing.shape[0], -1, sums.shape[-1])
-        sums = at_once((rows, leg.outgoing, leg.incoming)).reshape(-1, sums.shape[-1])
-    return sums
-
-
-def _to_peers(plan: Plan, hop: Hop, sent: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    rows, outgoing, incoming = sent
-    if plan.replicas:
-        return jax.lax.all_gather(rows, hop.axes, tiled=True)
-    return swap(plan, hop, rows, outgoing, incoming)
-
-
-def in_a_row(leg: Leg) -> Leg:
-    """What a hop did for lookups that ``jax.lax.scan`` stacked, as for their batches in a row.
-
-    Equal keys of several lookups stay several keys. Of groups it has what sums need.
-    """
-    groups = leg.groups
-    lookups, positions = leg.slots.shape
-    counts = jnp.full((lookups,), positions, jnp.int32) if groups is None else groups.count[:, 0]
-    before = (jnp.cumsum(counts, dtype=jnp.int32) - counts)[:, None]
-
-    def on(numbers: Int32[Array, "lookups n"]) -> Int32[Array, " m"]:
-        return jnp.where(numbers < 0, NO_SLOT, numbers + before).reshape(-1)
-
-    if groups is not None:
-        total = jnp.sum(groups.count, axis=0, dtype=jnp.int32)
-        groups = groups._replace(inverse=on(groups.inverse), count=total)
-    return leg._replace(groups=groups, sent=on(leg.sent))
-
-
-def onward_one(
-    plan: Plan, legs: tuple[Leg, ...], rows: Num[Array, "n dim"], *, last: bool = True
-) -> Num[Array, "room dim"]:
-    """Sends the last or the first row of each key of this device the way that its key took."""
-    kind = rows.dtype
-    for hop, leg in zip(plan.hops, legs, strict=True):
-        sources = leg.sent
-        if leg.groups is not None and rows.shape[0]:
-            chosen = leg.groups.last if last else leg.groups.first
-            sources = jnp.where(sources >= 0, _index.take(chosen, sources), NO_SLOT)
-        rows = by_slot(rows, sources)
-        if kind.itemsize == 2:  # XLA for CPUs would make float32 of them, and other NaNs
-            rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
-        if plan.replicas:
-            rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
-        else:
-            rows = swap(plan, hop, rows, leg.outgoing, leg.incoming)
-        rows = jax.lax.bitcast_convert_type(rows, kind)
-    return rows
-
-
-def bags_homeward(plan: Plan, rows: Float[Array, "b dim"]) -> Float[Array, "own dim"]:
-    """Brings sums for the bags of all peers back, where they are added up."""
-    for hop in reversed(plan.hops):
-        rows = jax.lax.all_to_all(rows, hop.axes, 0, 0, tiled=True)
-        rows = jnp.sum(rows.reshape(hop.peers, -1, rows.shape[-1]), axis=0)
-    return rows
-
-
-def bags_onward(plan: Plan, rows: Float[Array, "own dim"]) -> Float[Array, "b dim"]:
-    """Sends the rows of this device's bags to all owners."""
-    for hop in plan.hops:
-        rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
-    return rows

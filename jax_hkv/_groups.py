@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import initializers
 from jax_hkv._changes import Changes
-from jax_hkv._checks import as_bool, as_integer
+from jax_hkv._checks import as_integer, as_replicas
 from jax_hkv._entries import Exported, check_exported, is_of, namespace_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys, as_keys
@@ -52,8 +52,9 @@ class TableConfig:
         that shall be one physical table one object: see :class:`Collection`.
       admission: which new ids get a row, from ``jax_hkv.admission``.
       replicas: whether each device of a mesh has the whole table, as suits small ones, and those
-        that are read more than trained, whatever the axis name of the collection says; others are
-        split by keys, unless it says ``Exchange(replicas=True)``, of all.
+        that are read more than trained, or how many whole tables the devices hold together (see
+        :func:`jax_hkv.create`), whatever the axis name of the collection says; others are split by
+        keys, unless it says ``Exchange(replicas=True)``, of all.
     """
 
     name: str
@@ -66,7 +67,7 @@ class TableConfig:
     seed: int = 0
     optimizer: Any = None
     admission: Any = None
-    replicas: bool = False
+    replicas: bool | int = False
 
     def __post_init__(self) -> None:
         call = f"TableConfig {self.name!r}"
@@ -75,8 +76,8 @@ class TableConfig:
         # Of all devices together; how many one can have is known where it is created.
         capacity = as_integer(call, "capacity", self.capacity, 1, 2**63 - 1)
         checked = self._settings.checked(call)
-        whole = as_bool(call, "replicas", self.replicas)
-        own = {"capacity": capacity, "replicas": whole}
+        replicas = as_replicas(call, self.replicas)
+        own = {"capacity": capacity, "replicas": replicas}
         for name, value in (checked._asdict() | own).items():
             object.__setattr__(self, name, value)
         check_optimizer(call, self.optimizer)
@@ -348,12 +349,13 @@ class Group:
         config = self.tables[0]
         capacity = sum(config.capacity for config in self.tables)
         exchange = as_exchange(axis_name)
-        whole = config.replicas or (exchange is not None and exchange.replicas)
+        if exchange is not None and config.replicas:
+            exchange = dataclasses.replace(exchange, replicas=config.replicas)
         try:
             table = create(
-                capacity if exchange is None or whole else exchange.local_capacity(capacity),
+                capacity if exchange is None else exchange.local_capacity(capacity),
                 name=self.name,
-                replicas=whole,
+                replicas=config.replicas if exchange is None else exchange.replicas,
                 **config._settings._asdict(),
             )
             index = dataclasses.replace(table.index, namespace=self.namespace)

@@ -78,7 +78,7 @@ def grow(
             "call grow between steps, outside of jit, or resize to a capacity that you know"
         )
     devices, here = _parts(table, placement)
-    parts = 1 if table.replicas else devices  # of replicas all get all
+    parts = table.parts_on(devices)  # of replicas each gets all
     most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
     capacity = before = table.digests.size // here  # of a part

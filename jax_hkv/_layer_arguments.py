@@ -125,8 +125,8 @@ def new_table(
     if exchange is not None:
         capacity = exchange.local_capacity(as_integer(call, "capacity", capacity, 1, 2**63 - 1))
     buckets_of(call, capacity)
-    is_whole = exchange is not None and exchange.replicas
-    table = create(capacity, name=name, replicas=is_whole, **settings)
+    replicas = False if exchange is None else exchange.replicas
+    table = create(capacity, name=name, replicas=replicas, **settings)
     return table if optimizer is None else optimizer.init(table)
 
 

@@ -269,7 +269,7 @@ def look_up(
         options |= training
     else:
         options["fill"] = "initial"
-    is_right = table.replicas and not train
+    is_right = table.replicas is True and not train
     with contextlib.nullcontext() if exchange else lookup_of_layer("Embed", is_right=is_right):
         lookup = operations.find_or_insert if train else operations.find
         table, result = lookup(table, ids, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_hkv._checks import copied_axes
 from jax_hkv._compat import is_traced
 from jax_hkv._digest import names_in
 from jax_hkv.table import Table
@@ -88,22 +90,37 @@ def is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
 
-def alike(tree: Any) -> list[Any]:
-    """What all devices hold alike of a state: all but tables that are split by keys."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_table)
-    return [node for node in nodes if not is_table(node) or node.replicas]
+def alike(tree: Any, devices: int) -> dict[int, list[Any]]:
+    """What several devices hold alike of a state, all but tables that are split by keys.
+
+    By the number of parts that it is in: of one each device has the same, of two every second one.
+    """
+    kinds: dict[int, list[Any]] = {}
+    for node in jax.tree.leaves(tree, is_leaf=is_table):
+        parts = node.parts_on(devices) if is_table(node) else 1
+        if not is_table(node) or node.replicas:
+            kinds.setdefault(parts, []).append(node)
+    return kinds
 
 
-def all_equal(digests: np.ndarray) -> bool:
-    """Whether the digests of all devices are one."""
-    return bool((digests == digests[0]).all())
+def all_equal(digests: np.ndarray, parts: int = 1) -> bool:
+    """Whether the digests of all devices that hold the same part are one."""
+    return bool((digests == np.tile(digests[:parts], (len(digests) // parts, 1))).all())
 
 
-def unfilled(state: Any, devices: int) -> Any:
-    """A state made on several devices; raises if tables split by keys have entries on each."""
-    tables = jax.tree.leaves(state, is_leaf=is_table)
+def made_on(state: Any, mesh: Any, axes: tuple[str, ...]) -> Any:
+    """A state made on the devices along some axes of a mesh; raises unless its tables lie right.
+
+    Those that are split by keys have no entries, and those of which there are several replicas are
+    as many as the first axes have devices.
+    """
+    sizes = [mesh.shape[axis] for axis in axes]
+    devices = math.prod(sizes)
+    tables = filter(is_table, jax.tree.leaves(state, is_leaf=is_table))
     for node in tables if devices > 1 else ():
-        if not is_table(node) or node.replicas or is_traced(node.occupancy):
+        call = f"Placement.create: of the table {node.name!r}"
+        copied_axes(call, node.replicas, axes, sizes)
+        if node.parts_on(devices) == 1 or is_traced(node.occupancy):
             continue
         if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
             raise ValueError(

@@ -41,9 +41,9 @@ from jax_hkv._placed import (
     is_of_each,
     is_shared,
     is_table,
+    made_on,
     names_of_first,
     spec_of,
-    unfilled,
 )
 from jax_hkv._reports import (
     first,
@@ -184,10 +184,10 @@ class Placement:
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
             with on_one_device():  # pmap makes a mesh of its own
-                return unfilled(on_each(np.arange(len(self.local_devices))), self.devices)
+                return made_on(on_each(np.arange(len(self.local_devices))), self.mesh, self.axes)
         leaves, trees, specs = self._leaves_of(make)
         made = jax.jit(self._mapped(leaves, (), specs))()
-        return unfilled(jax.tree.unflatten(trees[-1], made), self.devices)
+        return made_on(jax.tree.unflatten(trees[-1], made), self.mesh, self.axes)
 
     def abstract(self, make: Callable[[], Any]) -> Any:
         """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
@@ -515,13 +515,13 @@ class Placement:
             check_mesh(call, "state", state, self.mesh, _OTHER_MESH)
 
     def replicas_agree(self, tree: Any) -> bool:
-        """Whether all devices hold the same bits of all but tables that are split by keys.
+        """Whether devices hold the same bits of what they hold alike: all but tables split by keys.
 
         See :meth:`digests`, also for errors, and of copies of parts along other axes.
         """
         self._check_here("Placement.replicas_agree", tree)
-        nodes = alike(tree)
-        return not nodes or all_equal(self.digests(nodes))
+        kinds = alike(tree, self.devices)
+        return all(all_equal(self.digests(nodes), parts) for parts, nodes in kinds.items())
 
     def specs(self, tree: Any) -> Any:
         """The partition specs of a state: tables are split along their leading axes."""

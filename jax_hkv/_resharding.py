@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -196,14 +197,15 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 def _check_replicas(path: str, table: Table, source: Placement) -> None:
     is_here = not _is_on_host(table)
-    agree = all_equal(source.digests(table)) if is_here else _agree(_cut(table, source))
-    if table.replicas and not agree:
+    digests = source.digests(table) if is_here else _digests(_cut(table, source))
+    if table.replicas and not all_equal(digests, table.parts_on(source.devices)):
         raise ValueError(
             f"{_CALL}: state must have the same entries on all devices in the table {path}, which "
-            "is one of replicas, got different ones: a table that is split by keys, or the target "
-            "of its checkpoint, is created without replicas=True"
+            f"has replicas={table.replicas}, got different ones: a table that is split by keys, or "
+            f"the target of its checkpoint, is created without replicas={table.replicas}"
         )
-    if not table.replicas and agree and int(whole_table.size(_parts(table, source)[0])):
+    is_same = all_equal(digests)
+    if not table.replicas and is_same and int(whole_table.size(_parts(table, source)[0])):
         raise ValueError(
             f"{_CALL}: state must have other entries on each device in the table {path}, which is "
             "split by keys, got the same on all: a table of replicas, or the target of its "
@@ -211,11 +213,16 @@ def _check_replicas(path: str, table: Table, source: Placement) -> None:
         )
 
 
-def _agree(parts: list[Table]) -> bool:
-    """Whether parts on the host have the same bits."""
-    first, *others = map(jax.tree.leaves, parts)
-    pairs = (pair for other in others for pair in zip(first, other, strict=True))
-    return all(one.tobytes() == other.tobytes() for one, other in pairs)
+def _digests(parts: list[Table]) -> np.ndarray:
+    """Of the bits of parts on the host: one row for each."""
+
+    def one(part: Table) -> bytes:
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(part):
+            digest.update(np.asarray(leaf).tobytes())
+        return digest.digest()
+
+    return np.array([list(one(part)) for part in parts], np.uint8)
 
 
 def _on_host(leaf: Any, placement: Placement | None) -> Any:

@@ -21,12 +21,11 @@ from jax_hkv import _checks, _inserts, pooled, whole_table
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import agreed, vary
-from jax_hkv._exchange import (
-    Exchange,
+from jax_hkv._exchange import Exchange, as_exchange, owners
+from jax_hkv._hops import (
     Items,
     Leg,
     Plan,
-    as_exchange,
     bags_homeward,
     by_slot,
     bytes_of_rows,
@@ -34,9 +33,8 @@ from jax_hkv._exchange import (
     homeward,
     onward_one,
     outward,
-    owners,
+    own_block,
     plan_of,
-    spread,
 )
 from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
 from jax_hkv._keys import Keys, as_keys, check_fixed
@@ -238,9 +236,7 @@ def look_up(
     merges = may_merge(exchange, table, scores)
     positions = batch.keys.shape[0]
     valid = _checks.flat_mask(batch.valid, (positions,))
-    plan = plan_of(exchange, positions, merges=merges)
-    if exchange.replicas and not (train or touches):
-        plan = dataclasses.replace(plan, hops=(), is_complete=True)  # everything is here
+    plan = plan_of(exchange, positions, merges=merges, reads=not (train or touches))
     bags = batch.bags
     owners_pool = bags is not None and not plan.hops
     if bags is not None and plan.hops:
@@ -268,7 +264,7 @@ def look_up(
     if pools_later and bags is not None:
         slots = jnp.where(valid, _rows.positions(positions), NO_SLOT)
         seen = seen._replace(values=pooled.pool_by_slot(seen.values, slots, bags, dtype))
-    counts, by_table = of_all(plan, exchange, (seen.counts, seen.by_table))
+    counts, by_table = exchange.of_all((seen.counts, seen.by_table))
     groups = route.legs[0].groups if route.legs else None
     values = seen.values if dtype is None else seen.values.astype(dtype)  # others are as they came
     values = checkpoint_name(values, ROWS_NAME)
@@ -282,13 +278,6 @@ def look_up(
 def may_merge(exchange: Exchange, table: Table, scores: Keys | None) -> bool:
     """Whether equal keys are merged; given counts are summed where they arrive, in 64 bits."""
     return exchange.deduplicate and not (scores is not None and table.policy.counts)
-
-
-def of_all(plan: Plan, exchange: Exchange, counts: Any) -> Any:
-    """The counts of all devices, of what each has counted as an owner."""
-    if plan.replicas:
-        return agreed(counts, exchange.axes)
-    return jax.lax.psum(counts, exchange.axes)
 
 
 def of_batch(
@@ -308,7 +297,7 @@ def of_batch(
 ) -> tuple[Table, pooled.BagRows]:
     """As :func:`jax_hkv.pooled.of_batch`, over the devices of an exchange if there is one."""
     if exchange is None:
-        with lookup_of_layer(call, is_right=table.replicas and not train):
+        with lookup_of_layer(call, is_right=table.replicas is True and not train):
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
             options |= {"train": train, "fill": fill, "dtype": dtype}
             return pooled.of_batch(call, table, batch, **options)
@@ -339,9 +328,9 @@ def _summed(exchange: Exchange, table: Table, plan: Plan, bags: Bags, is_weighte
     Sums are better where they are fewer bytes. Weights that may be differentiated need rows.
     """
     count = bags.splits.shape[0] - 1
-    if exchange.partial is False or exchange.replicas or is_weighted or not count:
+    if exchange.partial is False or plan.gathers or is_weighted or not count:
         return plan  # of no bags XLA gathers nothing
-    summed = plan_of(exchange, bags.sources.shape[0], merges=False)
+    summed = plan_of(exchange, bags.sources.shape[0], merges=False, reads=plan.reads)
     row_bytes = 4 * table.dim
     pays = bytes_of_sums(summed, count, row_bytes) < bytes_of_rows(plan, row_bytes)
     return summed if exchange.partial or pays else plan
@@ -382,6 +371,8 @@ def in_rounds(
     legs, arrived, beyond = outward(plan, items, bag_count)
     overflow = None
     if not plan.is_complete:
+        if plan.reads and exchange.copied:  # so far each of replicas has counted by itself
+            beyond = jax.lax.psum(beyond, exchange.copied)
         arrived = arrived._replace(valid=arrived.valid & (beyond == 0))
         overflow = agreed(beyond, exchange.axes)
     table, seen, owner = act(plan, table, legs, arrived, is_ticked=False)
@@ -439,7 +430,7 @@ def once_if(condition: jax.Array, fn: Callable[[State, jax.Array], State], state
 def wide_plan(plan: Plan, exchange: Exchange, items: Items) -> Plan:
     """The plan of a second round."""
     count = items.valid.shape[0]
-    return plan_of(exchange, count, merges=plan.merges, complete=True)
+    return plan_of(exchange, count, merges=plan.merges, reads=plan.reads, complete=True)
 
 
 def _round(
@@ -461,7 +452,7 @@ def _round(
     if task.train:
         offered = task.offered
         # Of replicas the rows of one's own keys alone are read.
-        reads = task.reads and task.initial and bags is None and not (plan.replicas and plan.hops)
+        reads = task.reads and task.initial and bags is None and not plan.gathers
         table, inserted = insert_rows(
             table,
             keys,
@@ -546,19 +537,17 @@ def _home_rows(
         kind = None if plan.hops else task.dtype  # sums of sums are float32
         table, rows = pooled.pool_stored(table, keys, slots, bags, valid, task.initial, dtype=kind)
         return table, bags_homeward(plan, rows), rows
-    everyones = plan.replicas and plan.hops
     room = slots.shape[0]
-    if everyones:  # rows of the others' keys are theirs to read
-        keys, valid, slots = _own((keys, valid, slots), plan)
+    keys, valid, slots = own_block(plan, (keys, valid, slots))
     if rows is None:
         initial = (table.initializer, table.seed, keys, valid) if task.initial else None
         kind = _travels_in(task, plan, table)
         table, rows = gather_values(table, slots, initial=initial, dtype=kind)
     if not plan.hops:
         return table, rows, rows
-    by_place = rows if everyones else homeward(plan, legs, rows, last=False)
+    by_place = homeward(plan, legs, rows, last=False)
     # Of replicas the result's values matter for their shape alone.
-    returned = jnp.zeros((room, table.dim), rows.dtype) if everyones else rows
+    returned = jnp.zeros((room, table.dim), rows.dtype) if plan.gathers else rows
     if task.bags is None:
         return table, by_slot(by_place, legs[0].slots, task.dtype), returned
     rows = pooled.pool_by_slot(by_place, legs[0].slots, task.bags, task.dtype)
@@ -570,13 +559,6 @@ def _travels_in(task: _Task, plan: Plan, table: Table) -> Any:
     kind = task.dtype
     is_wider = kind is not None and jnp.dtype(kind).itemsize > table.dtype.itemsize
     return None if task.bags is not None or (plan.hops and is_wider) else kind
-
-
-def _own(tree: Any, plan: Plan) -> Any:
-    """Of what went to everyone: what this device sent."""
-    (hop,) = plan.hops
-    first = jax.lax.axis_index(hop.axes).astype(jnp.int32) * jnp.int32(hop.places)
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, hop.places), tree)
 
 
 def home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
@@ -602,9 +584,7 @@ def _home_numbers(
     plan: Plan, legs: tuple[Leg, ...], numbers: jax.Array, of_later: Any = None
 ) -> jax.Array:
     """Integers of what arrived, for the positions of this device."""
-    if plan.replicas:
-        return spread(legs[0], _own(numbers, plan), of_later)
-    return homeward(plan, legs, numbers, of_later=of_later)
+    return homeward(plan, legs, own_block(plan, numbers), of_later=of_later)
 
 
 def _of_later(status: jax.Array) -> jax.Array:
@@ -658,13 +638,14 @@ def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:
 
 
 def _of_table(call: str, exchange: Exchange, table: Table) -> Exchange:
-    """The exchange, of replicas where the table is one; raises if it alone says so."""
-    if exchange.replicas and not table.replicas:
+    """The exchange, of replicas where the table is one; raises if it says something else."""
+    if exchange.replicas and exchange.replicas != table.replicas:
+        kind = f"has replicas={table.replicas}" if table.replicas else "is split by keys"
         raise ValueError(
             f"{call}: axis_name must say nothing of replicas for the table {table.name!r}, which "
-            "is split by keys, got replicas=True: leave that out here, or create the table with "
-            "replicas=True (jax_hkv.sharding.reshard, or export_entries and import_entries, bring "
-            "entries over)"
+            f"{kind}, got replicas={exchange.replicas}: leave that out here, or create the table "
+            f"with replicas={exchange.replicas} (jax_hkv.sharding.reshard, or export_entries and "
+            "import_entries, bring entries over)"
         )
     warn_of_axes(call, table.replicas, exchange.axes)
     return dataclasses.replace(exchange, replicas=table.replicas)
@@ -690,8 +671,11 @@ def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> I
       NameError: if the axis is not bound.
     """
     exchange = exchange_of("sharding.misplaced", table, axis_name)
-    if exchange.replicas:
-        return jax.lax.pmax(whole_table.misplaced(table), exchange.axes)
-    own = jax.lax.axis_index(exchange.axes).astype(jnp.int32)
-    count = whole_table.count_misplaced(table, lambda keys: owners(keys, exchange.devices) != own)
-    return jax.lax.psum(count, exchange.axes)
+    copied, split, parts = exchange.copied, exchange.split, exchange.parts
+    if split:
+        own = jax.lax.axis_index(split).astype(jnp.int32)
+        count = whole_table.count_misplaced(table, lambda keys: owners(keys, parts) != own)
+        count = jax.lax.psum(count, split)
+    else:
+        count = whole_table.misplaced(table)
+    return jax.lax.pmax(count, copied) if copied else count

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Float32
 from jax_hkv import _checks, _updates, pooled
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import agreed, vary
-from jax_hkv._exchange import Leg, Plan, bags_onward, in_a_row, onward, outward
+from jax_hkv._compat import vary
+from jax_hkv._hops import Leg, Plan, bags_onward, in_a_row, onward, outward
 from jax_hkv._sharded import ShardedResult, arrived_bags, once_if, wide_plan
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import Bags, InsertResult, Table
@@ -59,7 +59,7 @@ def square_norm(call: str, result: Any, row_gradients: Any) -> Float32[Array, ""
 
         total = vary(total, exchange.axes)
         total = once_if(overflowed, second, total)
-    return (agreed if exchange.replicas else jax.lax.psum)(total, exchange.axes)
+    return exchange.of_all(total)
 
 
 def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, ""]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _sharded
 from jax_hkv._compat import vary
-from jax_hkv._exchange import Exchange, Items, Leg, Plan, onward_one, plan_of
+from jax_hkv._exchange import Exchange
+from jax_hkv._hops import Items, Leg, Plan, onward_one, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv.table import Counts, Entries, Table
 
@@ -101,5 +102,5 @@ def write(
     table, (status, counts, entries), route = _sharded.in_rounds(
         exchange, plan, table, items, at_owner
     )
-    counts = _sharded.of_all(plan, exchange, counts)
+    counts = exchange.of_all(counts)
     return table, ShardedWrite(status, counts, route.left_out, entries, exchange)

@@ -18,7 +18,8 @@ from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
 from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced, of_one_device, vary
-from jax_hkv._exchange import Exchange, Items, outward, plan_of
+from jax_hkv._exchange import Exchange
+from jax_hkv._hops import Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers

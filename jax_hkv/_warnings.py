@@ -73,10 +73,10 @@ def lookup_of_layer(call: str, *, is_right: bool) -> Iterator[None]:
         _SPREAD.reset(token)
 
 
-def agree(replicas: bool, axes: tuple[str, ...], spread: tuple[str, ...]) -> bool:
+def agree(replicas: bool | int, axes: tuple[str, ...], spread: tuple[str, ...]) -> bool:
     """Whether an exchange along axes meets the owners of keys of a table that is spread so."""
     named, known = ([name for name in each if not _is_of_one(name)] for each in (axes, spread))
-    return sorted(named) == sorted(known) if replicas else named == known
+    return sorted(named) == sorted(known) if replicas is True else named == known
 
 
 def _is_of_one(axis: str) -> bool:
@@ -87,7 +87,7 @@ def _is_of_one(axis: str) -> bool:
         return False
 
 
-def warn_of_axes(call: str, replicas: bool, axes: tuple[str, ...]) -> None:
+def warn_of_axes(call: str, replicas: bool | int, axes: tuple[str, ...]) -> None:
     """Warns where keys go along other axes than those that a Placement spreads tables over."""
     devices, spread = _SPREAD.get()
     if devices > 1 and not agree(replicas, axes, spread):

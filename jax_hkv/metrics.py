@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
-from jax_hkv._compat import agreed, is_inside
+from jax_hkv._compat import is_inside
 from jax_hkv.index import LANES, total_of
 from jax_hkv.table import (
     Counts,
@@ -97,14 +97,10 @@ def of(
     full = load_factor(table)
     skipped = table.optimizer.skipped if table.optimizer else jnp.zeros((1,), jnp.uint32)
     exchanges = [each.exchange for each in results if getattr(each, "exchange", None)]
-    if not exchanges:
-        skipped = skipped[0]
-    else:
-        axes, is_copied = exchanges[0].axes, exchanges[0].replicas
-        skipped = jnp.max(skipped) if is_copied else jnp.sum(skipped, dtype=jnp.uint32)
-        if is_inside(axes):  # the table is a part of one; outside it is whole
-            full = jax.lax.pmean(full, axes)
-            skipped = (agreed if is_copied else jax.lax.psum)(skipped, axes)
+    skipped = jnp.sum(skipped.reshape(table.copies, -1), axis=1, dtype=jnp.uint32).max()
+    if exchanges and is_inside(exchanges[0].axes):  # the table is a part; outside it is whole
+        full = jax.lax.pmean(full, exchanges[0].axes)
+        skipped = exchanges[0].of_all(skipped)
     return Metrics(
         **totals._asdict(),
         overflow=jnp.asarray(as_counts("metrics.of", "overflow", overflow), jnp.int32),

@@ -93,7 +93,7 @@ def find_pooled(
       [[2.0, 3.0], [0.0, 0.0]]
     """
     check_one_device("find_pooled", table)
-    if not table.replicas:
+    if table.replicas is not True:
         warn_of_part("find_pooled")
     initial = is_initial("find_pooled", fill)
     kind = _checks.as_row_dtype("find_pooled", dtype)

@@ -19,10 +19,10 @@ from jax_hkv import _trees, initializers
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import (
-    as_bool,
     as_float_dtype,
     as_initializer,
     as_integer,
+    as_replicas,
     check_arrays,
     check_not_used_up,
 )
@@ -69,7 +69,8 @@ class Table:
       admission: which absent keys get a row, or None: all.
       initializer: static, the first value of a row.
       seed: static, of the first values.
-      replicas: static, whether each device of a mesh holds the whole table, not a part of it.
+      replicas: static, whether each device of a mesh holds the whole table, not a part of it, or
+        how many whole tables the devices hold together.
     """
 
     index: Index
@@ -78,7 +79,7 @@ class Table:
     admission: Admission | None
     initializer: initializers.Initializer = _trees.static(told_by="values")
     seed: int = _trees.static(told_by="values")
-    replicas: bool = _trees.static(told_by="values")
+    replicas: bool | int = _trees.static(told_by="values")
 
     @property
     def capacity(self) -> int:
@@ -87,8 +88,15 @@ class Table:
 
     @property
     def copies(self) -> int:
-        """Whole tables among the leaves: of replicas seen from outside as many as devices."""
-        return max(1, self.clock.size // 2) if self.replicas else 1
+        """Whole tables among the leaves: of replicas seen from outside all of them."""
+        parts = max(1, self.clock.size // 2)
+        return parts // self.parts_on(parts)
+
+    def parts_on(self, devices: int) -> int:
+        """Parts of the table, or of each of its replicas, that are on so many devices."""
+        if self.replicas is True:
+            return 1
+        return max(1, devices // max(1, self.replicas))
 
     @property
     def dim(self) -> int:
@@ -157,7 +165,7 @@ class Table:
         return (
             f"Table({self.name!r}, capacity={self.capacity:,}, dim={self.dim}, "
             f"dtype={self.dtype.name}, policy={self.policy.name}, choices={self.choices}, "
-            f"{'replicas=True, ' * self.replicas}bytes={self.nbytes:,})"
+            f"{f'replicas={self.replicas}, ' if self.replicas else ''}bytes={self.nbytes:,})"
         )
 
 
@@ -356,7 +364,7 @@ def create(
     seed: int = 0,
     name: str = "table",
     admission: Frequency | Probability | None = None,
-    replicas: bool = False,
+    replicas: bool | int = False,
 ) -> Table:
     """An empty table.
 
@@ -378,7 +386,8 @@ def create(
         all. The other writes insert what they are told to.
       replicas: of a table over the devices of a mesh, whether each of them holds the whole table,
         and all do the same to it (docs/sharding.md, "Replicas"), not a part of it, which is split
-        by keys. On one device it changes only the names of its leaves in a checkpoint.
+        by keys; or how many whole tables they hold together, from 2 on, each split over the devices
+        along the last axes. On one device it changes only the names of its leaves in a checkpoint.
 
     Raises:
       ValueError, TypeError: naming the argument.
@@ -399,7 +408,7 @@ def create(
         admission=None if admission is None else admission.start(),
         initializer=given.init.for_dim(given.dim),
         seed=given.seed,
-        replicas=as_bool("create", "replicas", replicas),
+        replicas=as_replicas("create", replicas),
     )
 
 

@@ -479,7 +479,7 @@ def sizes_over_devices(
     numbers = jnp.where(table.digests != 0, kind_of(Keys(table.keys)), -1)
     parts = numbers.reshape(table.clock.size // 2, -1, LANES)
     counted = jax.vmap(lambda part: _tally_in_xla(part.reshape(-1), kinds))(parts)
-    return jnp.max(counted, axis=0) if table.replicas else jnp.sum(counted, axis=0, dtype=jnp.int32)
+    return jnp.sum(counted.reshape(table.copies, -1, kinds), axis=1, dtype=jnp.int32).max(axis=0)
 
 
 def _tally_in_xla(numbers: Int32[Array, " n"], kinds: int) -> Int32[Array, " kinds"]:

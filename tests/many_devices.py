@@ -87,6 +87,12 @@ class Case:
     def devices(self) -> int:
         return self.placement.devices
 
+    @property
+    def parts(self) -> int:
+        """Of the table, or of each of its replicas."""
+        replicas = self.exchange.replicas
+        return 1 if replicas is True else self.devices // max(1, replicas)
+
     def table(self, capacity: int | None = None) -> hkv.Table:
         capacity = self.capacity if capacity is None else capacity
         options = dict(self.options) | {"replicas": self.exchange.replicas}
@@ -193,7 +199,7 @@ class Apart:
     """A table of one device for each owner, fed the whole batch with the others' keys masked."""
 
     def __init__(self, case: Case):
-        self.ones = [One(case) for _ in range(case.devices)]
+        self.ones = [One(case) for _ in range(case.parts)]
 
     def step(self, batch: Batch) -> Seen:
         owner = owner_of(batch.keys.reshape(-1), len(self.ones)).reshape(batch.keys.shape)

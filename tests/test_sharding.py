@@ -145,6 +145,29 @@ CASES = {
         options=(("admission", hkv.admission.frequency(3, width=256)),),
     ),
     "admission by chance": Case(options=(("admission", hkv.admission.probability(0.5)),)),
+    "two replicas": Case(Exchange(AXES, replicas=2), (2, 4), AXES),
+    "two replicas, LFU, two levels": Case(
+        Exchange(("rack", *AXES), replicas=2),
+        (2, 2, 2),
+        ("rack", *AXES),
+        options=(("policy", Policy.LFU), ("choices", 2)),
+        capacity=256,
+    ),
+    "four replicas along two axes, scores": Case(
+        Exchange(("rack", *AXES), replicas=4, deduplicate=False),
+        (2, 2, 2),
+        ("rack", *AXES),
+        options=(("policy", Policy.CUSTOM),),
+        capacity=512,
+        scored=True,
+    ),
+    "two replicas, overflow, admission": Case(
+        Exchange(AXES, distinct=0.02, replicas=2),
+        (2, 4),
+        AXES,
+        options=(("admission", hkv.admission.frequency(3, width=256)),),
+    ),
+    "two replicas, pooled": Case(Exchange(AXES, replicas=2), (2, 4), AXES, combiner="sum"),
     "pooled, sums from owners": Case(Exchange("device", partial=True), combiner="sum"),
     "pooled, rows from owners": Case(Exchange("device", partial=False), combiner="sum"),
     "pooled, levels": Case(Exchange(AXES, partial=True), (2, 4), AXES, combiner="sum"),
@@ -174,6 +197,7 @@ SLOW = {
     "a further axis outside",
     "admission by chance",
     "bfloat16, not merged",
+    "four replicas along two axes, scores",
     "levels at once",
     "levels of which one has one device",
     "three devices",
@@ -195,4 +219,6 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
         overflow += int(seen.overflow)
     assert lost > 0
     assert overflow > 0 or case.exchange.distinct == 1  # keys that are not merged may overflow
-    assert_same_bits(many.parts, [one.table for one in apart.ones])
+    copies = case.devices // case.parts
+    assert_same_bits(many.parts, [one.table for one in apart.ones] * copies)
+    assert copies == 1 or many.placement.replicas_agree(many.table)

@@ -35,7 +35,7 @@ from oracle_sharding import owner_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding, testing
-from jax_hkv._exchange import plan_of
+from jax_hkv._hops import plan_of
 from jax_hkv.index import Status
 from jax_hkv.sharding import Exchange, Placement
 
@@ -384,6 +384,9 @@ TYPED = {
     "replicas": dataclasses.replace(
         EIGHT, exchange=Exchange("device", replicas=True), capacity=ROOMY
     ),
+    "two replicas": dataclasses.replace(
+        EIGHT, exchange=Exchange(AXES, replicas=2, distinct=0.02), shape=(2, 4), names=AXES
+    ),
 }
 KINDS = {"Auto": jax.sharding.AxisType.Auto, "Explicit": jax.sharding.AxisType.Explicit}
 
@@ -402,6 +405,7 @@ def mesh_of(case, kind):
         ("plain", "Auto"),
         ("levels", "Explicit"),
         ("no room", "Explicit"),
+        ("two replicas", "Explicit"),
         *(
             pytest.param(name, "Explicit", marks=pytest.mark.slow)
             for name in ("plain", "one device", "refused keys", "replicas")
@@ -427,8 +431,7 @@ def test_a_typed_shard_map_by_hand_is_one_table(name, kind, rng):
         table, seen, norm = step(table, placement.put(on_device(batch)))
         assert_seen(jax.tree.map(np.asarray, seen), one.step(batch))
         assert np.isfinite(norm)
-    parts = placement.shards(table)
-    assert_entries(parts[:1] if case.exchange.replicas else parts, one.table)
+    assert_entries(placement.shards(table)[: case.parts], one.table)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -487,6 +490,9 @@ COMPILED = {
         EIGHT, exchange=Exchange("device", partial=False), combiner="mean"
     ),
     "replicas": dataclasses.replace(EIGHT, exchange=Exchange("device", replicas=True)),
+    "two replicas": dataclasses.replace(
+        EIGHT, exchange=Exchange(AXES, replicas=2), shape=(2, 4), names=AXES
+    ),
 }
 
 

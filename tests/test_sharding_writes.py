@@ -61,11 +61,12 @@ CASES = {
     "one device": of(Case(shape=(1,)), policy=Policy.LFU),
     "replicas": REPLICAS,
     "replicas, LFU": of(REPLICAS, policy=Policy.LFU),
+    "two replicas, overflow": of(LEVELS, {"replicas": 2, "distinct": 0.02}, capacity=256),
 }
 SLOW = {
     *("EPOCH_LFU, scores", "not merged, levels", "replicas, LFU", "LFU, scores, levels"),
     *("LFU, levels", "overflow", "bfloat16", "strict, with room"),
-    *("LRU, two choices, pmap", "CUSTOM, levels"),
+    *("LRU, two choices, pmap", "CUSTOM, levels", "LRU"),
 }
 
 
@@ -153,8 +154,7 @@ def operations(case, module, axis):
 
 def on_owners(case, tables, act, batch, values):
     """A table of one device for each owner, fed the whole batch with the others' keys masked."""
-    replicas = case.exchange.replicas
-    owner = owner_of(batch.keys, 1 if replicas else case.devices)
+    owner = owner_of(batch.keys, case.parts)
     results = []
     for number, table in enumerate(tables):
         own = batch._replace(valid=batch.valid & (owner == number))
@@ -171,8 +171,7 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
     case = CASES[name]
     many, on_one = Many(case), operations(case, hkv, {})
     on_many = operations(case, sharding, {"axis_name": case.exchange})
-    replicas = case.exchange.replicas
-    tables = [case.table() for _ in range(1 if replicas else case.devices)]
+    tables = [case.table() for _ in range(case.parts)]
 
     def step(act, table, batch, values):
         table, result = act(table, batch, values)
@@ -192,7 +191,7 @@ def test_each_part_is_a_table_fed_its_own_keys(name, rng):
         expected = on_owners(case, tables, ones[act], batch, values)
         np.testing.assert_array_equal(status, expected[0])
         assert [int(n) for n in counts] == expected[1], act
-        parts = many.parts[:1] if replicas else many.parts
+        parts = many.parts[: case.parts]
         assert_entries(parts, tables)
         for number, entries in enumerate(expected[2]):
             if entries is None:
