@@ -300,6 +300,7 @@ def exchange_programs(described):
     yield "levels_exchange_step", nodes, Exchange(levels, **options), None
     yield "flat_exchange_step", nodes, Exchange(levels, False, levels=False, **options), None
     yield "replicas_exchange_step", flat, Exchange("device", True, **options), None
+    yield "node_replicas_exchange_step", nodes, Exchange(levels, 2, **options), None
     yield "two_rounds_exchange_step", flat, Exchange("device", distinct=EXCHANGE_DISTINCT), None
     yield "writing_exchange_step", flat, Exchange("device", **options), WRITES
     yield "tiers_exchange_step", flat, Exchange("device", **options), TIERS

@@ -60,6 +60,7 @@ EXCHANGES = [
     "levels_exchange_step",
     "flat_exchange_step",
     "replicas_exchange_step",
+    "node_replicas_exchange_step",
     "two_rounds_exchange_step",
     "writing_exchange_step",
     "tiers_exchange_step",
@@ -284,6 +285,14 @@ def test_bags_of_100_ids_come_back_as_one_row_for_each_gpu(compiled):
 
 def test_replicas_on_gpus_exchange_no_rows(compiled):
     assert moved(compiled, "replicas_exchange_step") == []
+
+
+def test_replicas_on_nodes_send_keys_and_gradients_to_each_other(compiled):
+    """And rows within a node alone."""
+    name, places = "node_replicas_exchange_step", room(KEYS)
+    assert moved(compiled, name) == sorted(exchanged(("device",), room(KEYS / 4), 4))
+    gathered = (places + 1) * 8 + places * 4 * gpu_programs.DIM  # at once, as XLA can here
+    assert moved(compiled, name, "all-gather") == [(("node",), gathered)]
 
 
 def test_rows_that_are_written_on_gpus_go_to_their_owners_alone(compiled):
