@@ -71,10 +71,10 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
 
 
 def as_replicas(call: str, value: Any) -> bool | int:
-    """A flag, or how many whole tables devices hold together, as a bool or an int from 2 on."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 2:
-        return int(value)
-    expected = "True or False, or the number of whole tables that devices hold together, from 2 on"
+    """A flag, or how many whole tables devices hold together, as an int from 2 on; one is split."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1:
+        return int(value) != 1 and int(value)
+    expected = "True or False, or the number of whole tables that devices hold together"
     return as_bool(call, "replicas", value, expected)
 
 

@@ -386,8 +386,8 @@ def create(
         all. The other writes insert what they are told to.
       replicas: of a table over the devices of a mesh, whether each of them holds the whole table,
         and all do the same to it (docs/sharding.md, "Replicas"), not a part of it, which is split
-        by keys; or how many whole tables they hold together, from 2 on, each split over the devices
-        along the last axes. On one device it changes only the names of its leaves in a checkpoint.
+        by keys; or how many whole tables they hold together, each split over the devices along the
+        last axes (1 is False). On one device it changes only the names of leaves in a checkpoint.
 
     Raises:
       ValueError, TypeError: naming the argument.
