@@ -71,7 +71,7 @@ def export_changes(
     Args:
       tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
         `Placement.shards` (with stores ``Tiers(*pair)`` of each part and its store), of which every
-        process exports its own. Of replicas the first one is exported.
+        process exports its own. Of replicas one is exported.
       since: what this returned the last time, in this process; or an export of all entries. None:
         everything is new.
 

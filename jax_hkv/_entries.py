@@ -24,6 +24,7 @@ from jax_hkv._exchange import owners
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
+from jax_hkv._placed import check_replicas
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
 from jax_hkv.table import (
@@ -81,7 +82,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
 
     Exports of one table at several times can be joined too: an entry, and what rows share, is that
     of the export whose clock is last, and of equal clocks of the last export (an entry of the one
-    in which its score is highest): exports of replicas are one.
+    in which its score is highest): exports of replicas, by several processes, are one.
 
     Args:
       parts: of the parts of one table, at least one.
@@ -297,7 +298,7 @@ def import_entries(
 
     Args:
       placement: of the table, or None for a table of one device.
-      table: to fill; it is used up. Where it is one of replicas every device gets all entries.
+      table: to fill; it is used up. Of replicas each gets all entries.
       exported: of `export_entries`; every process gives all entries.
 
     Returns:
@@ -344,6 +345,8 @@ def check_target(call: str, placement: Any, table: Any, argument: str) -> None:
     check_arrays(call, jax.tree.leaves(table), "table")
     check_not_used_up(call, jax.tree.leaves(table), "table")
     check_known(call, table.values)
+    if placement is not None:
+        check_replicas(call, table, placement)
 
 
 def parts_of(placement: Placement | None, table: Table) -> list[Table]:
@@ -363,21 +366,22 @@ def owners_of(placement: Placement | None, table: Table) -> list[tuple[int, int]
 def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
     """The parts of a table, or tiers of them, that hold all of it: of replicas the first.
 
-    Of several replicas that are split themselves which parts there are in this process only their
-    bits tell.
+    Of several replicas that are split themselves only their keys tell which of the parts a process
+    has are the same.
     """
     kinds = {getattr(part, "replicas", False) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
-            f"{call}: tables must be parts of one table, got some that are replicas and some that "
-            "are not: give placement.shards(table)"
+            f"{call}: tables must be parts of one table, got some with replicas="
+            f"{' and some with '.join(map(str, sorted(kinds)))}: give placement.shards(table)"
         )
     replicas = getattr(parts[0], "replicas", False)
     if replicas is False:
         return list(parts)
     if replicas is True:
         return list(parts[:1])
-    digests = [np.asarray(jax.jit(digest)(part)).tobytes() for part in parts]
+    held = [(part.index.digests, part.index.keys) for part in parts]
+    digests = [np.asarray(jax.jit(digest)(each)).tobytes() for each in held]
     return [part for number, part in enumerate(parts) if digests.index(digests[number]) == number]
 
 

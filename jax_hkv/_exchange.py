@@ -132,8 +132,11 @@ class Exchange:
         return dataclasses.replace(self, strict=False)
 
     def local_capacity(self, capacity: int) -> int:
-        """Entries that one device holds of a table of so many; inside shard_map or pmap."""
-        return -(-capacity // self.parts)
+        """Entries that one device holds of a table of so many; inside shard_map or pmap.
+
+        Of a table that every device has wholly it need not be known how many there are.
+        """
+        return capacity if self.replicas is True else -(-capacity // self.parts)
 
 
 def _is_name(name: Any) -> bool:

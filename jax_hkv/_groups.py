@@ -13,7 +13,7 @@ from jax_hkv import initializers
 from jax_hkv._changes import Changes
 from jax_hkv._checks import as_integer, as_replicas
 from jax_hkv._entries import Exported, check_exported, is_of, namespace_of
-from jax_hkv._exchange import as_exchange
+from jax_hkv._exchange import Exchange, as_exchange
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._namespaces import (
     Namespace,
@@ -54,7 +54,7 @@ class TableConfig:
       replicas: whether each device of a mesh has the whole table, as suits small ones, and those
         that are read more than trained, or how many whole tables the devices hold together (see
         :func:`jax_hkv.create`), whatever the axis name of the collection says; others are split by
-        keys, unless it says ``Exchange(replicas=True)``, of all.
+        keys, unless that is an ``Exchange`` that says ``replicas=``, of all of them.
     """
 
     name: str
@@ -344,13 +344,18 @@ class Group:
             for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
         }
 
+    def exchange_of(self, axis_name: Any) -> Exchange | None:
+        """The exchange of an axis name, of the replicas that the tables ask for, if they do."""
+        exchange, replicas = as_exchange(axis_name), self.tables[0].replicas
+        if exchange is None or not replicas:
+            return exchange
+        return dataclasses.replace(exchange, replicas=replicas)
+
     def create(self, axis_name: Any = None) -> Table:
         """The physical table, empty; this device's part of it where an axis name is given."""
         config = self.tables[0]
         capacity = sum(config.capacity for config in self.tables)
-        exchange = as_exchange(axis_name)
-        if exchange is not None and config.replicas:
-            exchange = dataclasses.replace(exchange, replicas=config.replicas)
+        exchange = self.exchange_of(axis_name)
         try:
             table = create(
                 capacity if exchange is None else exchange.local_capacity(capacity),

@@ -89,15 +89,15 @@ class Plan:
 def plan_of(
     exchange: Exchange, items: int, *, merges: bool, reads: bool = False, complete: bool = False
 ) -> Plan:
-    """The plan for a batch of so many positions; a complete one has room for all, in one hop.
+    """The plan for a batch of so many positions; a complete one has room for all.
 
-    Before the one in which replicas get each other's keys, that is.
+    That takes one hop to the owners, whatever the axes. The last hop is that to other replicas.
     """
     check_fixed("jax_hkv.sharding", "keys", (items,))
     copied, split, devices = exchange.copied, exchange.split, exchange.parts
     sizes = dict(zip(exchange.axes, exchange.sizes, strict=True))
     expected = items * (exchange.distinct if merges else 1.0)
-    levels = [(split, devices)]
+    levels = [(split, devices)] if split else []
     if exchange.levels and not complete:
         levels = [((axis,), sizes[axis]) for axis in split]
     if copied and not reads:
@@ -131,7 +131,7 @@ def plan_of(
 
 def _room(mean: float, exchange: Exchange, most: int, gathers: bool) -> int:
     """Places for a number of keys of this mean, at most as many as there are keys."""
-    if gathers and mean == most:
+    if gathers and mean == most:  # of a batch that is not split before, whatever slack says
         return max(1, most)
     wanted = math.ceil(exchange.slack * mean + _DEVIATIONS * math.sqrt(mean))
     return max(1, min(most, wanted))

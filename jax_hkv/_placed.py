@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,24 +102,38 @@ def alike(tree: Any, devices: int) -> dict[int, list[Any]]:
     return kinds
 
 
+def by_part(placement: Any, things: np.ndarray) -> np.ndarray:
+    """What there is one of for each device of a mesh: a row for each part of a table."""
+    mesh, axes = placement.mesh, placement.axes
+    split = [mesh.axis_names.index(axis) for axis in axes]
+    others = [axis for axis in range(len(mesh.axis_names)) if axis not in split]
+    grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values())).transpose(*split, *others)
+    return things[grid.reshape(placement.devices, -1)]
+
+
 def all_equal(digests: np.ndarray, parts: int = 1) -> bool:
-    """Whether the digests of all devices that hold the same part are one."""
-    return bool((digests == np.tile(digests[:parts], (len(digests) // parts, 1))).all())
+    """Whether the digests of all devices that hold the same part are one; they lie by part."""
+    each = digests.reshape(-1, parts, *digests.shape[1:])
+    return bool((each == each[:1, :, :1]).all())
 
 
-def made_on(state: Any, mesh: Any, axes: tuple[str, ...]) -> Any:
-    """A state made on the devices along some axes of a mesh; raises unless its tables lie right.
+def check_replicas(call: str, table: Any, placement: Any) -> None:
+    """Raises for a table of several replicas that are not as many as some first axes have."""
+    if is_table(table) and not isinstance(table.replicas, bool):
+        axes, sizes = placement.axes, [placement.mesh.shape[axis] for axis in placement.axes]
+        copied_axes(f"{call}: of the table {table.name!r}", table.replicas, axes, sizes)
+
+
+def made_on(placement: Any, by: str, state: Any) -> Any:
+    """A state made on the devices of a placement; raises unless its tables lie right.
 
     Those that are split by keys have no entries, and those of which there are several replicas are
     as many as the first axes have devices.
     """
-    sizes = [mesh.shape[axis] for axis in axes]
-    devices = math.prod(sizes)
-    tables = filter(is_table, jax.tree.leaves(state, is_leaf=is_table))
-    for node in tables if devices > 1 else ():
-        call = f"Placement.create: of the table {node.name!r}"
-        copied_axes(call, node.replicas, axes, sizes)
-        if node.parts_on(devices) == 1 or is_traced(node.occupancy):
+    for node in filter(is_table, jax.tree.leaves(state, is_leaf=is_table)):
+        check_replicas(f"Placement.{by}", node, placement)
+        is_shape = not isinstance(node.occupancy, jax.Array) or is_traced(node.occupancy)
+        if node.parts_on(placement.devices) == 1 or is_shape:
             continue
         if any(np.asarray(part.data).any() for part in node.occupancy.addressable_shards):
             raise ValueError(

@@ -33,6 +33,8 @@ from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
     alike,
     all_equal,
+    by_part,
+    check_replicas,
     check_type,
     devices_of,
     explicit_of,
@@ -159,12 +161,8 @@ class Placement:
 
     def _holders(self) -> dict[int, list[Any]]:
         """The devices of this process that hold each part: several along axes without a split."""
-        names = self.mesh.axis_names
-        split = [names.index(axis) for axis in self.axes]
-        others = [axis for axis in range(len(names)) if axis not in split]
-        by_part = self.mesh.devices.transpose(*split, *others).reshape(self.devices, -1)
-        own = jax.process_index()
-        local = [[device for device in row if device.process_index == own] for row in by_part]
+        rows, own = by_part(self, self.mesh.devices.flatten()), jax.process_index()
+        local = [[device for device in row if device.process_index == own] for row in rows]
         return {part: holders for part, holders in enumerate(local) if holders}
 
     def create(self, make: Callable[[], State]) -> State:
@@ -172,22 +170,22 @@ class Placement:
 
         Args:
           make: returns any pytree; what is no table must not depend on the device. Tables have the
-            capacity of one device, and, but for replicas, no entries, which every device would
-            have; layers with an axis name divide theirs by themselves.
+            capacity of one device, and, unless it holds the whole, no entries, which every device
+            would have; layers with an axis name divide theirs by themselves.
 
         Raises:
           TypeError: if `make` is no function.
-          ValueError: if a table that is split has entries: those come in by
-            :func:`import_entries`.
+          ValueError: if a table that is split has entries, which come in by
+            :func:`import_entries`, or if there are as many replicas as no first axes have devices.
         """
         check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":
             on_each = jax.pmap(lambda _: make(), axis_name=self.axes[0], devices=self._pmapped)
             with on_one_device():  # pmap makes a mesh of its own
-                return made_on(on_each(np.arange(len(self.local_devices))), self.mesh, self.axes)
+                return made_on(self, "create", on_each(np.arange(len(self.local_devices))))
         leaves, trees, specs = self._leaves_of(make)
         made = jax.jit(self._mapped(leaves, (), specs))()
-        return made_on(jax.tree.unflatten(trees[-1], made), self.mesh, self.axes)
+        return made_on(self, "create", jax.tree.unflatten(trees[-1], made))
 
     def abstract(self, make: Callable[[], Any]) -> Any:
         """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
@@ -212,7 +210,7 @@ class Placement:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
             for leaf, spec in zip(shapes, specs, strict=True)
         ]
-        return jax.tree.unflatten(trees[-1], shapes)
+        return made_on(self, "abstract", jax.tree.unflatten(trees[-1], shapes))
 
     def _leaves_of(
         self, make: Callable[[], Any]
@@ -520,8 +518,8 @@ class Placement:
         See :meth:`digests`, also for errors, and of copies of parts along other axes.
         """
         self._check_here("Placement.replicas_agree", tree)
-        kinds = alike(tree, self.devices)
-        return all(all_equal(self.digests(nodes), parts) for parts, nodes in kinds.items())
+        kinds = alike(tree, self.devices).items()
+        return all(all_equal(by_part(self, self.digests(own)), parts) for parts, own in kinds)
 
     def specs(self, tree: Any) -> Any:
         """The partition specs of a state: tables are split along their leading axes."""
@@ -563,6 +561,7 @@ class Placement:
         expected = (*leading, 2) if leading else (2 * self.devices,)
         for node in jax.tree.leaves(state, is_leaf=is_table):
             shape = node.clock.shape if is_table(node) else expected
+            check_replicas(call, node, self)
             # Stacked tables have an axis more, wherever their user has put it.
             if len(shape) == 1 and shape != expected or shape[: len(leading)] != leading:
                 raise TypeError(

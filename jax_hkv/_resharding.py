@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax_hkv import whole_table
 from jax_hkv._entries import check_fits, import_entries, without_entries
 from jax_hkv._exports import export_entries
-from jax_hkv._placed import all_equal, is_table
+from jax_hkv._placed import all_equal, by_part, is_table
 from jax_hkv._placement import Placement
 from jax_hkv.table import Counts, Table
 
@@ -197,20 +197,24 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 def _check_replicas(path: str, table: Table, source: Placement) -> None:
     is_here = not _is_on_host(table)
-    digests = source.digests(table) if is_here else _digests(_cut(table, source))
+    digests = by_part(source, source.digests(table)) if is_here else _digests(_cut(table, source))
     if table.replicas and not all_equal(digests, table.parts_on(source.devices)):
         raise ValueError(
             f"{_CALL}: state must have the same entries on all devices in the table {path}, which "
             f"has replicas={table.replicas}, got different ones: a table that is split by keys, or "
             f"the target of its checkpoint, is created without replicas={table.replicas}"
         )
-    is_same = all_equal(digests)
-    if not table.replicas and is_same and int(whole_table.size(_parts(table, source)[0])):
-        raise ValueError(
-            f"{_CALL}: state must have other entries on each device in the table {path}, which is "
-            "split by keys, got the same on all: a table of replicas, or the target of its "
-            "checkpoint, is created with replicas=True"
-        )
+    if table.replicas or not int(whole_table.size(table)):
+        return
+    devices = source.devices
+    for parts in range(1, devices):
+        if devices % parts == 0 and all_equal(digests, parts):
+            replicas = True if parts == 1 else devices // parts
+            raise ValueError(
+                f"{_CALL}: state must have other entries on each device in the table {path}, which "
+                f"is split by keys, got the same on {devices // parts} of {devices}: a table of "
+                f"replicas, or the target of its checkpoint, is created with replicas={replicas}"
+            )
 
 
 def _digests(parts: list[Table]) -> np.ndarray:
@@ -222,7 +226,7 @@ def _digests(parts: list[Table]) -> np.ndarray:
             digest.update(np.asarray(leaf).tobytes())
         return digest.digest()
 
-    return np.array([list(one(part)) for part in parts], np.uint8)
+    return np.array([[list(one(part))] for part in parts], np.uint8)
 
 
 def _on_host(leaf: Any, placement: Placement | None) -> Any:

@@ -89,7 +89,7 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
         raise ValueError(
             f"{call}: the cache must be split by keys, got {cache.name!r}, of replicas, which "
             "would differ, since a key's row is brought to one device: create it without "
-            "replicas=True"
+            f"replicas={cache.replicas}"
         )
     return placement.shards(cache)
 

@@ -28,7 +28,6 @@ from jax_hkv import (
     whole_table,
 )
 from jax_hkv._checks import as_bool, as_integer, as_mask, as_row_dtype, check_function
-from jax_hkv._exchange import as_exchange
 from jax_hkv._feature_bags import as_one, bags_of, joined_masks, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
@@ -508,7 +507,7 @@ class Collection:
                 f"{call} of {group.name!r}",
                 tables[group.name],
                 batch,
-                exchange=as_exchange(axis_name),
+                exchange=group.exchange_of(axis_name),
                 is_weighted=is_weighted,
                 train=trains,
                 fill=fill,

@@ -95,7 +95,7 @@ def of(
         overflows = [getattr(each, "overflow", None) for each in results]
         overflow = sum(total_of(own) for own in overflows if own is not None)
     full = load_factor(table)
-    skipped = table.optimizer.skipped if table.optimizer else jnp.zeros((1,), jnp.uint32)
+    skipped = table.optimizer.skipped if table.optimizer else jnp.zeros((table.copies,), jnp.uint32)
     exchanges = [each.exchange for each in results if getattr(each, "exchange", None)]
     skipped = jnp.sum(skipped.reshape(table.copies, -1), axis=1, dtype=jnp.uint32).max()
     if exchanges and is_inside(exchanges[0].axes):  # the table is a part; outside it is whole

@@ -55,9 +55,7 @@ def _batch(
 ) -> tuple[_Given, jax.Array | None]:
     """Keys and mask as they were given, checked."""
     check_one_device(call, table)
-    if (
-        changes or table.replicas is not True
-    ):  # each of replicas may be read as a table of one device
+    if changes or table.replicas is not True:  # of which any may be read as a table of one device
         warn_of_part(call)
     given = check_keys(call, "keys", keys)
     if merges:

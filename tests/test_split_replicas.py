@@ -216,6 +216,8 @@ def test_clipping_and_stale_rows_count_each_replica_once():
     assert float(norm) == pytest.approx(np.sqrt(len(IDS) * DIM), rel=1e-6)
     assert (int(report.skipped), int(report.inserted)) == (4, 200)
     assert float(report.load_factor) == pytest.approx(196 / 2048)
+    bare = PLACEMENT.create(lambda: hkv.create(1024, DIM, replicas=2))  # without an optimizer
+    assert int(hkv.metrics.of(bare, []).skipped) == 0
     outside = hkv.metrics.of(table, [])
     assert float(outside.load_factor) == float(report.load_factor) and int(outside.unique) == 0
 
@@ -291,6 +293,57 @@ def test_replicas_that_went_apart_are_not_resharded(is_on_host):
         sharding.reshard({"t": given}, {"t": ADAM.init(hkv.create(2048, DIM))}, source=PLACEMENT)
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
+@pytest.mark.parametrize("replicas", [True, 2])
+def test_a_state_whose_mark_was_lost_is_not_taken_for_one_that_is_split(replicas, is_on_host):
+    placement = Placement(mesh_of(2, 2))
+    table = placement.create(lambda: ADAM.init(hkv.create(1024, DIM, replicas=replicas)))
+    fresh = ADAM.init(hkv.create(2048, DIM))
+    bare = dataclasses.replace(table, replicas=False)
+    sharding.reshard({"t": bare}, {"t": fresh}, source=placement)  # without entries it may be any
+    bare = dataclasses.replace(trained(placement, table), replicas=False)
+    given = jax.device_get(bare) if is_on_host else bare
+    message = f"which is split by keys, got the same on .* of 4: .*with replicas={replicas}"
+    with pytest.raises(ValueError, match=message):
+        sharding.reshard({"t": given}, {"t": fresh}, source=placement)
+
+
+ELSEWHERE = {
+    "axes exchanged": Placement(mesh_of(2, 3, names=AXES[::-1]), AXES),
+    "an axis inside": Placement(mesh_of(2, 2, 2, names=(*AXES, "model")), AXES),
+    "an axis between": Placement(mesh_of(2, 2, 2, names=("node", "model", "device")), AXES),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_parts_lie_by_the_axes_of_the_placement_and_not_of_the_mesh(name):
+    placement = ELSEWHERE[name]
+    replicas = placement.mesh.shape["node"]
+    table = placement.create(lambda: make_of(replicas))
+    table = trained(placement, table, ids=IDS[: 24 * placement.devices // 4 * 4])
+    assert placement.replicas_agree({"t": table, "w": placement.create(lambda: jnp.ones(3))})
+    one, counts = sharding.reshard(
+        {"t": table}, {"t": ADAM.init(hkv.create(4096, DIM))}, source=placement
+    )
+    assert int(counts["t"].inserted) == int(hkv.size(table)) == int(hkv.size(one["t"]))
+    parts = placement.shards(table)
+    parts[-1] = dataclasses.replace(parts[-1], values=parts[-1].values + 1)
+    assert not placement.replicas_agree(placement.join(parts))
+
+
+def make_of(replicas):
+    return ADAM.init(hkv.create(1024, DIM, replicas=replicas))
+
+
+def test_keys_of_replicas_whose_rows_differ_are_exported_once():
+    parts = PLACEMENT.shards(trained())
+    other = dataclasses.replace(parts[3], values=parts[3].values + 1)
+    exported = sharding.export_entries([*parts[:3], other])
+    assert_entries(parts, PLACEMENT.shards(PLACEMENT.join(parts)))
+    assert sorted(exported.keys.tolist()) == IDS.tolist()
+    np.testing.assert_array_equal(exported.values, sharding.export_entries(parts).values)
+
+
 def test_a_table_follows_the_changes_of_another():
     table = trained()
     follower, since = PLACEMENT.create(make), None
@@ -342,6 +395,35 @@ def test_layers_divide_their_capacity_by_the_devices_of_a_replica():
     assert embed.table.get_value().replicas == 2
 
 
+@pytest.mark.parametrize("says", [True, 2, False])
+def test_a_tables_own_word_counts_and_others_are_what_the_axis_name_says(says):
+    tables = [hkv.TableConfig("a", 512, DIM), hkv.TableConfig("b", 512, DIM, replicas=True)]
+    tables.append(hkv.TableConfig("c", 512, DIM, replicas=2))
+    names = [own.name for own in tables]
+    collection = hkv.Collection(tables, [hkv.Feature(name, name) for name in names])
+    exchange = Exchange(AXES, replicas=says)
+    made = PLACEMENT.create(lambda: collection.create(exchange))
+    assert {name: table.replicas for name, table in made.items()} == {"a": says, "b": True, "c": 2}
+    assert {table.capacity for table in made.values()} == {512}
+
+    def look_up(tables, ids):
+        inputs = dict.fromkeys(names, ids)
+        return [*collection.lookup(tables, inputs, axis_name=exchange)[1].rows.values()]
+
+    for rows in PLACEMENT.run(look_up)(made, PLACEMENT.put(IDS)):
+        assert rows.shape == (200, DIM)
+
+
+def test_whole_tables_are_made_outside_of_a_mesh_too():
+    """They are what each device has, whatever the number of devices."""
+    whole = Exchange(AXES, replicas=True)
+    assert whole.local_capacity(1000) == 1000
+    assert hkv.nnx.Embed(1000, DIM, axis_name=whole).table.get_value().capacity == 1024
+    config = hkv.TableConfig("t", 1000, DIM, replicas=True)
+    (table,) = hkv.Collection([config], [hkv.Feature("t", "t")]).create("device").values()
+    assert table.capacity == 1024 and table.replicas is True
+
+
 def test_an_axis_of_as_many_devices_as_replicas_is_one_of_replicas(rng):
     """With pmap too, which has one axis: a number is then another word for True."""
     batch = zipf_batch(rng, (80,))
@@ -383,6 +465,17 @@ def test_a_number_that_the_first_axes_do_not_have_is_an_error():
     for wrong in (3, 8):
         with pytest.raises(ValueError, match=f"Placement.create: of the table 'users': {message}"):
             PLACEMENT.create(lambda wrong=wrong: hkv.create(128, 2, name="users", replicas=wrong))
+        with pytest.raises(ValueError, match=f"Placement.abstract: of the table 't.*{message}"):
+            PLACEMENT.abstract(lambda wrong=wrong: make_of(wrong))
+    one = Placement(mesh_of(1, 1))
+    with pytest.raises(ValueError, match="Placement.create: of the table .*{'node': 1, 'device'"):
+        one.create(make)
+    marked = dataclasses.replace(trained(), replicas=3)
+    with pytest.raises(ValueError, match=f"Placement.step: of the table 'table': {message}"):
+        trained(table=marked)
+    exported = sharding.export_entries(make_of(False))
+    with pytest.raises(ValueError, match=f"import_entries: of the table 'table': {message}"):
+        sharding.import_entries(PLACEMENT, marked, exported)
     layer = hkv.linen.Embed(1000, DIM, axis_name=Exchange(AXES, replicas=3))
     with pytest.raises(ValueError, match=f"sharding.Exchange: {message}.*got 3: name those first"):
         PLACEMENT.create(lambda: layer.init(jax.random.key(0), jnp.zeros(3, jnp.int32)))
@@ -405,7 +498,7 @@ def test_axes_in_another_order_are_warned_of():
 
 def test_parts_of_replicas_are_no_caches_and_no_tables_of_one_device():
     table = trained()
-    with pytest.raises(ValueError, match="the cache must be split by keys, got 'table', of repl"):
+    with pytest.raises(ValueError, match="cache must be split by keys.*without replicas=2"):
         hkv.tiered.create_store(table, 8192, placement=PLACEMENT)
     with pytest.warns(UserWarning, match="^find: inside a function of Placement a table is one"):
         PLACEMENT.run(lambda table, ids: hkv.find(table, ids)[1].found)(table, PLACEMENT.put(IDS))
