@@ -71,6 +71,12 @@ def grow(
       >>> table.capacity
       1024
     """
+    if isinstance(table, (tuple, list)) and table and isinstance(table[0], Table):
+        raise TypeError(
+            f"grow: table must be one, got {len(table)}: of the stores of a cache over devices "
+            "each grows by itself, tuple(grow(store, max_capacity) for store in tiers.store), with "
+            "what each may have; of (table, result), which operations return, give the table"
+        )
     check_live("grow", table)
     if is_traced(table.values):
         raise TypeError(

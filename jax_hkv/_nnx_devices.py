@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,6 +57,26 @@ def _split(node: nnx.Module) -> tuple[Any, Any]:
     """As ``nnx.split``. Takes up the cache of ``nnx.cached_partial``, which demands that."""
     with nnx.update_context("jax_hkv"):
         return nnx.split(node)
+
+
+def cacheable(step: Any) -> Any:
+    """A step whose errors are its own under ``nnx.cached_partial``, whose cache it takes up then.
+
+    Flax demands that somebody does, and would tell of that alone.
+    """
+
+    @functools.wraps(step, updated=())
+    def taking_up(state: Any = None, /, *args: Any, **named: Any) -> Any:
+        try:
+            return step(state, *args, **named)
+        except Exception:
+            if isinstance(state, nnx.Module):
+                with contextlib.suppress(Exception):
+                    _split(state)
+            raise
+
+    taking_up.lower = step.lower  # pyright: ignore[reportAttributeAccessIssue]
+    return taking_up
 
 
 def place(make: Callable[[], Model], placement: Placement) -> Model:

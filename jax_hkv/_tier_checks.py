@@ -24,12 +24,13 @@ from jax_hkv.table import check_table as check_is_table
 LOST = (
     "make the step with donate=False. Where the step of step_and_prefetch has raised, nothing was "
     "returned, and its tiers are lost: restore them from a checkpoint, and catch such an error "
-    "inside of the step, which returns the tables then (of ExchangeOverflow those of its `outputs`)"
+    "inside of the step, which returns the tables then (of ExchangeOverflow those of its "
+    "`outputs`, or in nnx of the model)"
 )
 
 _PLACED = (
     "give the placement= that it was made with (admit, exchange, restore, find and contains have "
-    'no such form: docs/guide.md, "A second tier")'
+    'no such form: docs/sharding.md, "Stores behind a table over devices")'
 )
 
 
@@ -104,7 +105,8 @@ def check(call: str, tiers: Any) -> None:
     if isinstance(tiers.store, (tuple, list)):
         raise TypeError(
             f"{call}: tiers.store must be one table where no placement is given, got "
-            f"{len(tiers.store)}, of the parts of a cache over devices: {_PLACED}"
+            f"{len(tiers.store)}, of the parts of a cache over devices: {_PLACED}; for "
+            "export_changes make Tiers(*pair) of each of zip(placement.shards(cache), store)"
         )
     for name, table in tiers._asdict().items():
         check_table(call, f"tiers.{name}", table)
@@ -113,6 +115,9 @@ def check(call: str, tiers: Any) -> None:
         ("rows and optimizer rows", rows_of(cache), rows_of(store)),
         ("a policy", cache.policy.name, store.policy.name),
         ("a namespace", cache.index.namespace, store.index.namespace),
+        ("a seed", cache.seed, store.seed),
+        ("an initializer", cache.initializer, store.initializer),
+        ("a name", cache.name, store.name),
     ):
         if near != behind:
             raise ValueError(

@@ -84,6 +84,14 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
             "traced: call it between steps"
         )
     check_not_used_up(call, jax.tree.leaves(cache), "cache", _tier_checks.LOST)
+    if not isinstance(cache.values, jax.Array):
+        raise TypeError(
+            f"{call}: tiers.cache must lie on the devices of the placement, got one of "
+            f"{type(cache.values).__name__}: a step or placement.run puts it there, "
+            "jax.device_put(cache, jax.sharding.NamedSharding(placement.mesh, "
+            "jax.sharding.PartitionSpec(placement.axes))) too, and a store by its device; shapes "
+            "alone are of no use here"
+        )
     placement.check_outside(call, cache)
     if cache.replicas:
         raise ValueError(
@@ -240,8 +248,12 @@ def step_and_prefetch(
             name: placement.join([caches[own] for own in given if own[0] == name]) for name in keys
         }
         caches.clear()  # with "pmap" these are copies
-        whole, result = step(joined)
-        after = {name: caches_of(call, placement, whole[name]) for name in keys}
+        try:
+            whole, result = step(joined)
+            after = {name: caches_of(call, placement, whole[name]) for name in keys}
+        except BaseException:
+            _tiers.use_up(joined)
+            raise
         return {(name, number): after[name][number] for name, number in given}, result
 
     after, result = _tiers.step_and_prefetch(given, step_parts)

@@ -418,27 +418,38 @@ def step_and_prefetch(
       step: from the caches to the caches and a result. If it raises, the stores are used up.
     """
     admitted: dict[Name, Admitted] = {}
+    caches: dict[Name, Table] = {}
     try:
-        return _step_and_prefetch(batches, step, admitted)
+        return _step_and_prefetch(batches, step, admitted, caches)
     except BaseException:
-        # They lack what has left the caches: whoever went on with them would lose it unawares.
-        for leaf in jax.tree.leaves([batches[name][0].store for name in admitted]):
-            if isinstance(leaf, jax.Array) and not is_traced(leaf):
-                leaf.delete()
+        use_up([batches[name][0].store for name in admitted], caches)
         raise
+
+
+def use_up(*tables: Any) -> None:
+    """What a step that raised leaves behind: stores lack what has left the caches.
+
+    And caches have first rows of what the stores know: whoever went on with them, or had put them
+    into a model, would lose it unawares.
+    """
+    for leaf in jax.tree.leaves(tables):
+        if isinstance(leaf, jax.Array) and not is_traced(leaf):
+            leaf.delete()
 
 
 def _step_and_prefetch(
     batches: Mapping[Name, tuple[Tiers, Batch, Batch | None]],
     step: Callable[[dict[Name, Table]], tuple[Mapping[Name, Table], Any]],
     admitted: dict[Name, Admitted],
+    caches: dict[Name, Table],
 ) -> tuple[dict[Name, tuple[Tiers, PrefetchCounts]], Any]:
-    """As :func:`step_and_prefetch`; `admitted` is filled, also where it raises."""
-    caches = {}
+    """As :func:`step_and_prefetch`; `admitted` and `caches` are filled, also where it raises."""
     with on_one_device():
         for name, (tiers, coming, kept) in batches.items():
             caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
-    caches, result = step(caches)
+    returned, result = step(caches)
+    caches.clear()
+    caches.update(returned)
     stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
     with on_one_device():
         after = _exchanged(caches, stores, admitted)

@@ -33,7 +33,7 @@ from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo as StepInfo
-from jax_hkv._nnx_devices import Placed
+from jax_hkv._nnx_devices import Placed, cacheable
 from jax_hkv._nnx_devices import place as place
 from jax_hkv._nnx_devices import run as run
 from jax_hkv._nnx_steps import (
@@ -691,6 +691,5 @@ def train_step(
     else:
         jitted = Placed(placement, step_of_one, donate)
 
-    return _layers.host_checked(
-        jitted, TrainState, lambda info: info, placement, micro_batches, check_overflow, nnx.state
-    )
+    options = (placement, micro_batches, check_overflow, nnx.state)
+    return cacheable(_layers.host_checked(jitted, TrainState, lambda info: info, *options))

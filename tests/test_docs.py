@@ -140,7 +140,6 @@ def test_the_code_in_the_guide_runs(tmp_path):
     cache = after["state"].tables["embed"]["table"]
     both = jax_hkv.tiered.Tiers(cache, after["tiers"].store)
     assert jax_hkv.tiered.size(both) == 4  # `ids`, and two that came after them
-    assert int(after["counts"].inserted) == 2  # of the last, over devices
     _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
     np.testing.assert_array_equal(after["served"], found.values)
     assert after["logits"].shape == (2,)
@@ -167,6 +166,7 @@ def test_the_code_about_many_devices_runs(capsys, tmp_path):
     assert int(after["moved"]["users"].inserted) == int(jax_hkv.size(after["state"]["users"])) > 0
     assert int(jax_hkv.size(after["one"])) == 5632
     assert after["misplaced"].tolist() == [0] * 4
+    assert len(after["both"].keys) == after["changes"].keys.size > 0
     assert "all-to-all" in capsys.readouterr().out
 
 

@@ -273,6 +273,8 @@ def test_bad_arguments_are_named():
     many = placement.create(lambda: hkv.create(128, DIM))
     with pytest.raises(TypeError, match="grow: table must be a jax_hkv Table, got dict"):
         hkv.grow({}, 256)
+    with pytest.raises(TypeError, match="grow: table must be one, got 2: of the stores of a cache"):
+        hkv.grow((hkv.create(128, 2), hkv.create(128, 2)), 1024)
     with pytest.raises(TypeError, match="grow: max_capacity must be an integer, got float"):
         hkv.grow(table, 256.0)
     with pytest.raises(ValueError, match="grow: max_capacity must be from 1 to 2147483647, got 0"):

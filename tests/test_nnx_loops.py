@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -55,6 +56,33 @@ def test_an_nnx_loop_looks_up_in_evaluation_and_says_where_to_in_training(loop):
     step = hkv.nnx.train_step(lambda model, ids: jnp.sum(LOOPS[loop](model, ids, True)))
     with pytest.raises(TypeError, match=r"nnx\.scan, .*in one call, and pass rows in"):
         step(state, ids)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_an_error_of_arguments_is_told_under_flaxs_cache_too(is_placed):
+    """Flax demands that a step takes up what it has kept of the state, and told of that alone."""
+    mesh = jax.make_mesh((1,), ("device",), devices=jax.devices()[:1])
+    placement = hkv.sharding.Placement(mesh) if is_placed else None
+
+    def make():
+        axis_name = "device" if is_placed else None
+        model = hkv.nnx.Embed(256, DIM, optimizer=OPTIMIZER, axis_name=axis_name)
+        return hkv.nnx.TrainState(model, optax.sgd(0.1))
+
+    state = hkv.nnx.place(make, placement) if placement else make()
+    step = hkv.nnx.train_step(
+        lambda model, ids: jnp.sum(model(ids, train=True)), placement=placement
+    )
+    step = nnx.cached_partial(step, state)
+    ids = np.arange(8, dtype=np.int32)
+    of_its_own = "ids must hold|which JAX would cut|arguments.* must lie on"
+    for wrong in (np.arange(2**40, 2**40 + 8), ids.astype(np.float32)):
+        with pytest.raises((TypeError, ValueError), match=of_its_own) as raised:
+            step(wrong)
+        assert "GRAPH_CONTEXT" not in str(raised.value)
+    given = placement.put(ids) if placement else ids
+    first, second = step(given), step(given)
+    assert int(first.tables["table"].inserted) == int(second.tables["table"].hits) == 8
 
 
 def test_an_error_of_the_users_own_stays_as_it_is():

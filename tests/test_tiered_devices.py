@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from many_devices import assert_same_bits, entries_of, seldom
 from test_tiered import by_key, made
 from test_tiered_models import DENSE, DIM, loss_of
@@ -56,6 +57,21 @@ def stepper(placement):
 def assert_same_table(placement, tiers, one):
     exported = tiered.export_entries(tiers, placement=placement)
     assert_same_bits(by_key(exported), by_key(entries_of(placement.shards(one))))
+
+
+def test_a_cache_on_the_host_is_told_how_it_comes_to_its_devices():
+    placement = placement_of("shard_map")
+    tiers = tiers_of(placement, 1024, 4096)
+    far = tiers._replace(cache=jax.device_get(tiers.cache))
+    ids = placement.put(np.arange(64, dtype=np.int32))
+    with pytest.raises(TypeError, match="tiers.cache must lie on the devices .* one of ndarray"):
+        tiered.prefetch(far, ids, placement=placement)
+    own = NamedSharding(placement.mesh, PartitionSpec(placement.axes))
+    near = far._replace(cache=jax.device_put(far.cache, own))
+    near, counts = tiered.prefetch(near, ids, placement=placement)
+    assert int(counts.inserted) == 64
+    with pytest.raises(TypeError, match=r"export_changes make Tiers\(\*pair\) of each"):
+        hkv.sharding.export_changes(near, None)
 
 
 @pytest.mark.parametrize(

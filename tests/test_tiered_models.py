@@ -256,6 +256,20 @@ WRONG = {
         ValueError,
         r"create_store: table must have no admission rule, got .*robability.*without one",
     ),
+    "a store of another seed": (
+        lambda: tiered.size(tiers_of(128, 1024)._replace(store=tiers_of(128, 1024, seed=5).store)),
+        ValueError,
+        "tiered.size: tiers.store must have a seed like the cache's, 0, got 5: make it by",
+    ),
+    "a store of other first rows": (
+        lambda: tiered.size(
+            tiers_of(128, 1024, init=hkv.initializers.zeros())._replace(
+                store=tiers_of(128, 1024).store
+            )
+        ),
+        ValueError,
+        "tiered.size: tiers.store must have an initializer like the cache's",
+    ),
     "no function of tables": (
         lambda: tiered.map_tables(tiers_of(128, 1024), None),
         TypeError,
@@ -414,7 +428,7 @@ WRONG = {
             COLLECTION_OF_EQUALS.create(), dict.fromkeys("ab", made(128)), {"a": IDS, "b": IDS}
         ),
         ValueError,
-        r"Collection\.prefetch: stores\['b'\] must be another table than stores\['a'\]",
+        "Collection.prefetch of 'a': tiers.store must have a name like the cache's, a, got table",
     ),
     "ids of a table that is not there": (
         lambda: COLLECTION.on_tables(
@@ -507,7 +521,7 @@ def test_one_store_of_two_tables_is_not_used_up_twice():
     tables = COLLECTION_OF_EQUALS.create()
     store = tiered.create_store(tables["a"], 1024)
     both = {name: tiered.Tiers(table, store) for name, table in tables.items()}
-    message = r"tables\['b'\]\.store must be another table than tables\['a'\]\.store"
+    message = "of 'b': tiers.store must have a name like the cache's, b, got a: make it by"
     with pytest.raises(ValueError, match=message):
         COLLECTION_OF_EQUALS.on_tables(tiered.erase, both, {"a": IDS, "b": IDS})
     assert tiered.size(both["a"]) == 0

@@ -433,6 +433,40 @@ def test_tiers_whose_step_raised_cannot_be_gone_on_with():
         tiered.size(tiers)
 
 
+@pytest.mark.parametrize("mode", [None, "shard_map", "pmap"])
+def test_a_model_that_a_failed_step_has_given_a_cache_is_lost_too(mode):
+    """It has first rows of the coming batch, whatever the store knows of it."""
+    placement = None if mode is None else placement_of(mode)
+    options = {} if placement is None else {"placement": placement}
+    near = (lambda ids: ids) if placement is None else placement.put
+    made_of = (lambda make: make()) if placement is None else placement.create
+    cache = made_of(lambda: hkv.create(256, 4, init=hkv.initializers.normal(1.0)))
+    ids = near(np.arange(64, dtype=np.int32)), near(np.arange(64, 128, dtype=np.int32))
+    tiers = tiered.Tiers(cache, tiered.create_store(cache, 4096, **options))
+    tiers, _ = tiered.prefetch(tiers, ids[0], **options)
+    model = {}
+
+    def failing(cache):
+        model["table"] = cache
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiered.step_and_prefetch(failing, tiers, *ids, **options)
+    with pytest.raises(RuntimeError, match="used up"):
+        hkv.size(model["table"])
+
+    def returning_another(cache):
+        model["table"] = cache
+        return hkv.create(128, 8), None
+
+    tiers = tiered.Tiers(made_of(lambda: hkv.create(256, 4)), None)
+    tiers = tiers._replace(store=tiered.create_store(tiers.cache, 4096, **options))
+    with pytest.raises((TypeError, ValueError), match="step_and_prefetch"):
+        tiered.step_and_prefetch(returning_another, tiers, *ids, **options)
+    with pytest.raises(RuntimeError, match="used up"):
+        hkv.size(model["table"])
+
+
 def test_an_error_that_the_step_catches_costs_nothing():
     batches = np.arange(400, dtype=np.int32).reshape(4, 100)
     train = trainer("adam")
