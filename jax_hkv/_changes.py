@@ -145,8 +145,8 @@ def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
         if since.keys is None:
             raise ValueError(
                 f"{call}: since must know the table's keys, got changes of a file, which has none: "
-                "give those that this process has exported, export_entries of what was restored, "
-                "where followers stand too, or None and a fresh table to follow"
+                "give those that this process has exported; where followers stand at a checkpoint, "
+                "export_entries of what was restored from it; or None and a fresh table to follow"
             )
         return since.entries, since.keys
     _entries.check_exported(

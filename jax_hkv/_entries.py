@@ -366,8 +366,8 @@ def owners_of(placement: Placement | None, table: Table) -> list[tuple[int, int]
 def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
     """The parts of a table, or tiers of them, that hold all of it: of replicas the first.
 
-    Of several replicas that are split themselves only their keys tell which of the parts a process
-    has are the same.
+    Of several replicas that are split themselves only their keys, and sightings of others, tell
+    which of the parts that a process has are the same.
     """
     kinds = {getattr(part, "replicas", False) for part in parts}
     if len(kinds) > 1:
@@ -380,7 +380,7 @@ def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
         return list(parts)
     if replicas is True:
         return list(parts[:1])
-    held = [(part.index.digests, part.index.keys) for part in parts]
+    held = [(part.index.digests, part.index.keys, part.admission) for part in parts]
     digests = [np.asarray(jax.jit(digest)(each)).tobytes() for each in held]
     return [part for number, part in enumerate(parts) if digests.index(digests[number]) == number]
 

@@ -44,7 +44,7 @@ def export_entries(
 
     Args:
       tables: a table of one device, or what :meth:`Placement.shards` returned of one. Of replicas
-        one is exported (that of a process with parts of several: each part once).
+        one is exported (of a process that holds parts of several, each part once).
       min_score: the lowest score to export, 0 to 2**64 - 1; None: all entries.
       changed_since: an earlier export of the table, of which what is as it was then is left out.
         Training writes the score of an entry at every lookup: under LRU and EPOCH_LRU the time of

@@ -73,9 +73,9 @@ def grow(
     """
     if isinstance(table, (tuple, list)) and table and isinstance(table[0], Table):
         raise TypeError(
-            f"grow: table must be one, got {len(table)}: of the stores of a cache over devices "
-            "each grows by itself, tuple(grow(store, max_capacity) for store in tiers.store), with "
-            "what each may have; of (table, result), which operations return, give the table"
+            f"grow: table must be a jax_hkv Table, got {type(table).__name__} of {len(table)}: of "
+            "(table, result), which operations return, give the table; of tiers the store grows, "
+            "tiers._replace(store=grow(tiers.store, ...)), and over devices each of the stores"
         )
     check_live("grow", table)
     if is_traced(table.values):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -69,10 +68,9 @@ def cacheable(step: Any) -> Any:
     def taking_up(state: Any = None, /, *args: Any, **named: Any) -> Any:
         try:
             return step(state, *args, **named)
-        except Exception:
-            if isinstance(state, nnx.Module):
-                with contextlib.suppress(Exception):
-                    _split(state)
+        except BaseException:
+            with nnx.update_context("jax_hkv"):
+                pass
             raise
 
     taking_up.lower = step.lower  # pyright: ignore[reportAttributeAccessIssue]

@@ -89,14 +89,15 @@ def is_table(node: Any) -> bool:
     return isinstance(node, Table)
 
 
-def alike(tree: Any, devices: int) -> dict[int, list[Any]]:
+def alike(call: str, tree: Any, placement: Any) -> dict[int, list[Any]]:
     """What several devices hold alike of a state, all but tables that are split by keys.
 
     By the number of parts that it is in: of one each device has the same, of two every second one.
     """
     kinds: dict[int, list[Any]] = {}
     for node in jax.tree.leaves(tree, is_leaf=is_table):
-        parts = node.parts_on(devices) if is_table(node) else 1
+        check_replicas(call, node, placement)
+        parts = node.parts_on(placement.devices) if is_table(node) else 1
         if not is_table(node) or node.replicas:
             kinds.setdefault(parts, []).append(node)
     return kinds

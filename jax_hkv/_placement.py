@@ -176,7 +176,8 @@ class Placement:
         Raises:
           TypeError: if `make` is no function.
           ValueError: if a table that is split has entries, which come in by
-            :func:`import_entries`, or if there are as many replicas as no first axes have devices.
+            :func:`import_entries`, or if the number of replicas is not that of the devices along
+            some first axes.
         """
         check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":
@@ -464,7 +465,7 @@ class Placement:
         for number, shard in enumerate(shards):
             check_table(call, shard, f"shards[{number}]")
         forms = [[(*leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)] for own in shards]
-        if any(form != forms[0] for form in forms) or len({own.replicas for own in shards}) > 1:
+        if any(form != forms[0] for form in forms) or len(set(map(jax.tree.structure, shards))) > 1:
             raise ValueError(
                 f"{call}: shards must be tables of one form, with leaves of equal shapes and "
                 f"types, got {', '.join(map(repr, shards))}: give the parts of one table"
@@ -518,7 +519,7 @@ class Placement:
         See :meth:`digests`, also for errors, and of copies of parts along other axes.
         """
         self._check_here("Placement.replicas_agree", tree)
-        kinds = alike(tree, self.devices).items()
+        kinds = alike("Placement.replicas_agree", tree, self).items()
         return all(all_equal(by_part(self, self.digests(own)), parts) for parts, own in kinds)
 
     def specs(self, tree: Any) -> Any:

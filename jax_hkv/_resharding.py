@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax_hkv import whole_table
 from jax_hkv._entries import check_fits, import_entries, without_entries
 from jax_hkv._exports import export_entries
-from jax_hkv._placed import all_equal, by_part, is_table
+from jax_hkv._placed import all_equal, by_part, check_replicas, is_table
 from jax_hkv._placement import Placement
 from jax_hkv.table import Counts, Table
 
@@ -155,13 +155,12 @@ def _check_leaf(
             )
             raise
         for name in ("seed", "initializer", "choices"):
-            was, becomes = getattr(old, name), getattr(new, name)
+            was, becomes = str(getattr(old, name)), str(getattr(new, name))  # as float32
             if was != becomes:
                 raise ValueError(
-                    f"{_CALL}: fresh must have the {name} of state in the table {path}, "
-                    f"{getattr(was, 'name', was)}, got {getattr(becomes, 'name', becomes)}: make "
-                    "it by the function that made state, or import_entries into a table that is "
-                    "to be another"
+                    f"{_CALL}: fresh must have the {name} of state in the table {path}, {was}, got "
+                    f"{becomes}: make it by the function that made state, or import_entries into a "
+                    "table that is to be another"
                 )
         return
     was, becomes = _form(old, source), _form(new, target)
@@ -196,6 +195,7 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 
 def _check_replicas(path: str, table: Table, source: Placement) -> None:
+    check_replicas(f"{_CALL}: state", table, source)
     is_here = not _is_on_host(table)
     digests = by_part(source, source.digests(table)) if is_here else _digests(_cut(table, source))
     if table.replicas and not all_equal(digests, table.parts_on(source.devices)):
@@ -220,13 +220,13 @@ def _check_replicas(path: str, table: Table, source: Placement) -> None:
 def _digests(parts: list[Table]) -> np.ndarray:
     """Of the bits of parts on the host: one row for each."""
 
-    def one(part: Table) -> bytes:
+    def one(part: Table) -> np.ndarray:
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(part):
-            digest.update(np.asarray(leaf).tobytes())
-        return digest.digest()
+            digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        return np.frombuffer(digest.digest(), np.uint8)
 
-    return np.array([[list(one(part))] for part in parts], np.uint8)
+    return np.stack([one(part)[None] for part in parts])
 
 
 def _on_host(leaf: Any, placement: Placement | None) -> Any:

@@ -116,13 +116,14 @@ def check(call: str, tiers: Any) -> None:
         ("a policy", cache.policy.name, store.policy.name),
         ("a namespace", cache.index.namespace, store.index.namespace),
         ("a seed", cache.seed, store.seed),
-        ("an initializer", cache.initializer, store.initializer),
-        ("a name", cache.name, store.name),
+        ("an initializer", str(cache.initializer), str(store.initializer)),
+        ("a name", repr(cache.name), repr(store.name)),
     ):
         if near != behind:
             raise ValueError(
                 f"{call}: tiers.store must have {what} like the cache's, {near}, got {behind}: "
-                "make it by tiered.create_store(cache, capacity), after opt.init(cache)"
+                "make it by tiered.create_store(cache, capacity), after opt.init(cache); what "
+                "another one holds comes by export_entries and tiered.import_entries"
             )
     if store.capacity < cache.capacity:
         raise ValueError(

@@ -86,11 +86,10 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
     check_not_used_up(call, jax.tree.leaves(cache), "cache", _tier_checks.LOST)
     if not isinstance(cache.values, jax.Array):
         raise TypeError(
-            f"{call}: tiers.cache must lie on the devices of the placement, got one of "
-            f"{type(cache.values).__name__}: a step or placement.run puts it there, "
-            "jax.device_put(cache, jax.sharding.NamedSharding(placement.mesh, "
-            "jax.sharding.PartitionSpec(placement.axes))) too, and a store by its device; shapes "
-            "alone are of no use here"
+            f"{call}: a cache must lie on the devices of the placement, got one of "
+            f"{type(cache.values).__name__}: put it there, jax.device_put(cache, "
+            "jax.sharding.NamedSharding(placement.mesh, "
+            "jax.sharding.PartitionSpec(placement.axes)))"
         )
     placement.check_outside(call, cache)
     if cache.replicas:
@@ -248,11 +247,12 @@ def step_and_prefetch(
             name: placement.join([caches[own] for own in given if own[0] == name]) for name in keys
         }
         caches.clear()  # with "pmap" these are copies
+        whole: Mapping[str, Table] = {}
         try:
             whole, result = step(joined)
             after = {name: caches_of(call, placement, whole[name]) for name in keys}
         except BaseException:
-            _tiers.use_up(joined)
+            _tiers.use_up(joined, [whole[name] for name in joined if name in whole])
             raise
         return {(name, number): after[name][number] for name, number in given}, result
 

@@ -415,14 +415,20 @@ def step_and_prefetch(
 
     Args:
       batches: tiers, the keys of the next step, and those of this one, which stay where they are.
-      step: from the caches to the caches and a result. If it raises, the stores are used up.
+      step: from the caches to the caches and a result. If it raises, these and the stores are used
+        up.
     """
     admitted: dict[Name, Admitted] = {}
     caches: dict[Name, Table] = {}
     try:
         return _step_and_prefetch(batches, step, admitted, caches)
-    except BaseException:
+    except BaseException as error:
         use_up([batches[name][0].store for name in admitted], caches)
+        if admitted:
+            error.add_note(
+                "step_and_prefetch: the tiers of the step are lost, caches and stores, and so is "
+                "what it made of them, as in a model of nnx that it has trained: restore them all"
+            )
         raise
 
 
@@ -449,7 +455,7 @@ def _step_and_prefetch(
             caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
     returned, result = step(caches)
     caches.clear()
-    caches.update(returned)
+    caches.update((name, returned[name]) for name in batches)
     stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
     with on_one_device():
         after = _exchanged(caches, stores, admitted)

@@ -120,7 +120,7 @@ class Table:
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """For error messages, and by which a store of another table is known."""
         return self.index.name
 
     @property
@@ -387,7 +387,7 @@ def create(
       replicas: of a table over the devices of a mesh, whether each of them holds the whole table,
         and all do the same to it (docs/sharding.md, "Replicas"), not a part of it, which is split
         by keys; or how many whole tables they hold together, each split over the devices along the
-        last axes (1 is False). On one device it changes only the names of leaves in a checkpoint.
+        last axes (1 is False). On one device True changes only names of leaves in a checkpoint.
 
     Raises:
       ValueError, TypeError: naming the argument.

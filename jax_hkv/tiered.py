@@ -203,9 +203,9 @@ def step_and_prefetch(
     Args:
       step: from the cache to the cache and a result; it is called once, and should wait for
         nothing. If it raises, the tiers are lost, the store too, which lacks what has left the
-        cache: catch inside of it what is to be survived, and return the cache (of
-        :class:`jax_hkv.sharding.ExchangeOverflow` that in its `outputs`). Without a placement it
-        sees no mesh that is set.
+        cache, and what the step has made of the cache (in nnx a model): catch inside of it what is
+        to be survived, and return the cache (of :class:`jax_hkv.sharding.ExchangeOverflow` that in
+        its `outputs`). Without a placement it sees no mesh that is set.
       tiers: which are used up.
       keys: of the step, see :func:`prefetch`; they stay in the cache.
       coming: keys of the next step; None: there is none, and the step alone is done.

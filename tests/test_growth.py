@@ -273,7 +273,7 @@ def test_bad_arguments_are_named():
     many = placement.create(lambda: hkv.create(128, DIM))
     with pytest.raises(TypeError, match="grow: table must be a jax_hkv Table, got dict"):
         hkv.grow({}, 256)
-    with pytest.raises(TypeError, match="grow: table must be one, got 2: of the stores of a cache"):
+    with pytest.raises(TypeError, match="grow: table must be a jax_hkv Table, got tuple of 2"):
         hkv.grow((hkv.create(128, 2), hkv.create(128, 2)), 1024)
     with pytest.raises(TypeError, match="grow: max_capacity must be an integer, got float"):
         hkv.grow(table, 256.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,6 +160,14 @@ def test_steps_are_scanned_over_batches_that_are_split_behind_their_first_axis()
 
 
 # --- Entries, and whether a table is one of replicas ---------------------------------------------
+
+
+def test_parts_that_differ_in_what_is_static_are_not_joined():
+    placement = placement_of()
+    parts = placement.shards(placement.create(made))
+    parts[1] = dataclasses.replace(parts[1], seed=5)
+    with pytest.raises(ValueError, match="Placement.join: shards must be tables of one form"):
+        placement.join(parts)
 
 
 def filled(**options):

@@ -344,6 +344,21 @@ def test_keys_of_replicas_whose_rows_differ_are_exported_once():
     np.testing.assert_array_equal(exported.values, sharding.export_entries(parts).values)
 
 
+def test_sightings_of_parts_without_entries_are_exported():
+    """By keys alone parts that have none would be the same."""
+    rule = hkv.admission.frequency(3, width=256)
+    table = PLACEMENT.create(lambda: hkv.create(1024, DIM, replicas=2, admission=rule))
+    run = PLACEMENT.step(
+        lambda table, ids: (sharding.find_or_insert(table, ids, axis_name=AXES)[0], None)
+    )
+    table, _ = run(table, PLACEMENT.put(IDS))
+    parts = PLACEMENT.shards(table)
+    assert int(hkv.size(table)) == 0
+    whole, first, second = map(sharding.export_entries, (parts, parts[:1], parts[1:2]))
+    seen = [int(np.sum(own.counters)) for own in (whole, first, second)]
+    assert seen[0] > max(seen[1:]) > 0  # of counters the higher one holds
+
+
 def test_a_table_follows_the_changes_of_another():
     table = trained()
     follower, since = PLACEMENT.create(make), None
@@ -473,6 +488,12 @@ def test_a_number_that_the_first_axes_do_not_have_is_an_error():
     marked = dataclasses.replace(trained(), replicas=3)
     with pytest.raises(ValueError, match=f"Placement.step: of the table 'table': {message}"):
         trained(table=marked)
+    for call in ("Placement.replicas_agree", "sharding.reshard"):
+        with pytest.raises(ValueError, match=f"{call}.*: of the table 'table': {message}"):
+            if call.endswith("agree"):
+                PLACEMENT.replicas_agree(marked)
+            else:
+                sharding.reshard({"t": marked}, {"t": make_of(False)}, source=PLACEMENT)
     exported = sharding.export_entries(make_of(False))
     with pytest.raises(ValueError, match=f"import_entries: of the table 'table': {message}"):
         sharding.import_entries(PLACEMENT, marked, exported)

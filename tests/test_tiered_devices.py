@@ -64,7 +64,7 @@ def test_a_cache_on_the_host_is_told_how_it_comes_to_its_devices():
     tiers = tiers_of(placement, 1024, 4096)
     far = tiers._replace(cache=jax.device_get(tiers.cache))
     ids = placement.put(np.arange(64, dtype=np.int32))
-    with pytest.raises(TypeError, match="tiers.cache must lie on the devices .* one of ndarray"):
+    with pytest.raises(TypeError, match="a cache must lie on the devices .* one of ndarray"):
         tiered.prefetch(far, ids, placement=placement)
     own = NamedSharding(placement.mesh, PartitionSpec(placement.axes))
     near = far._replace(cache=jax.device_put(far.cache, own))

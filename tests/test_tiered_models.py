@@ -428,7 +428,7 @@ WRONG = {
             COLLECTION_OF_EQUALS.create(), dict.fromkeys("ab", made(128)), {"a": IDS, "b": IDS}
         ),
         ValueError,
-        "Collection.prefetch of 'a': tiers.store must have a name like the cache's, a, got table",
+        "Collection.prefetch of 'a': tiers.store must have a name like the cache's, 'a', got 'table'",
     ),
     "ids of a table that is not there": (
         lambda: COLLECTION.on_tables(
@@ -466,6 +466,14 @@ def test_what_is_wrong_with_tiers_is_named(name):
     call, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_store_has_first_rows_of_equal_bits_however_they_were_given():
+    near, behind = (
+        tiers_of(128, 1024, init=hkv.initializers.normal(number))
+        for number in (0.1, np.float32(0.1))
+    )
+    assert tiered.size(near._replace(store=behind.store)) == 0
 
 
 def test_ids_of_a_later_table_that_are_wrong_use_up_no_earlier_one():
@@ -521,7 +529,7 @@ def test_one_store_of_two_tables_is_not_used_up_twice():
     tables = COLLECTION_OF_EQUALS.create()
     store = tiered.create_store(tables["a"], 1024)
     both = {name: tiered.Tiers(table, store) for name, table in tables.items()}
-    message = "of 'b': tiers.store must have a name like the cache's, b, got a: make it by"
+    message = "of 'b': tiers.store must have a name like the cache's, 'b', got 'a': make it"
     with pytest.raises(ValueError, match=message):
         COLLECTION_OF_EQUALS.on_tables(tiered.erase, both, {"a": IDS, "b": IDS})
     assert tiered.size(both["a"]) == 0

@@ -450,8 +450,9 @@ def test_a_model_that_a_failed_step_has_given_a_cache_is_lost_too(mode):
         model["table"] = cache
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         tiered.step_and_prefetch(failing, tiers, *ids, **options)
+    assert "tiers of the step are lost" in raised.value.__notes__[0]
     with pytest.raises(RuntimeError, match="used up"):
         hkv.size(model["table"])
 
@@ -501,6 +502,22 @@ def test_stores_of_a_collection_whose_step_raised_are_used_up():
         COLLECTION.step_and_prefetch(failing, tables, stores, INPUTS, INPUTS)
     with pytest.raises(RuntimeError, match=f"Collection.prefetch of 'words': {LOST}"):
         COLLECTION.prefetch(kept, stores, INPUTS)
+
+
+def test_a_table_without_a_store_outlives_a_failure_behind_the_step(monkeypatch):
+    tables = COLLECTION.create()
+    stores = {"words": tiered.create_store(tables["words"], 1024)}
+    others = {name: table for name, table in tables.items() if name != "words"}
+    assert others
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_tiers, "_exchanged", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        COLLECTION.step_and_prefetch(lambda own: (own, None), tables, stores, INPUTS, INPUTS)
+    for table in others.values():
+        assert not table.values.is_deleted()
 
 
 IDS = np.arange(3, dtype=np.int32)
