@@ -35,6 +35,7 @@ def run(script: str, out: Path, *options: str) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_table_is_measured_and_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ["--slots", "2048", "--batch", "128", "--dims", "8", "--loads", "0.5", "1"]

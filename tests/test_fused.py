@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -62,29 +63,29 @@ def assert_rows_equal(table, trainer):
     assert int(table.optimizer.shared["count"][0]) == trainer.count
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": jnp.bfloat16},
-        {"dtype": jnp.float16, "state_dtype": jnp.float16},
-        {"dtype": jnp.bfloat16, "stochastic_rounding": True, "seed": 2**63 + 5},
-        {"state_dtype": jnp.bfloat16, "count_per_row": True},
-        {"max_gradient": 0.75},
-    ],
-    ids=["float32", "bfloat16", "float16", "stochastic", "count_per_row", "clipped"],
-)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fused_updates_have_the_bits_of_the_oracle(name, options, twin, rng):
+OPTIONS = {
+    "float32": {},
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "float16": {"dtype": jnp.float16, "state_dtype": jnp.float16},
+    "stochastic": {"dtype": jnp.bfloat16, "stochastic_rounding": True, "seed": 2**63 + 5},
+    "count_per_row": {"state_dtype": jnp.bfloat16, "count_per_row": True},
+    "clipped": {"max_gradient": 0.75},
+}
+PAIRS = product(enumerate(OPTIMIZERS), enumerate(OPTIONS))  # seldom all but one and each third
+RARE = [[pytest.mark.slow] * (j > 0 and (i - j) % 3 > 0) for (i, _), (j, _) in PAIRS]
+SEEN = zip(product(OPTIMIZERS, OPTIONS), RARE, strict=True)
+
+
+@pytest.mark.parametrize("name, kind", [pytest.param(*own, marks=rare) for own, rare in SEEN])
+def test_fused_updates_have_the_bits_of_the_oracle(name, kind, twin, rng):
     """Duplicates, masks, evictions, readmissions and skipped updates included."""
-    options = dict(options)
+    options = dict(OPTIONS[kind])
     dtype = options.pop("dtype", jnp.float32)
     opt = OPTIMIZERS[name](0.05, **options)
     pair = twin(128, DIM, dtype=dtype, init=hkv.initializers.normal(0.5), check=False)
     pair.table = opt.init(pair.table)
     trainer = trainer_of(opt, pair.oracle)
-    update = jax.jit(opt.update, donate_argnums=0)
-    evicted = 0
+    update, evicted = jax.jit(opt.update, donate_argnums=0), 0
     for step in range(8):
         count = (150, 40, 300)[step % 3]
         keys = rng.integers(0, 500, count).astype(np.uint64)

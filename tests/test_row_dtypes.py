@@ -79,7 +79,12 @@ def test_rows_are_those_that_come_without_it_cast(name, pair, rng):
 
 @pytest.mark.parametrize(
     "own, wanted, dim",
-    [(*pair, dim) for pair, dim in zip([*PAIRS, (FLOATS[1], FLOATS[1])], WIDTHS * 2, strict=False)],
+    [
+        pytest.param(*pair, dim, marks=[pytest.mark.slow] * (n % 2))
+        for n, (pair, dim) in enumerate(
+            zip([*PAIRS, (FLOATS[1], FLOATS[1])], WIDTHS * 2, strict=False)
+        )
+    ],
     ids=str,
 )
 def test_sums_of_bags_are_rounded_once(own, wanted, dim, rng):
@@ -305,7 +310,11 @@ def test_rows_without_a_weight_are_copied(rng):
         assert_same_bits(np.asarray(found.values), patterns)
 
 
-@pytest.mark.parametrize("own, wanted", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "own, wanted",
+    [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 2)) for n, pair in enumerate(PAIRS)],
+    ids=str,
+)
 def test_rows_of_both_tiers_come_cast(own, wanted, rng):
     """Near ones, far ones and those of absent ids; with their scores too."""
     cache = hkv.create(128, 6, dtype=own, init=NORMAL)

@@ -428,7 +428,7 @@ WRONG = {
             COLLECTION_OF_EQUALS.create(), dict.fromkeys("ab", made(128)), {"a": IDS, "b": IDS}
         ),
         ValueError,
-        "Collection.prefetch of 'a': tiers.store must have a name like the cache's, 'a', got 'table'",
+        "of 'a': tiers.store must have a name like the cache's, 'a', got 'table': make it by",
     ),
     "ids of a table that is not there": (
         lambda: COLLECTION.on_tables(
