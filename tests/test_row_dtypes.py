@@ -191,7 +191,14 @@ OVER_DEVICES = [
 ]
 
 
-@pytest.mark.parametrize("bags, name, own, wanted", OVER_DEVICES, ids=str)
+@pytest.mark.parametrize(
+    "bags, name, own, wanted",
+    [
+        pytest.param(*own, marks=[pytest.mark.slow] * (own[1] in ("not merged", "replicas")))
+        for own in OVER_DEVICES
+    ],
+    ids=str,
+)
 def test_over_devices_they_are_the_same(bags, name, own, wanted, rng):
     """And train their rows; a number for absent keys is rounded as the table's rows are."""
     seed = rng.integers(2**32)

@@ -63,8 +63,10 @@ def trained(case, kind=Many):
 @pytest.mark.parametrize(
     "devices, combiner, mode",
     [
-        *((1, None, "shard_map"), (2, None, "pmap"), (4, None, "pmap"), (8, None, "shard_map")),
-        *((2, "mean", "shard_map"), (8, "mean", "pmap")),
+        *((1, None, "shard_map"), (4, None, "pmap"), (8, "mean", "shard_map")),
+        pytest.param(2, None, "pmap", marks=pytest.mark.slow),
+        pytest.param(8, None, "shard_map", marks=pytest.mark.slow),
+        pytest.param(8, "mean", "pmap", marks=pytest.mark.slow),
     ],
 )
 def test_training_on_many_devices_is_training_on_one(devices, mode, combiner):
@@ -198,6 +200,10 @@ SLOW = {
     "admission by chance",
     "bfloat16, not merged",
     "four replicas along two axes, scores",
+    "admission",
+    "LFU",
+    "pooled, levels",
+    "two replicas",
     "levels at once",
     "levels of which one has one device",
     "three devices",

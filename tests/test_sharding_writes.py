@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import each
 from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
     ADAM,
@@ -66,7 +65,7 @@ CASES = {
 SLOW = {
     *("EPOCH_LFU, scores", "not merged, levels", "replicas, LFU", "LFU, scores, levels"),
     *("LFU, levels", "overflow", "bfloat16", "strict, with room"),
-    *("LRU, two choices, pmap", "CUSTOM, levels", "LRU"),
+    *("LRU, two choices, pmap", "CUSTOM, levels", "LRU", "overflow, CUSTOM, levels"),
 }
 
 
@@ -540,7 +539,14 @@ def test_what_parts_have_lost_goes_into_a_table_of_one_device(mode, rng):
     assert len(np.concatenate(lost)) > 500
 
 
-@pytest.mark.parametrize("name, choices", each(["LRU", "overflow", "LFU, levels"], [1, 2]))
+@pytest.mark.parametrize(
+    "name, choices",
+    [
+        pytest.param("LRU", 1, marks=pytest.mark.slow),
+        ("overflow", 2),
+        pytest.param("LFU, levels", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_small_parts_before_large_ones_train_as_the_large_ones(name, choices, rng):
     """Over devices: what an owner's cache displaces is in the owner's store, and comes back."""
     case = dataclasses.replace(CASES[name], options=(*CASES[name].options, ("choices", choices)))

@@ -253,8 +253,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("is_on_host", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name, is_on_host",
+    [
+        *((name, False) for name in LAYOUTS),
+        ("one device", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in [*LAYOUTS][1:]),
+    ],
+)
 def test_a_state_goes_to_another_layout_and_back(name, is_on_host):
     state = {"table": trained(), "w": PLACEMENT.create(lambda: jnp.arange(3.0))}
     given = jax.device_get(state) if is_on_host else state

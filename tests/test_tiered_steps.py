@@ -185,7 +185,9 @@ def test_a_loop_whose_first_batch_was_not_prefetched_goes_on_as_one_that_was(pol
     assert absent[0] == 100 and not any(absent[1:])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [POLICIES[0], *(pytest.param(own, marks=pytest.mark.slow) for own in POLICIES[1:])]
+)
 def test_entries_leave_a_gpu_in_pieces(policy, monkeypatch, rng):
     """Here from a CPU: the same entries, wherever the last piece ends."""
     monkeypatch.setattr(_tiers, "pieces_of", lambda device: 5)
