@@ -375,7 +375,7 @@ def distinct_parts(call: str, parts: Sequence[Any]) -> list[Any]:
             f"{call}: tables must be parts of one table, got some with replicas="
             f"{' and some with '.join(map(str, sorted(kinds)))}: give placement.shards(table)"
         )
-    replicas = getattr(parts[0], "replicas", False)
+    (replicas,) = kinds
     if replicas is False:
         return list(parts)
     if replicas is True:

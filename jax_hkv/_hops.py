@@ -475,10 +475,7 @@ def onward_one(
         rows = by_slot(rows, sources)
         if kind.itemsize == 2:  # XLA for CPUs would make float32 of them, and other NaNs
             rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
-        if hop.gathers:
-            rows = jax.lax.all_gather(rows, hop.axes, tiled=True)
-        else:
-            rows = swap(plan, hop, rows, leg.outgoing, leg.incoming)
+        rows = _to_peers(plan, hop, (rows, leg.outgoing, leg.incoming))
         rows = jax.lax.bitcast_convert_type(rows, kind)
     return rows
 

@@ -196,6 +196,8 @@ def _is_stacked(placement: Placement | None) -> bool:
 
 def _check_replicas(path: str, table: Table, source: Placement) -> None:
     check_replicas(f"{_CALL}: state", table, source)
+    if not table.replicas and not int(whole_table.size(table)):
+        return  # it may be either
     is_here = not _is_on_host(table)
     digests = by_part(source, source.digests(table)) if is_here else _digests(_cut(table, source))
     if table.replicas and not all_equal(digests, table.parts_on(source.devices)):
@@ -204,10 +206,8 @@ def _check_replicas(path: str, table: Table, source: Placement) -> None:
             f"has replicas={table.replicas}, got different ones: a table that is split by keys, or "
             f"the target of its checkpoint, is created without replicas={table.replicas}"
         )
-    if table.replicas or not int(whole_table.size(table)):
-        return
     devices = source.devices
-    for parts in range(1, devices):
+    for parts in () if table.replicas else range(1, devices):
         if devices % parts == 0 and all_equal(digests, parts):
             replicas = True if parts == 1 else devices // parts
             raise ValueError(
@@ -218,7 +218,7 @@ def _check_replicas(path: str, table: Table, source: Placement) -> None:
 
 
 def _digests(parts: list[Table]) -> np.ndarray:
-    """Of the bits of parts on the host: one row for each."""
+    """Of the bits of parts on the host, made there, where there is room: one row for each."""
 
     def one(part: Table) -> np.ndarray:
         digest = hashlib.sha256()

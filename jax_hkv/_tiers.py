@@ -421,7 +421,19 @@ def step_and_prefetch(
     admitted: dict[Name, Admitted] = {}
     caches: dict[Name, Table] = {}
     try:
-        return _step_and_prefetch(batches, step, admitted, caches)
+        with on_one_device():
+            for name, (tiers, coming, kept) in batches.items():
+                caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
+        returned, result = step(caches)
+        caches = {name: returned[name] for name in batches}
+        stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
+        with on_one_device():
+            after = _exchanged(caches, stores, admitted)
+            for name, (tiers, counts) in after.items():
+                if counts.refused or counts.absent:
+                    tiers, more = _again(tiers, *batches[name][1])
+                    after[name] = tiers, _both(counts, more)
+        return after, result
     except BaseException as error:
         use_up([batches[name][0].store for name in admitted], caches)
         if admitted:
@@ -441,29 +453,6 @@ def use_up(*tables: Any) -> None:
     for leaf in jax.tree.leaves(tables):
         if isinstance(leaf, jax.Array) and not is_traced(leaf):
             leaf.delete()
-
-
-def _step_and_prefetch(
-    batches: Mapping[Name, tuple[Tiers, Batch, Batch | None]],
-    step: Callable[[dict[Name, Table]], tuple[Mapping[Name, Table], Any]],
-    admitted: dict[Name, Admitted],
-    caches: dict[Name, Table],
-) -> tuple[dict[Name, tuple[Tiers, PrefetchCounts]], Any]:
-    """As :func:`step_and_prefetch`; `admitted` and `caches` are filled, also where it raises."""
-    with on_one_device():
-        for name, (tiers, coming, kept) in batches.items():
-            caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
-    returned, result = step(caches)
-    caches.clear()
-    caches.update((name, returned[name]) for name in batches)
-    stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
-    with on_one_device():
-        after = _exchanged(caches, stores, admitted)
-        for name, (tiers, counts) in after.items():
-            if counts.refused or counts.absent:
-                tiers, more = _again(tiers, *batches[name][1])
-                after[name] = tiers, _both(counts, more)
-    return after, result
 
 
 def _again(tiers: Tiers, given: Any, mask: jax.Array | None) -> tuple[Tiers, PrefetchCounts]:
