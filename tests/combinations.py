@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 
 def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -32,6 +34,24 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(new)
         left -= _pairs_of(new)
     return [tuple(axis[i] for axis, i in zip(given, own, strict=True)) for own in chosen]
+
+
+def seldom(cases: Any, slow: Any) -> list[Any]:
+    """Parameters of a test; what others stand for in the run of every day is marked as slow.
+
+    Of several parameters each case is a tuple.
+    """
+    cases, rare = list(cases), list(slow)
+    assert all(case in cases for case in rare)
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[pytest.mark.slow] * (case in rare) for case in cases]
+    return [pytest.param(*own, marks=mark) for own, mark in zip(each, marks, strict=True)]
+
+
+def daily(choose: Callable[..., list[tuple[Any, ...]]], *axes: Iterable[Any]) -> list[Any]:
+    """Every combination; in the run of every day those that `each` or `pairs` chooses."""
+    cases = list(itertools.product(*axes))
+    return seldom(cases, set(cases) - set(choose(*axes)))
 
 
 def _pairs_of(combination: tuple[int, ...]) -> set[tuple[int, int, int, int]]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from oracle_sharding import owner_of
 
 import jax_hkv as hkv
@@ -20,13 +19,6 @@ DIM = 4
 ADAM = hkv.optim.adam(1e-2)
 UNIVERSE = 5000  # keys
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def seldom(names: Any, slow: set[Any]) -> list[Any]:
-    """Parameters of a test; what others stand for in the run of every day is marked as slow."""
-    names = list(names)
-    assert set(names) >= slow
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
 class Batch(NamedTuple):
@@ -162,6 +154,21 @@ def zipf_batch(
     slopes = (rng.integers(-8, 9, (*rows, DIM)) / 8).astype(np.float32)
     scores = rng.integers(0, 2**40, shape).astype(np.uint64) if scored else None
     return Batch(keys, slopes, valid, scores)
+
+
+def features_and_labels(rng: Any, third: str) -> tuple[Any, np.ndarray]:
+    """A batch of 64 examples for a table of few ids, one of many, and one of ids of 41 bits."""
+    ids = {"country": rng.integers(0, 50, (64, 1)), "user": rng.integers(0, 999, (64, 3))}
+    ids[third] = rng.integers(2**40, 2**40 + 600, (64, 2))
+    labels = rng.integers(0, 2, 64).astype(np.float32)
+    return jax.tree.map(hkv.Keys.from_numpy, ids), labels
+
+
+def tables_of(tree: Any) -> list[hkv.Table]:
+    """The tables in a pytree, by their names."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, hkv.Table))
+    tables = [node for node in nodes if isinstance(node, hkv.Table)]
+    return sorted(tables, key=lambda table: table.name)
 
 
 class Many:

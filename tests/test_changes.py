@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import each
+from combinations import each, seldom
 from many_devices import assert_same_bits, entries_of
 from test_tiered import tiers_of, trainer
 from test_tiered_devices import DEVICES, large, placement_of, stepper
@@ -67,7 +67,7 @@ def test_a_table_for_inference_has_what_the_trained_one_has(policy, dtype, rng, 
         assert max(later[policy]) <= 180
 
 
-@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", seldom(["shard_map", "pmap"], {"pmap"}))
 @pytest.mark.parametrize("replicas", [False, True])
 def test_tables_over_devices_follow_each_other(mode, replicas, rng):
     """Exported by two processes, each of its own parts; into parts, replicas, and one device."""

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from many_devices import Case, assert_same_bits, entries_of, seldom, zipf_batch
+from combinations import seldom
+from many_devices import Case, assert_same_bits, entries_of, zipf_batch
 
 import jax_hkv as hkv
 from jax_hkv import sharding, testing, tiered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import each
+from combinations import daily, each
 from flax import linen, nnx
 from many_devices import assert_same_bits, entries_of
 
@@ -138,13 +137,7 @@ def flat_entries(evicted):
     return np.concatenate(keys), np.concatenate(rows), np.concatenate(moments)
 
 
-@pytest.mark.parametrize(
-    "flax, way, layer",
-    [
-        pytest.param(*own, marks=[pytest.mark.slow] * (own not in each(FLAX, WAYS, LAYERS)))
-        for own in product(FLAX, WAYS, LAYERS)
-    ],
-)
+@pytest.mark.parametrize("flax, way, layer", daily(each, FLAX, WAYS, LAYERS))
 def test_what_a_step_displaces_is_in_its_report(flax, way, layer, rng):
     """Keys: those before and the new ones, less those after. Rows: as they were before the step."""
     placement, axis = placed(WAYS[way][0], "device")

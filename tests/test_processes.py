@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import process_worker as worker
 import pytest
-from many_devices import seldom
+from combinations import seldom
 
 import jax_hkv as hkv
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import seldom
 from flax import linen as nn
 from flax import nnx
+from many_devices import features_and_labels, tables_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding
@@ -148,27 +150,25 @@ def of_model(axis_name, placement=None):
     return (make() if placement is None else placement.create(make)), step
 
 
-@pytest.mark.parametrize("mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", seldom(["shard_map", "pmap"], {"pmap"}))
 def test_one_collection_has_tables_that_are_split_and_others_that_are_not(mode, rng):
     """TorchRec's sharding by table: small tables data-parallel, large ones by row."""
     placement = placement_of(mode)
     (many, step), (one, alone) = of_model("device", placement), of_model(None)
     for _ in range(4):
-        ids = {"country": rng.integers(0, 50, (64, 1)), "user": rng.integers(0, 999, (64, 3))}
-        ids["item"] = rng.integers(2**40, 2**40 + 600, (64, 2))
-        batch = jax.tree.map(hkv.Keys.from_numpy, ids), rng.integers(0, 2, 64).astype(np.float32)
+        batch = features_and_labels(rng, "item")
         many, info = step(many, *placement.put(batch))
         one, expected = alone(one, *batch)
         for name, metrics in expected.tables.items():
             assert int(info.tables[name].inserted) == int(metrics.inserted)
             assert int(info.tables[name].hits) == int(metrics.hits)
-    kinds = {table.name: table.replicas for table in hkv_tables(many)}
+    kinds = {table.name: table.replicas for table in tables_of(many.tables)}
     assert kinds == {"country": True, "user+item": False}
     assert placement.replicas_agree(many)
     (path,) = many.tables
     sizes = [COLLECTION.sizes(state.tables[path]) for state in (many, one)]
     assert jax.device_get(sizes[0]) == jax.device_get(sizes[1])
-    for own, other in zip(hkv_tables(many), hkv_tables(one), strict=True):
+    for own, other in zip(tables_of(many.tables), tables_of(one.tables), strict=True):
         assert int(hkv.size(own)) == int(hkv.size(other)) and own.capacity == other.capacity
         entries, same = (
             sharding.export_entries(parts) for parts in (placement.shards(own), [other])
@@ -179,14 +179,9 @@ def test_one_collection_has_tables_that_are_split_and_others_that_are_not(mode, 
     fresh, _ = of_model(None)
     moved, counts = sharding.reshard(many, fresh, source=placement)
     assert sorted(int(each.inserted) for each in counts.values()) == sorted(
-        int(hkv.size(table)) for table in hkv_tables(one)
+        int(hkv.size(table)) for table in tables_of(one.tables)
     )
-    assert [table.replicas for table in hkv_tables(moved)] == [True, False]
-
-
-def hkv_tables(state):
-    nodes = jax.tree.leaves(state.tables, is_leaf=lambda node: isinstance(node, hkv.Table))
-    return sorted(nodes, key=lambda table: table.name)
+    assert [table.replicas for table in tables_of(moved.tables)] == [True, False]
 
 
 def test_replicas_are_no_cache_of_a_second_tier():

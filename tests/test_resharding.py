@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import seldom
 from many_devices import (
     ADAM,
     DIM,
@@ -22,7 +23,6 @@ from many_devices import (
     assert_same_bits,
     assert_seen,
     entries_of,
-    seldom,
     sorted_by_key,
     zipf_batch,
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import each
+from combinations import daily, each
 from flax import nnx
 from oracle import POLICIES, as_bits
 
@@ -42,7 +42,7 @@ def contents(table):
     return {key: (score, *(row.tobytes() for row in own)) for key, score, *own in rows}
 
 
-@pytest.mark.parametrize("policy, choices", each(POLICIES, [1, 2]))
+@pytest.mark.parametrize("policy, choices", daily(each, POLICIES, [1, 2]))
 def test_a_resized_table_is_what_the_oracle_says(rng, twin, policy, choices):
     """Wider, as wide and narrower, with entries evicted and refused; and it goes on as a table."""
     both = twin(512, DIM, policy=policy, choices=choices, check=False)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from combinations import seldom
 from many_devices import assert_same_bits
 
 import jax_hkv as hkv
@@ -20,6 +21,8 @@ from jax_hkv.sharding import Exchange, Placement
 FLOATS = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
 PAIRS = [pair for pair in product(FLOATS, FLOATS) if pair[0] != pair[1]]
 WIDTHS = [1, 6, 8, 37, 128]
+SUMMED = [*PAIRS, (FLOATS[1], FLOATS[1])]
+POOLED = [(*pair, dim) for pair, dim in zip(SUMMED, WIDTHS * 2, strict=False)]
 DEVICES = 4
 BATCH = 64
 NORMAL = hkv.initializers.normal(0.3)
@@ -79,12 +82,7 @@ def test_rows_are_those_that_come_without_it_cast(name, pair, rng):
 
 @pytest.mark.parametrize(
     "own, wanted, dim",
-    [
-        pytest.param(*pair, dim, marks=[pytest.mark.slow] * (n % 2))
-        for n, (pair, dim) in enumerate(
-            zip([*PAIRS, (FLOATS[1], FLOATS[1])], WIDTHS * 2, strict=False)
-        )
-    ],
+    seldom(POOLED, POOLED[1::2]),
     ids=str,
 )
 def test_sums_of_bags_are_rounded_once(own, wanted, dim, rng):
@@ -193,10 +191,7 @@ OVER_DEVICES = [
 
 @pytest.mark.parametrize(
     "bags, name, own, wanted",
-    [
-        pytest.param(*own, marks=[pytest.mark.slow] * (own[1] in ("not merged", "replicas")))
-        for own in OVER_DEVICES
-    ],
+    seldom(OVER_DEVICES, [own for own in OVER_DEVICES if own[1] in ("not merged", "replicas")]),
     ids=str,
 )
 def test_over_devices_they_are_the_same(bags, name, own, wanted, rng):
@@ -319,7 +314,7 @@ def test_rows_without_a_weight_are_copied(rng):
 
 @pytest.mark.parametrize(
     "own, wanted",
-    [pytest.param(*pair, marks=[pytest.mark.slow] * (n % 2)) for n, pair in enumerate(PAIRS)],
+    seldom(PAIRS, PAIRS[1::2]),
     ids=str,
 )
 def test_rows_of_both_tiers_come_cast(own, wanted, rng):

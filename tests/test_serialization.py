@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import seldom
 from flax import linen as nn
 from flax import nnx
 
@@ -248,7 +249,7 @@ class Nnx(nnx.Module):
         return self.all(features(x), train=train), self.bag(x.ids, weights=x.weights, train=train)
 
 
-@pytest.mark.parametrize("unseen", [pytest.param("initial", marks=pytest.mark.slow), "learned"])
+@pytest.mark.parametrize("unseen", seldom(["initial", "learned"], {"initial"}))
 def test_one_program_serves_a_trained_linen_model_whatever_the_batch(unseen):
     """All kinds of features, ids with and without a row."""
     model = Linen(unseen)

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from combinations import each
+from combinations import each, seldom
 from flax import nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from many_devices import ADAM, seldom
+from many_devices import ADAM
 from oracle_sharding import owner_of
 from test_sharding_traffic import mesh_of, traffic_of
 

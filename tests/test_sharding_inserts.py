@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from combinations import seldom
 from many_devices import (
     ADAM,
     DIM,
@@ -19,7 +20,6 @@ from many_devices import (
     everywhere,
     looked_up,
     on_device,
-    seldom,
     zipf_batch,
 )
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import seldom
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from many_devices import (
@@ -26,7 +27,6 @@ from many_devices import (
     assert_seen,
     entries_of,
     on_device,
-    seldom,
     slopes_of,
     step_on_many,
     zipf_batch,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import seldom
 from jaxlib.version import __version__ as JAXLIB_VERSION
 from many_devices import (
     ADAM,
@@ -22,7 +23,6 @@ from many_devices import (
     entries_of,
     everywhere,
     on_device,
-    seldom,
     zipf_batch,
 )
 from oracle_sharding import owner_of
@@ -541,11 +541,7 @@ def test_what_parts_have_lost_goes_into_a_table_of_one_device(mode, rng):
 
 @pytest.mark.parametrize(
     "name, choices",
-    [
-        pytest.param("LRU", 1, marks=pytest.mark.slow),
-        ("overflow", 2),
-        pytest.param("LFU, levels", 1, marks=pytest.mark.slow),
-    ],
+    seldom([("LRU", 1), ("overflow", 2), ("LFU, levels", 1)], {("LRU", 1), ("LFU, levels", 1)}),
 )
 def test_small_parts_before_large_ones_train_as_the_large_ones(name, choices, rng):
     """Over devices: what an owner's cache displaces is in the owner's store, and comes back."""

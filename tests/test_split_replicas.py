@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import seldom
 from flax import linen as nn
 from flax import nnx
 from many_devices import (
@@ -21,8 +23,9 @@ from many_devices import (
     One,
     assert_entries,
     assert_same_bits,
+    features_and_labels,
     on_device,
-    seldom,
+    tables_of,
     zipf_batch,
 )
 
@@ -106,11 +109,8 @@ def of_model(flax, placement=None):
     return state, lambda state, *batch: (state, step(state, *batch))
 
 
-def tables_of(state):
-    tree = state.tables if hasattr(state, "tables") else nnx.state(state)
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, hkv.Table))
-    tables = [node for node in nodes if isinstance(node, hkv.Table)]
-    return sorted(tables, key=lambda table: table.name)
+def tables_in(state):
+    return tables_of(state.tables if hasattr(state, "tables") else nnx.state(state))
 
 
 @pytest.mark.parametrize("flax", seldom(["linen", "nnx"], {"nnx"}))
@@ -118,9 +118,7 @@ def test_one_collection_has_tables_of_every_layout_and_trains_as_on_one_device(f
     """Small ones on each device, others once on each node, large ones over all devices."""
     (many, step), (one, alone) = of_model(flax, PLACEMENT), of_model(flax)
     for _ in range(4):
-        ids = {"country": rng.integers(0, 50, (64, 1)), "user": rng.integers(0, 999, (64, 3))}
-        ids["shop"] = rng.integers(2**40, 2**40 + 600, (64, 2))
-        batch = jax.tree.map(hkv.Keys.from_numpy, ids), rng.integers(0, 2, 64).astype(np.float32)
+        batch = features_and_labels(rng, "shop")
         many, info = step(many, *PLACEMENT.put(batch))
         one, expected = alone(one, *batch)
         assert float(info.loss) == pytest.approx(float(expected.loss), abs=1e-6)
@@ -129,9 +127,9 @@ def test_one_collection_has_tables_of_every_layout_and_trains_as_on_one_device(f
                 assert int(getattr(info.tables[name], figure)) == int(getattr(metrics, figure))
             load = pytest.approx(float(metrics.load_factor), rel=1e-6)
             assert float(info.tables[name].load_factor) == load
-    kinds = {table.name: table.replicas for table in tables_of(many)}
+    kinds = {table.name: table.replicas for table in tables_in(many)}
     assert kinds == {"country": True, "shop": 2, "user": False}
-    for own, other in zip(tables_of(many), tables_of(one), strict=True):
+    for own, other in zip(tables_in(many), tables_in(one), strict=True):
         assert int(hkv.size(own)) == int(hkv.size(other)) and own.capacity == other.capacity
         assert PLACEMENT.replicas_agree(own)
         assert own.replicas is False or f"replicas={own.replicas}" in repr(own)
@@ -255,11 +253,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "name, is_on_host",
-    [
-        *((name, False) for name in LAYOUTS),
-        ("one device", True),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in [*LAYOUTS][1:]),
-    ],
+    seldom(product(LAYOUTS, [False, True]), {(name, True) for name in [*LAYOUTS][1:]}),
 )
 def test_a_state_goes_to_another_layout_and_back(name, is_on_host):
     state = {"table": trained(), "w": PLACEMENT.create(lambda: jnp.arange(3.0))}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import seldom
 from many_devices import (
     ADAM,
     DIM,
@@ -129,7 +130,7 @@ KINDS += [(name, kind) for name in ("room", "no room") for kind in (stacked_twic
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] in SELDOM)) for pair in KINDS],
+    seldom(KINDS, [pair for pair in KINDS if pair[0] in SELDOM]),
 )
 def test_stacked_lookups_are_updated_as_a_list_of_them_bit_by_bit(name, kind, rng, monkeypatch):
     """Lookup by lookup, device by device: no sum has another order."""

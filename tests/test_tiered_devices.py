@@ -6,8 +6,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from combinations import seldom
 from jax.sharding import NamedSharding, PartitionSpec
-from many_devices import assert_same_bits, entries_of, seldom
+from many_devices import assert_same_bits, entries_of
 from test_tiered import by_key, made
 from test_tiered_models import DENSE, DIM, loss_of
 

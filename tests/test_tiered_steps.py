@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import each
+from combinations import each, seldom
 from many_devices import assert_same_bits
 from test_tiered import (
     POLICIES,
@@ -185,9 +185,7 @@ def test_a_loop_whose_first_batch_was_not_prefetched_goes_on_as_one_that_was(pol
     assert absent[0] == 100 and not any(absent[1:])
 
 
-@pytest.mark.parametrize(
-    "policy", [POLICIES[0], *(pytest.param(own, marks=pytest.mark.slow) for own in POLICIES[1:])]
-)
+@pytest.mark.parametrize("policy", seldom(POLICIES, POLICIES[1:]))
 def test_entries_leave_a_gpu_in_pieces(policy, monkeypatch, rng):
     """Here from a CPU: the same entries, wherever the last piece ends."""
     monkeypatch.setattr(_tiers, "pieces_of", lambda device: 5)
