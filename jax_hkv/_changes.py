@@ -16,8 +16,8 @@ from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
-from jax_hkv._exports import all_of
-from jax_hkv._keys import check_unmasked
+from jax_hkv._exports import all_of, first_change
+from jax_hkv._keys import Keys, check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
@@ -64,9 +64,9 @@ def export_changes(
     """What has become of a table since an earlier export: for one that follows it.
 
     For use between steps, none of which lies between a lookup and its update. It tells the earlier
-    keys from those of now on the host. Rows that changed without their scores, or got earlier ones
-    by an import, are not seen, and of a table that went back to a checkpoint everything is to be
-    exported: see :func:`export_entries`, `changed_since`.
+    keys from those of now on the host. Rows that changed without their scores are not seen: see
+    :func:`export_entries`, `changed_since`. Of a table that went back to a checkpoint everything is
+    to be exported: its times come twice, and what became of it in them is not told from what was.
 
     Args:
       tables: a table of one device, or `jax_hkv.tiered.Tiers` of one; or the parts of a table, of
@@ -79,7 +79,9 @@ def export_changes(
       The changes, for :func:`import_changes`, and as `since` of the next ones.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError: naming the argument.
+      ValueError: naming the argument; if entries of `since` have other scores now, of no later time
+        than it: of a table that went back, or was given earlier scores by an import.
       RuntimeError: if a table was used up before.
 
     Example:
@@ -97,6 +99,8 @@ def export_changes(
     earlier, known = _known_of(call, since)
     policy = parts[0].cache.policy if isinstance(parts[0], Tiers) else parts[0].policy
     tells_time = policy not in (Policy.LFU, Policy.CUSTOM)
+    if earlier is not None and tells_time:
+        _check_past(call, parts, earlier)
     entries = _exported(parts, earlier if tells_time else None)
     keys = np.sort(np.concatenate([_keys_of(part) for part in parts]))
     # New ones whose scores are old: of an import.
@@ -111,6 +115,34 @@ def export_changes(
 
 def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
     return all_of("sharding.export_entries", parts, None, since)
+
+
+def _check_past(call: str, parts: Sequence[Any], earlier: Exported) -> None:
+    """What was not looked up since an earlier time has the scores that it had."""
+    first = np.uint64(first_change("sharding.export_entries", parts, earlier))
+    for part in parts:
+        at, scores = _scores_of(part, earlier.keys)
+        others = at[(scores < first) & (scores != earlier.scores[at])]
+        if len(others):
+            key = int(earlier.keys[others[0]])
+            raise ValueError(
+                f"{call}: since must be of this table's own past, got one of time {earlier.clock} "
+                f"in which {len(others)} entries have other scores than now, of no later time (one "
+                f"of key {key}): the table went back to a checkpoint, or was given entries by an "
+                "import. Give None, and fresh tables to follow"
+            )
+
+
+def _scores_of(part: Table | Tiers, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of some keys there are, by their positions, and the scores of these."""
+    if isinstance(part, Tiers):  # what both have, the cache has later
+        (near, own), (behind, scores) = (_scores_of(one, keys) for one in (part.cache, part.store))
+        alone = ~np.isin(behind, near)
+        return np.append(near, behind[alone]), np.append(own, scores[alone])
+    scores = Keys(np.asarray(part.index.scores).reshape(-1, 2)).to_numpy()
+    scores = scores[np.asarray(part.digests).reshape(-1) != 0]
+    _, own, at = np.intersect1d(_entries.keys_of(part), keys, return_indices=True)
+    return at, scores[own]
 
 
 def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:
@@ -241,6 +273,13 @@ def import_changes(
             "each since the one before, or begin anew with a fresh table and "
             "export_changes(table, None); own writes and touching reads move a table's time"
         )
+    elif now != changes.since and _is_of_another_past(owners, parts, changes):
+        raise ValueError(
+            f"{call}: changes must be those behind the table's last ones, got some from "
+            f"{changes.since} to its time {now} with other scores than those that brought it "
+            "there: the trained table went back to a checkpoint; begin anew with a fresh table "
+            "and export_changes(table, None)"
+        )
     _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
     for owner, part in zip(owners, parts, strict=True):
@@ -251,18 +290,44 @@ def import_changes(
     return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
+def _present(
+    owners: Sequence[Any], parts: Sequence[Table], entries: Exported
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which entries tables have, of those that they own, and these ones' scores here and there."""
+    entries = entries._replace(values=entries.values[:, :0], optimizer={})  # rows need no copies
+    found = []
+    for owner, part in zip(owners, parts, strict=True):
+        own = _entries.owned(entries, *owner)
+        at, scores = _scores_of(part, own.keys)
+        found.append((np.isin(np.arange(len(own.keys)), at), scores, own.scores[at]))
+    present, scores, theirs = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return present, scores, theirs
+
+
 def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported) -> bool:
-    """Whether tables of a time that changes end at hold some of their keys, but not all.
+    """Whether tables of a time that changes end at are neither behind all of these nor without any.
 
     They hold all after the same changes, and none after those of another process.
     """
-    present = np.concatenate(
-        [
-            np.isin(_entries.owned_keys(entries.keys, *owner), _entries.keys_of(part))
-            for owner, part in zip(owners, parts, strict=True)
-        ]
-    )
-    return bool(present.any() and not present.all())
+    present, scores, theirs = _present(owners, parts, entries)
+    return bool(present.any() and not (present.all() and (scores == theirs).all()))
+
+
+def _is_of_another_past(owners: Sequence[Any], parts: Sequence[Table], changes: Changes) -> bool:
+    """Whether tables of a time that changes end at have come there by others than these.
+
+    Behind the same changes all scores are theirs, and behind those of another process none is of a
+    time since they begin. Scores of other policies than LRU and EPOCH_LRU tell no such times.
+    """
+    entries, policy = changes.entries, parts[0].policy
+    if policy not in (Policy.LRU, Policy.EPOCH_LRU) or changes.since is None:
+        return False
+    first, last = changes.since, entries.clock
+    if policy is Policy.EPOCH_LRU:
+        first, last = (entries.epoch << 32 | time & 0xFFFFFFFF for time in (first, last))
+    _, scores, theirs = _present(owners, parts, entries)
+    is_between = (scores > np.uint64(first)) & (scores <= np.uint64(last))
+    return bool(is_between.any() and (scores != theirs).any())
 
 
 def _at_time_zero(part: Table) -> Table:

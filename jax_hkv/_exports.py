@@ -150,12 +150,13 @@ def _lowest_score(
         raise ValueError(
             f"{call}: changed_since makes a min_score, got one of {min_score} too: give one of them"
         )
-    return _first_change(call, list(map(_trained, parts)), changed_since)
+    return first_change(call, parts, changed_since)
 
 
-def _first_change(call: str, parts: Sequence[Table], earlier: Exported) -> int:
+def first_change(call: str, parts: Sequence[Table | Tiers], earlier: Exported) -> int:
     """The lowest score of what was scored after an export."""
-    policy = parts[0].policy
+    own = list(map(_trained, parts))
+    policy = own[0].policy
     check_exported(call, "changed_since", earlier, "it is an export of this table")
     if policy in (Policy.LFU, Policy.CUSTOM):
         raise ValueError(
@@ -163,7 +164,7 @@ def _first_change(call: str, parts: Sequence[Table], earlier: Exported) -> int:
             f"Policy.{policy.name} do not: export all entries, or create the table under LRU or an "
             "EPOCH policy"
         )
-    now, epoch = max(map(clock_of, parts)), max(map(epoch_of, parts))
+    now, epoch = max(map(clock_of, own)), max(map(epoch_of, own))
     if earlier.clock > now or earlier.epoch > epoch:
         raise ValueError(
             f"{call}: changed_since must be an export of an earlier time of this table, got one of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -490,6 +491,83 @@ def test_changes_of_another_history_of_the_same_time_are_refused():
     for _ in range(2):  # the last ones twice, which leave nothing
         serving, _ = sharding.import_changes(None, serving, gone)
     assert int(hkv.size(serving)) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_tiers"),
+    [*itertools.product([Policy.LRU, Policy.EPOCH_LRU], [False, True]), (Policy.EPOCH_LFU, False)],
+)
+def test_a_table_that_went_back_and_passed_its_old_time_is_noticed(policy, is_tiers):
+    """Entries of the time that comes twice would stay as the other history left them."""
+    table = OPT.init(hkv.create(128, DIM, policy=policy))
+    trained = tiered.Tiers(table, tiered.create_store(table, 1024)) if is_tiers else table
+
+    def trained_on(trained, *batches):
+        trained = jax.tree.map(jnp.copy, trained)
+        for ids in batches:
+            ids = np.array(ids, np.int32)
+            if isinstance(trained, tiered.Tiers):
+                trained, _ = tiered.prefetch(trained, ids)
+                trained = tiered.Tiers(train(trained.cache, ids, None), trained.store)
+            else:
+                trained = train(trained, ids, None)
+        return trained
+
+    checkpoint = trained_on(trained, [1, 2], [3, 4])
+    passed = trained_on(checkpoint, [1], [2, 2])
+    known = sharding.export_changes(passed, None)
+    later = sharding.export_changes(passed, sharding.export_changes(checkpoint, None))
+    again = trained_on(checkpoint, [1], [2, 2], [4])  # the same steps: nobody sees a difference
+    changes = sharding.export_changes(again, known)
+    others = () if policy is Policy.EPOCH_LFU else ([1, 2, 3],)  # whose epoch is exported again
+    assert sorted(changes.entries.keys.tolist()) == ([4] if others else [1, 2, 3, 4])
+    for batches in others:
+        went_back = trained_on(checkpoint, [3], [3], [4], [4])
+        with pytest.raises(ValueError, match=r"since must be of this table's own past, .* None, "):
+            sharding.export_changes(went_back, known)
+        for since in (known, known.entries, later):
+            with pytest.raises(ValueError, match="the table went back to a checkpoint, or was"):
+                sharding.export_changes(trained_on(checkpoint, batches, [4], [4], [3], [3]), since)
+
+
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_changes_of_a_history_that_went_back_are_refused(policy, devices):
+    """Its trainer resumes at a checkpoint that servers have passed, and reaches their time."""
+    table = hkv.create(128, DIM, policy=policy)
+    placement, serving = None, hkv.create(1024, DIM, policy=policy)
+    if devices > 1:
+        placement = placement_of("shard_map")
+        serving = placement.create(lambda: hkv.create(1024, DIM, policy=policy))
+
+    def after(table, *batches):
+        for ids in batches:
+            table, _ = hkv.find_or_insert(table, np.array(ids, np.int32))
+        return table
+
+    restored = jax.tree.map(jnp.copy, table := after(table, [1, 2, 3], [3, 4]))
+    known = sharding.export_changes(table, None)
+    serving, _ = sharding.import_changes(placement, serving, known)
+    changes = sharding.export_changes(after(table, [1], [2, 5]), known)
+    for _ in range(2):  # the last ones twice
+        serving, _ = sharding.import_changes(placement, serving, changes)
+    since = sharding.export_entries(restored)
+    for batches in ([2], [1]), ([1], [4, 5]):
+        other = sharding.export_changes(after(jax.tree.map(jnp.copy, restored), *batches), since)
+        with pytest.raises(ValueError, match="got some from 2 to its time 4 with other scores"):
+            sharding.import_changes(placement, serving, other)
+
+
+def test_a_table_that_was_given_earlier_scores_is_noticed():
+    """They are not told from those that it had, and neither are their rows."""
+    table = of_ids(3)
+    _, old = hkv.export_keys(table, np.arange(3, dtype=np.int32))
+    for _ in range(2):
+        table, _ = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
+    known = sharding.export_changes(table, None)
+    table, _ = hkv.import_batch(table, old)
+    with pytest.raises(ValueError, match="3 entries have other scores .* given entries by an"):
+        sharding.export_changes(table, known)
 
 
 def test_changes_that_a_group_takes_are_followed_from_a_table_without_entries():
