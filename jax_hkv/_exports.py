@@ -26,6 +26,7 @@ from jax_hkv._entries import (
     padded,
     slots_at_once,
 )
+from jax_hkv._placed import is_saved
 from jax_hkv._tiers import Tiers
 from jax_hkv.index import Policy
 from jax_hkv.table import Table, check_one_device, check_table
@@ -267,6 +268,7 @@ def _chunks(
     call: str, part: Table | Tiers, most: int, lowest: int | None
 ) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
     """Entries of a part: those of the store that the cache has not, and those of the cache."""
+    part = _on_a_device(part)
     if not isinstance(part, Tiers):
         yield from chunks_of(call, part, lowest, most)
         return
@@ -278,3 +280,16 @@ def _chunks(
         is_near = _tiers.is_in(part.cache, padded(keys, slots))[: len(keys)]
         yield jax.tree.map(lambda leaf, others=~is_near: leaf[others], chunk)
     yield from chunks_of(call, part.cache, lowest, most)
+
+
+def _on_a_device(part: Table | Tiers) -> Any:
+    """Saved tables on a device: they are not put there once for each piece that is read of them."""
+    tables = part if isinstance(part, Tiers) else [part]
+    if not any(map(is_saved, tables)):
+        return part
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to do without
+        device = None
+    after = [jax.device_put(own, device) if is_saved(own) else own for own in tables]
+    return Tiers(*after) if isinstance(part, Tiers) else after[0]

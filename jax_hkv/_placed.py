@@ -18,6 +18,32 @@ from jax_hkv._digest import names_in
 from jax_hkv.table import Table
 
 
+def is_saved(table: Table) -> bool:
+    """Whether a table is on the host as NumPy arrays, as a checkpoint is read."""
+    return all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(table))
+
+
+def is_shape(table: Any) -> bool:
+    return is_table(table) and all(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(table)
+    )
+
+
+def cut(call: str, table: Table, placement: Any) -> list[Table]:
+    """The parts of a saved table over devices that need not be there, or those of its shapes."""
+    parts, is_stacked = placement.devices, placement.mode == "pmap"
+    placement.check_tables(call, table, (parts,) if is_stacked else ())
+
+    def part_of(number: int, leaf: Any) -> Any:
+        rows = leaf.shape[0] // parts
+        shape = leaf.shape[1:] if is_stacked else (rows, *leaf.shape[1:])
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return leaf[number * rows : (number + 1) * rows].reshape(shape)
+
+    return [jax.tree.map(functools.partial(part_of, part), table) for part in range(parts)]
+
+
 def has_twins(leaves: Sequence[Any]) -> bool:
     """Whether an array is among the leaves twice: without a look at its buffers, in every step."""
     arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]

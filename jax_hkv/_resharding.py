@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import Any
 
@@ -11,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jax_hkv import whole_table
-from jax_hkv._entries import check_fits, import_entries, without_entries
-from jax_hkv._exports import export_entries
-from jax_hkv._placed import all_equal, by_part, check_replicas, is_table
+from jax_hkv import _tier_entries, _tier_parts, whole_table
+from jax_hkv._entries import Exported, check_fits, import_entries, without_entries
+from jax_hkv._exports import all_of, export_entries
+from jax_hkv._placed import all_equal, by_part, check_replicas, cut, is_saved
 from jax_hkv._placement import Placement
+from jax_hkv._tiers import Tiers
 from jax_hkv.table import Counts, Table
 
 _CALL = "sharding.reshard"
@@ -32,12 +32,14 @@ def reshard(
 
     Entries go through the host, table by table: see :func:`import_entries` for what they keep. A
     table that is split by keys becomes one of replicas, or ceases to be, where that of `fresh` is
-    such. All else (parameters, the optimizer's state, statistics, random keys) has the bits that it
-    had.
+    such. So it is with a second tier: `jax_hkv.tiered.Tiers` move as one table, into such or into a
+    table alone, and the other way round; what they hold comes into the store. All else (parameters,
+    the optimizer's state, statistics, random keys) has the bits that it had.
 
     Args:
-      state: any pytree with tables, as it lies on the devices of `source`, or what it was there as
-        NumPy arrays: a checkpoint of it, read by a machine of other devices. It stays as it is.
+      state: any pytree with tables or tiers, as it lies on the devices of `source`, or what it was
+        there as NumPy arrays: a checkpoint of it, read by a machine of other devices. It stays as
+        it is.
       fresh: a state of the same form, newly made on the devices of `target`; it is used up.
       source: of `state`; None: one device. Of NumPy arrays the mesh may be a
         ``jax.sharding.AbstractMesh``.
@@ -84,11 +86,14 @@ def reshard(
             _check_replicas(path, node, source)
     counts: dict[str, Counts] = {}
     for path, node in old.items():
-        if isinstance(node, Table):
-            exported = export_entries(_parts(node, source))
-            new[path], counts[path] = import_entries(target, new[path], exported)
+        like = new[path]
+        if not _has_entries(node):
+            new[path] = _placed(_on_host(node, source), like)
+        elif isinstance(like, Tiers):
+            moved = _tier_entries.import_entries(like, _exported(node, source), placement=target)
+            new[path], counts[path] = moved
         else:
-            new[path] = _placed(_on_host(node, source), new[path])
+            new[path], counts[path] = import_entries(target, like, _exported(node, source))
     return jax.tree.unflatten(structure, list(new.values())), counts
 
 
@@ -101,52 +106,54 @@ def _check_placement(argument: str, placement: Any) -> None:
 
 
 def _nodes(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Tables and other leaves by their paths, and the structure that they stand in."""
-    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_table)
+    """Tables, tiers and other leaves by their paths, and the structure that they stand in."""
+    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_entries)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
     if len(set(paths)) < len(paths):  # a name with a slash in it
         paths = [jax.tree_util.keystr(path) for path, _ in named]
     return dict(zip(paths, (node for _, node in named), strict=True)), structure
 
 
-def _parts(table: Table, placement: Placement | None) -> list[Table]:
+def _has_entries(node: Any) -> bool:
+    return isinstance(node, (Table, Tiers))
+
+
+def _exported(node: Any, placement: Placement | None) -> Exported:
+    parts = _parts(node, placement)
+    return all_of(_CALL, parts, None, None) if isinstance(node, Tiers) else export_entries(parts)
+
+
+def _parts(node: Any, placement: Placement | None) -> list[Any]:
+    """The parts of a table, or of tiers, which are one of each."""
+    if isinstance(node, Tiers):
+        return _tier_parts.to_read(_CALL, node, placement)
     if placement is None:
-        return [table]
-    if _is_on_host(table):
-        return _cut(table, placement)
+        return [node]
+    if is_saved(node):
+        return cut(_CALL, node, placement)
     if isinstance(placement.mesh, AbstractMesh):
         raise TypeError(
             f"{_CALL}: state must hold NumPy arrays alone where the mesh of source is abstract, "
-            f"got {sorted({type(leaf).__name__ for leaf in jax.tree.leaves(table)})} in a table: "
+            f"got {sorted({type(leaf).__name__ for leaf in jax.tree.leaves(node)})} in a table: "
             "jax.device_get(state), or give the placement whose devices it lies on"
         )
-    return placement.shards(table)
+    return placement.shards(node)
 
 
-def _is_on_host(table: Table) -> bool:
-    return all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(table))
-
-
-def _cut(table: Table, placement: Placement) -> list[Table]:
-    """The parts of a table over devices that are not there."""
-    parts = placement.devices
-    placement.check_tables(_CALL, table, (parts,) if _is_stacked(placement) else ())
-
-    def part_of(number: int, leaf: np.ndarray) -> np.ndarray:
-        part = np.split(leaf, parts)[number]
-        return part[0] if _is_stacked(placement) else part
-
-    return [jax.tree.map(functools.partial(part_of, part), table) for part in range(parts)]
+def _trained(node: Any) -> Table:
+    """Of tiers the cache, whose settings the store has."""
+    return node.cache if isinstance(node, Tiers) else node
 
 
 def _check_leaf(
     path: str, old: Any, source: Placement | None, new: Any, target: Placement | None
 ) -> None:
-    if isinstance(old, Table) and isinstance(new, Table):
-        _check_one_device("state", path, old, "source", source)
-        _check_one_device("fresh", path, new, "target", target)
+    if _has_entries(old) and _has_entries(new):
+        _check_one_device("state", path, _trained(old), "source", source)
+        _check_one_device("fresh", path, _trained(new), "target", target)
+        one, other = (_trained(_parts(*own)[0]) for own in ((new, target), (old, source)))
         try:
-            check_fits(_parts(new, target)[0], without_entries(_parts(old, source)[0]))
+            check_fits(one, without_entries(other))
         except ValueError as error:
             error.add_note(
                 f"{_CALL}: of the table {path}, which must fit that of fresh; a state without "
@@ -155,7 +162,7 @@ def _check_leaf(
             )
             raise
         for name in ("seed", "initializer", "choices"):
-            was, becomes = str(getattr(old, name)), str(getattr(new, name))  # as float32
+            was, becomes = (str(getattr(own, name)) for own in (other, one))  # as float32
             if was != becomes:
                 raise ValueError(
                     f"{_CALL}: fresh must have the {name} of state in the table {path}, {was}, got "
@@ -184,7 +191,7 @@ def _check_one_device(
 
 def _form(node: Any, placement: Placement | None) -> str:
     """The type and shape of a leaf on each device."""
-    if isinstance(node, Table):
+    if _has_entries(node):
         return "a table"
     shape = np.shape(node)[1 if _is_stacked(placement) else 0 :]
     return f"{jnp.result_type(node)}{list(shape)}"
@@ -198,8 +205,10 @@ def _check_replicas(path: str, table: Table, source: Placement) -> None:
     check_replicas(f"{_CALL}: state", table, source)
     if not table.replicas and not int(whole_table.size(table)):
         return  # it may be either
-    is_here = not _is_on_host(table)
-    digests = by_part(source, source.digests(table)) if is_here else _digests(_cut(table, source))
+    is_here = not is_saved(table)
+    digests = (
+        by_part(source, source.digests(table)) if is_here else _digests(cut(_CALL, table, source))
+    )
     if table.replicas and not all_equal(digests, table.parts_on(source.devices)):
         raise ValueError(
             f"{_CALL}: state must have the same entries on all devices in the table {path}, which "

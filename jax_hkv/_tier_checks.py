@@ -15,6 +15,7 @@ from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced
 from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
+from jax_hkv._placed import is_saved
 from jax_hkv._tiers import Tiers
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded
@@ -96,7 +97,7 @@ def check_apart(call: str, tables: Mapping[str, Table]) -> None:
                 )
 
 
-def check(call: str, tiers: Any) -> None:
+def check(call: str, tiers: Any, may_be_saved: bool = False) -> None:
     if not isinstance(tiers, Tiers):
         raise TypeError(
             f"{call}: tiers must be jax_hkv.tiered.Tiers, got {type(tiers).__name__}: make them by "
@@ -109,7 +110,7 @@ def check(call: str, tiers: Any) -> None:
             "export_changes make Tiers(*pair) of each of zip(placement.shards(cache), store)"
         )
     for name, table in tiers._asdict().items():
-        check_table(call, f"tiers.{name}", table)
+        check_table(call, f"tiers.{name}", table, may_be_saved)
     cache, store = tiers
     for what, near, behind in (
         ("rows and optimizer rows", rows_of(cache), rows_of(store)),
@@ -186,7 +187,7 @@ def check_alive(call: str, argument: str, table: Any) -> None:
     check_not_used_up(call, jax.tree.leaves(table), argument, LOST)
 
 
-def check_table(call: str, argument: str, table: Any) -> None:
+def check_table(call: str, argument: str, table: Any, may_be_saved: bool = False) -> None:
     check_is_table(call, table, argument)
     check_alive(call, argument, table)
     if table.clock.shape != (2,):
@@ -197,6 +198,7 @@ def check_table(call: str, argument: str, table: Any) -> None:
         )
     check_one_device(call, table, may_be_shapes=True)  # of jax.eval_shape: map_tables asks so
     is_here = not (is_traced(table.values) or isinstance(table.values, jax.ShapeDtypeStruct))
+    is_here = is_here and not (may_be_saved and is_saved(table))
     devices = getattr(table.values, "devices", tuple)() if is_here else ()
     if is_here and len(devices) != 1:
         raise ValueError(

@@ -24,7 +24,8 @@ def export_entries(
     """The entries of both tables as those of one, each once. For use between steps.
 
     Args:
-      tiers: to read.
+      tiers: to read. They may be a checkpoint's, NumPy arrays, and the mesh of the placement then a
+        ``jax.sharding.AbstractMesh``: see :func:`jax_hkv.tiered.create_store`.
       min_score: see :func:`jax_hkv.sharding.export_entries`.
       changed_since: an earlier export of the tiers, see there.
       placement: of a cache over devices, of whose parts in this process entries are exported;
@@ -48,7 +49,7 @@ def export_entries(
       200
     """
     call = "tiered.export_entries"
-    parts = _tier_parts.between_steps(call, tiers, placement)
+    parts = _tier_parts.to_read(call, tiers, placement)
     return all_of(call, parts, min_score, changed_since)
 
 
@@ -86,7 +87,7 @@ def export_chunks(
       [40, 10]
     """
     call = "tiered.export_chunks"
-    parts = _tier_parts.between_steps(call, tiers, placement)
+    parts = _tier_parts.to_read(call, tiers, placement)
     return chunked(call, parts, entries, min_score, changed_since)
 
 

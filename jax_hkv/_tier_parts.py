@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
@@ -21,6 +22,7 @@ from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange
 from jax_hkv._hops import Items, outward, plan_of
 from jax_hkv._keys import Keys
+from jax_hkv._placed import cut, is_saved, is_table
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded
@@ -64,13 +66,19 @@ class KeysOf(Protocol):
     def __hash__(self) -> int: ...
 
 
-def check_placement(call: str, placement: Any) -> Placement:
+def check_placement(call: str, placement: Any, may_be_absent: bool = False) -> Placement:
     _placement.check_placement(call, placement, ", or None for a cache of one device")
-    if len(placement.local_devices) != len(placement.local_parts):
+    if isinstance(placement.mesh, AbstractMesh) and not may_be_absent:
+        raise TypeError(
+            f"{call}: placement must have devices, got one of an abstract mesh: give that whose "
+            "devices the cache lies on. Exports alone read the tiers of other devices, as NumPy "
+            "arrays, jax.device_get(tiers)"
+        )
+    if placement.mesh.size != placement.devices:
         raise ValueError(
             f"{call}: placement must have one device for each part of a table, got "
-            f"{len(placement.local_devices)} devices for {len(placement.local_parts)} parts: "
-            "spread the table over all axes of the mesh"
+            f"{placement.mesh.size} devices for {placement.devices} parts: spread the table over "
+            "all axes of the mesh"
         )
     return placement
 
@@ -92,22 +100,33 @@ def caches_of(call: str, placement: Placement, cache: Any) -> list[Table]:
             "jax.sharding.PartitionSpec(placement.axes)))"
         )
     placement.check_outside(call, cache)
+    _check_split(call, cache)
+    return placement.shards(cache)
+
+
+def shapes_of(call: str, placement: Placement, cache: Table) -> list[Table]:
+    """As :func:`caches_of`, of shapes; of devices that are not here, all parts."""
+    _check_split(call, cache)
+    parts = cut(call, cache, placement)
+    is_here = not isinstance(placement.mesh, AbstractMesh)
+    return [parts[part] for part in placement.local_parts] if is_here else parts
+
+
+def _check_split(call: str, cache: Table) -> None:
     if cache.replicas:
         raise ValueError(
             f"{call}: the cache must be split by keys, got {cache.name!r}, of replicas, which "
             "would differ, since a key's row is brought to one device: create it without "
             f"replicas={cache.replicas}"
         )
-    return placement.shards(cache)
 
 
-def stores_of(call: str, placement: Placement, stores: Any) -> list[Table]:
-    count = len(placement.local_parts)
+def _stores_of(call: str, stores: Any, count: int, where: str) -> list[Table]:
     if isinstance(stores, Table) or not isinstance(stores, Sequence) or len(stores) != count:
         got = f"{len(stores)}" if isinstance(stores, (tuple, list)) else type(stores).__name__
         raise TypeError(
             f"{call}: tiers.store must have a table for each of the {count} parts that the "
-            f"placement has in this process, got {got}: make them by "
+            f"placement has {where}, got {got}: make them by "
             "tiered.create_store(cache, capacity, placement=placement)"
         )
     return list(stores)
@@ -117,11 +136,16 @@ def parts_of(call: str, placement: Placement, tiers: Any) -> list[Tiers]:
     """Tiers of one device each, checked."""
     if not isinstance(tiers, Tiers):
         _tier_checks.check(call, tiers)
-    stores = stores_of(call, placement, tiers.store)
-    pairs = zip(caches_of(call, placement, tiers.cache), stores, strict=True)
-    parts = [Tiers(*pair) for pair in pairs]
+    stores = _stores_of(call, tiers.store, len(placement.local_parts), "in this process")
+    return _pairs(call, caches_of(call, placement, tiers.cache), stores)
+
+
+def _pairs(
+    call: str, caches: Sequence[Table], stores: Sequence[Table], may_be_saved: bool = False
+) -> list[Tiers]:
+    parts = [Tiers(*pair) for pair in zip(caches, stores, strict=True)]
     for part in parts:
-        _tier_checks.check(call, part)
+        _tier_checks.check(call, part, may_be_saved)
     return parts
 
 
@@ -131,6 +155,18 @@ def between_steps(call: str, tiers: Any, placement: Placement | None) -> list[Ti
         _tier_checks.check(call, tiers)
         return [tiers]
     return parts_of(call, check_placement(call, placement), tiers)
+
+
+def to_read(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
+    """As :func:`between_steps`, also of saved ones, whose devices need not be there."""
+    if not (isinstance(tiers, Tiers) and is_table(tiers.cache) and is_saved(tiers.cache)):
+        return between_steps(call, tiers, placement)
+    if placement is None:
+        return _pairs(call, [tiers.cache], [tiers.store], may_be_saved=True)
+    placement = check_placement(call, placement, may_be_absent=True)
+    stores = _stores_of(call, tiers.store, placement.devices, "in all")
+    _check_split(call, tiers.cache)
+    return _pairs(call, cut(call, tiers.cache, placement), stores, may_be_saved=True)
 
 
 def joined(placement: Placement, parts: Sequence[Tiers]) -> Tiers:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _entries, _inserts, operations, whole_table
@@ -130,6 +131,17 @@ def emptied(table: Table, buckets: int, device: Any) -> Table:
     small = jax.device_put(small, device)
     with jax.default_device(device):
         return jax.device_put(whole_table.emptied(small, buckets), device)
+
+
+def emptied_shape(table: Table, buckets: int, device: Any) -> Table:
+    """As :func:`emptied`, of shapes."""
+    shapes = jax.eval_shape(lambda own: whole_table.emptied(own, buckets), table)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device)
+        ),
+        shapes,
+    )
 
 
 def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv._compat import of_one_device
 from jax_hkv._mapped import mapped
+from jax_hkv._placed import is_shape
 from jax_hkv._placement import Placement
 from jax_hkv._tier_entries import export_chunks, export_entries, import_entries
 from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
@@ -70,7 +71,8 @@ def create_store(
 
     Args:
       table: the cache, with its optimizer's rows; it is only read. The store has its settings,
-        and rows and optimizer rows like its.
+        and rows and optimizer rows like its. It may be the shapes of one, of
+        :meth:`Placement.abstract` say.
       capacity: entries, of cache and store together; rounded up to whole buckets of 128. Where all
         are to be kept, buckets want room: one and a half times the expected entries with one
         candidate bucket, 1.1 times with two.
@@ -79,7 +81,8 @@ def create_store(
         part of `capacity` that comes to it. The cache is split by keys.
 
     Returns:
-      The store; with a placement, a tuple of them.
+      The store; with a placement, a tuple of them. Of shapes the shapes of that, on `device`, which
+        a checkpoint is restored into.
 
     Raises:
       TypeError, ValueError: naming the argument; also for a table under a policy that refuses
@@ -95,14 +98,16 @@ def create_store(
       (100096, 'LRU', ['mu', 'nu'])
     """
     call = "tiered.create_store"
-    caches, share = [table], capacity
+    is_of_shapes, caches, share = is_shape(table), [table], capacity
     if placement is not None:
-        placement = _tier_parts.check_placement(call, placement)
-        caches = _tier_parts.caches_of(call, placement, table)
+        placement = _tier_parts.check_placement(call, placement, may_be_absent=is_of_shapes)
+        parts_of = _tier_parts.shapes_of if is_of_shapes else _tier_parts.caches_of
+        caches = parts_of(call, placement, table)
         most = MAX_SLOTS * placement.devices
         share = -(-_checks.as_integer(call, "capacity", capacity, 1, most) // placement.devices)
     for cache in caches:
-        _checks.check_arrays(call, jax.tree.leaves(cache), "table")
+        if not is_of_shapes:
+            _checks.check_arrays(call, jax.tree.leaves(cache), "table")
         _tier_checks.check_table(call, "table", cache)
     buckets = buckets_of(call, share)
     if buckets * LANES < caches[0].capacity:
@@ -116,7 +121,8 @@ def create_store(
             f"{call}: device must be one of jax.devices() or jax.devices('cpu'), or None for the "
             f"host's CPU, got {type(device).__name__} {device!r}"
         )
-    stores = tuple(_tiers.emptied(cache, buckets, device) for cache in caches)
+    make = _tiers.emptied_shape if is_of_shapes else _tiers.emptied
+    stores = tuple(make(cache, buckets, device) for cache in caches)
     return stores[0] if placement is None else stores
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from many_devices import Case, Many, assert_same_bits, entries_of, zipf_batch
+from many_devices import Case, Many, assert_same_bits, entries_of, sorted_by_key, zipf_batch
 from test_expire import warnings_of
 
 import jax_hkv as hkv
+from jax_hkv import _entries, sharding, tiered
 from jax_hkv import index as _index
-from jax_hkv import sharding, tiered
 
 DIM = 3
 ADAM = hkv.optim.adam(0.1, count_per_row=True)
@@ -235,6 +235,20 @@ def test_the_host_holds_a_few_chunks_and_never_two_exports():
     assert whole > 2**20
     assert peak_of(lambda: sharding.export_entries(table)) < 1.3 * whole
     assert peak_of(in_chunks) < 3 * 512 * (64 * 4 + 16) < whole / 3
+
+
+def test_a_saved_table_is_put_on_a_device_once(monkeypatch):
+    """Not for each piece that is read: of a large table that was most of the time."""
+    table, _ = hkv.find_or_insert(hkv.create(2048, DIM), np.arange(900, dtype=np.int32))
+    given, export_batch = [], _entries.export_batch
+    monkeypatch.setattr(
+        _entries,
+        "export_batch",
+        lambda own, *args: (given.append(own.values), export_batch(own, *args))[1],
+    )
+    chunks = list(sharding.export_chunks(jax.device_get(table), 256))
+    assert_same_bits(entries_of(table)[:3], sorted_by_key(sharding.join_entries(chunks))[:3])
+    assert len(given) > 8 and all(values is given[0] for values in given[:8])
 
 
 def test_a_native_export_of_more_slots_than_rows_is_refused(platform):
