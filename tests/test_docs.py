@@ -72,7 +72,7 @@ def test_the_tutorial_runs_from_its_first_block_to_its_last(capsys):
 def test_the_code_for_those_who_come_from_another_library_runs():
     """Its blocks check what they claim."""
     blocks = blocks_of("docs/migration.md", FENCED)
-    assert len(blocks) == 4 and all("assert" in block for block in blocks)
+    assert len(blocks) == 5 and all("assert" in block for block in blocks)
     run("docs/migration.md", blocks, {"__name__": "migration"})
 
 
