@@ -12,16 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, whole_table
+from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, operations, whole_table
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, check_unmasked
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Tiers
+from jax_hkv._tiers import Tiers, trained
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, Table, check_one_device, no_counts
+
+
+class Witnesses(NamedTuple):
+    """Entries of an earlier time, up to 4096: what stands there has them with these scores.
+
+    Attributes:
+      keys: ``uint64[w]``, those of the highest scores.
+      scores: ``uint64[w]``.
+      policy: of the scores, as in :class:`Exported`.
+      whole: whether one process has exported all parts, so that no other's changes are to come.
+    """
+
+    keys: np.ndarray
+    scores: np.ndarray
+    policy: int
+    whole: bool
 
 
 class Changes(NamedTuple):
@@ -35,6 +51,9 @@ class Changes(NamedTuple):
       keys: ``uint64[n]``, all that are there now, in order; None where they are not known, from a
         file.
       before: how many entries there were at that time; None where that is not known.
+      scores: ``uint64[n]``, of the keys; None where these are not known.
+      witnesses: some of the entries of that time, :class:`Witnesses`; None where there was none, or
+        where that is not known.
     """
 
     entries: Exported
@@ -42,6 +61,8 @@ class Changes(NamedTuple):
     since: int | None
     keys: np.ndarray | None
     before: int | None = None
+    scores: np.ndarray | None = None
+    witnesses: Witnesses | None = None
 
 
 class ChangeCounts(NamedTuple):
@@ -81,7 +102,8 @@ def export_changes(
     Raises:
       TypeError: naming the argument.
       ValueError: naming the argument; if entries of `since` have other scores now, of no later time
-        than it: of a table that went back, or was given earlier scores by an import.
+        than it: of a table that went back, or was given earlier scores by an import, or of tiers
+        whose cache lost newer entries, in a step without its prefetch.
       RuntimeError: if a table was used up before.
 
     Example:
@@ -96,61 +118,99 @@ def export_changes(
     """
     call = "sharding.export_changes"
     parts = _parts_of(call, tables)
-    earlier, known = _known_of(call, since)
-    policy = parts[0].cache.policy if isinstance(parts[0], Tiers) else parts[0].policy
+    earlier, known, was = _known_of(call, since)
+    policy = trained(parts[0]).policy
     tells_time = policy not in (Policy.LFU, Policy.CUSTOM)
-    if earlier is not None and tells_time:
-        _check_past(call, parts, earlier)
+    each = [_entries_of(part) for part in parts]
+    keys, scores = (np.concatenate(own) for own in zip(*each, strict=True))
+    order = np.argsort(keys)
+    keys, scores = keys[order], scores[order]
+    if earlier is not None and was is not None and tells_time:
+        first = first_change(call, parts, earlier, "since")
+        _check_past(call, (known, was), (keys, scores), earlier.clock, first)
     entries = _exported(parts, earlier if tells_time else None)
-    keys = np.sort(np.concatenate([_keys_of(part) for part in parts]))
     # New ones whose scores are old: of an import.
     old = _others(_others(keys, known), np.sort(entries.keys))
     if len(old):
         whole = _exported(parts, None)
         came = _entries.chosen(whole, np.isin(whole.keys, old))
         entries = _entries.as_one([entries, came])
-    clock = None if earlier is None else earlier.clock
-    return Changes(entries, _others(known, keys), clock, keys, len(known))
+    clock, witnesses = None, None
+    if earlier is not None:
+        clock = earlier.clock
+        if was is not None:
+            latest = np.argsort(was, kind="stable")[-4096:]
+            witnesses = Witnesses(known[latest], was[latest], earlier.policy, _are_all(each))
+    removed = _others(known, keys)
+    return Changes(entries, removed, clock, keys, len(known), scores, witnesses)
 
 
 def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
     return all_of("sharding.export_entries", parts, None, since)
 
 
-def _check_past(call: str, parts: Sequence[Any], earlier: Exported) -> None:
-    """What was not looked up since an earlier time has the scores that it had."""
-    first = np.uint64(first_change("sharding.export_entries", parts, earlier))
-    for part in parts:
-        at, scores = _scores_of(part, earlier.keys)
-        others = at[(scores < first) & (scores != earlier.scores[at])]
-        if len(others):
-            key = int(earlier.keys[others[0]])
-            raise ValueError(
-                f"{call}: since must be of this table's own past, got one of time {earlier.clock} "
-                f"in which {len(others)} entries have other scores than now, of no later time (one "
-                f"of key {key}): the table went back to a checkpoint, or was given entries by an "
-                "import. Give None, and fresh tables to follow"
-            )
-
-
-def _scores_of(part: Table | Tiers, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of some keys there are, by their positions, and the scores of these."""
+def _entries_of(part: Table | Tiers) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of a part, in any order, and their scores."""
     if isinstance(part, Tiers):  # what both have, the cache has later
-        (near, own), (behind, scores) = (_scores_of(one, keys) for one in (part.cache, part.store))
+        (near, own), (behind, scores) = map(_entries_of, part)
         alone = ~np.isin(behind, near)
         return np.append(near, behind[alone]), np.append(own, scores[alone])
-    scores = Keys(np.asarray(part.index.scores).reshape(-1, 2)).to_numpy()
-    scores = scores[np.asarray(part.digests).reshape(-1) != 0]
-    _, own, at = np.intersect1d(_entries.keys_of(part), keys, return_indices=True)
-    return at, scores[own]
+    is_entry = np.asarray(part.digests).reshape(-1) != 0
+    scores = Keys(np.asarray(part.index.scores).reshape(-1, 2)[is_entry])
+    return _entries.keys_of(part), scores.to_numpy()
+
+
+def _check_past(
+    call: str,
+    then: tuple[np.ndarray, np.ndarray],
+    now: tuple[np.ndarray, np.ndarray],
+    clock: int,
+    first: int,
+) -> None:
+    """What was not looked up since an earlier time has the scores that it had."""
+    (before, was), (keys, scores) = then, now
+    stays, places = _found(before, keys)
+    others = places[(scores[places] < np.uint64(first)) & (scores[places] != was[stays])]
+    if len(others):
+        raise ValueError(
+            f"{call}: since must be of this table's own past, got one of time {clock} in which "
+            f"{len(others)} entries have other scores than now, of no later time (one of key "
+            f"{int(keys[others[0]])}): the table went back to a checkpoint, was given entries by "
+            "an import, or, of tiers, its cache lost newer ones (in a step without its prefetch). "
+            "Give None, and fresh tables to follow"
+        )
+
+
+def _are_all(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Whether parts are all that a table has, as far as the owners of their keys tell.
+
+    A part alone may be one of as many as there are devices: its keys are all of one owner then.
+    """
+
+    def is_part(keys: np.ndarray, number: int, parts: int) -> bool:
+        return len(_entries.owned_keys(keys, number, parts)) == len(keys)
+
+    if jax.process_count() > 1:
+        return False
+    if len(each) > 1:
+        return all(is_part(keys, number, len(each)) for number, (keys, _) in enumerate(each))
+    some = each[0][0][:1000]
+    counts = range(2, jax.local_device_count() + 1)
+    return not any(is_part(some, number, parts) for parts in counts for number in range(parts))
 
 
 def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:
-    """Keys that are not among others; both in order, so that a search goes through them once."""
-    if not len(than):
-        return keys
-    places = np.minimum(np.searchsorted(than, keys), len(than) - 1)
-    return keys[than[places] != keys]
+    """Keys that are not among others, which are in order."""
+    return keys[~_found(keys, than)[0]]
+
+
+def _found(keys: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which keys are among others, and where these are. With both in order it goes through once."""
+    if not len(among):
+        return np.zeros(len(keys), bool), np.zeros(0, np.int64)
+    places = np.minimum(np.searchsorted(among, keys), len(among) - 1)
+    is_found = among[places] == keys
+    return is_found, places[is_found]
 
 
 def _parts_of(call: str, tables: Any) -> list[Any]:
@@ -169,10 +229,10 @@ def _parts_of(call: str, tables: Any) -> list[Any]:
     return _entries.distinct_parts(call, parts)
 
 
-def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
-    """The earlier export, and the keys of that time."""
+def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray, np.ndarray | None]:
+    """The earlier export, and the keys of that time, in order, and their scores."""
     if since is None:
-        return None, np.zeros(0, np.uint64)
+        return None, np.zeros(0, np.uint64), None
     if isinstance(since, Changes):
         if since.keys is None:
             raise ValueError(
@@ -180,17 +240,12 @@ def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray]:
                 "give those that this process has exported; where followers stand at a checkpoint, "
                 "export_entries of what was restored from it; or None and a fresh table to follow"
             )
-        return since.entries, since.keys
+        return since.entries, since.keys, since.scores
     _entries.check_exported(
         call, "since", since, "give what export_changes returned, or None for the first time"
     )
-    return since, np.sort(since.keys)
-
-
-def _keys_of(part: Table | Tiers) -> np.ndarray:
-    if isinstance(part, Tiers):
-        return np.concatenate([_entries.keys_of(part.store), _tiers.keys_of_cache_alone(part)])
-    return _entries.keys_of(part)
+    order = np.argsort(since.keys)
+    return since, since.keys[order], since.scores[order]
 
 
 @of_one_device
@@ -217,9 +272,10 @@ def import_changes(
     Raises:
       TypeError: naming the argument.
       ValueError: if the table's time is neither the changes' beginning nor their end (that of the
-        same ones, or of another process's part, before), if it has entries before changes from the
-        beginning, as far as its time and keys tell, or none where the changes begin with some, if
-        it has another seed, or as :func:`import_entries`; before anything is changed.
+        same ones, or of another process's part, before), or if it came to it by others, as its
+        scores tell; if it has entries before changes from the beginning, as far as its time, keys
+        and scores tell, or none where the changes begin with some; if it has another seed, or as
+        :func:`import_entries`; before anything is changed.
       RuntimeError: if the table was used up before.
 
     Example:
@@ -249,10 +305,11 @@ def import_changes(
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
     is_whole = {number for number, _ in owners} == set(range(owners[0][1]))
-    size = sum(int(whole_table.size(part)) for part in _entries.distinct_parts(call, parts))
+    each = _entries.distinct_parts(call, parts)
+    size = sum(int(whole_table.size(part)) for part in each)
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
-    elif begins and (now < entries.clock or _is_another(owners, parts, entries)):
+    elif begins and (now < entries.clock or _is_another(owners, each, entries)):
         raise ValueError(
             f"{call}: table must have no entries before changes from the beginning (since "
             f"None), got one with {size}, which these would not remove, or without some of these, "
@@ -273,12 +330,12 @@ def import_changes(
             "each since the one before, or begin anew with a fresh table and "
             "export_changes(table, None); own writes and touching reads move a table's time"
         )
-    elif now != changes.since and _is_of_another_past(owners, parts, changes):
+    elif not _follows(each, changes, now, size):
         raise ValueError(
             f"{call}: changes must be those behind the table's last ones, got some from "
-            f"{changes.since} to its time {now} with other scores than those that brought it "
-            "there: the trained table went back to a checkpoint; begin anew with a fresh table "
-            "and export_changes(table, None)"
+            f"{changes.since} to {entries.clock} of another past than the table has at its time "
+            f"{now}, by its scores: the trained table went back to a checkpoint, and came to a "
+            "time again; begin anew with a fresh table and export_changes(table, None)"
         )
     _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
@@ -290,18 +347,23 @@ def import_changes(
     return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
-def _present(
-    owners: Sequence[Any], parts: Sequence[Table], entries: Exported
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which entries tables have, of those that they own, and these ones' scores here and there."""
-    entries = entries._replace(values=entries.values[:, :0], optimizer={})  # rows need no copies
-    found = []
-    for owner, part in zip(owners, parts, strict=True):
-        own = _entries.owned(entries, *owner)
-        at, scores = _scores_of(part, own.keys)
-        found.append((np.isin(np.arange(len(own.keys)), at), scores, own.scores[at]))
-    present, scores, theirs = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    return present, scores, theirs
+def _are_there(
+    parts: Sequence[Table], keys: np.ndarray, scores: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which keys tables have, and of those which with these scores."""
+    is_there, is_same = np.zeros(len(keys), bool), np.zeros(len(keys), bool)
+    for part in parts:
+        device, start = _tiers.device_of(part), 0
+        for some, valid in _entries.key_chunks(keys):
+            given = jax.device_put((some, valid), device)
+            _, result = operations.find(part, given[0], valid=given[1], return_scores=True)
+            now, found = result.scores.to_numpy(), np.asarray(result.found)
+            count = min(len(now), len(keys) - start)
+            own = slice(start, start + count)
+            is_there[own] |= found[:count]
+            is_same[own] |= found[:count] & (now[:count] == scores[own])
+            start += count
+    return keys[is_there], is_same[is_there]
 
 
 def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported) -> bool:
@@ -309,25 +371,36 @@ def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported
 
     They hold all after the same changes, and none after those of another process.
     """
-    present, scores, theirs = _present(owners, parts, entries)
-    return bool(present.any() and not (present.all() and (scores == theirs).all()))
+    keys, are_same = _are_there(parts, entries.keys, entries.scores)
+    owned = [len(_entries.owned_keys(entries.keys, *owner)) for owner in set(owners)]
+    return bool(len(keys) and not (len(keys) == sum(owned) and are_same.all()))
 
 
-def _is_of_another_past(owners: Sequence[Any], parts: Sequence[Table], changes: Changes) -> bool:
-    """Whether tables of a time that changes end at have come there by others than these.
+def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> bool:
+    """Whether tables of a time that changes begin or end at stand where these begin, or end.
 
-    Behind the same changes all scores are theirs, and behind those of another process none is of a
-    time since they begin. Scores of other policies than LRU and EPOCH_LRU tell no such times.
+    At the end they are behind the same changes, whose scores they have, or behind those of another
+    process, and stand at the beginning of these. What found no room is not there.
     """
-    entries, policy = changes.entries, parts[0].policy
-    if policy not in (Policy.LRU, Policy.EPOCH_LRU) or changes.since is None:
-        return False
-    first, last = changes.since, entries.clock
-    if policy is Policy.EPOCH_LRU:
-        first, last = (entries.epoch << 32 | time & 0xFFFFFFFF for time in (first, last))
-    _, scores, theirs = _present(owners, parts, entries)
-    is_between = (scores > np.uint64(first)) & (scores <= np.uint64(last))
-    return bool(is_between.any() and (scores != theirs).any())
+    entries, was = changes.entries, changes.witnesses
+    if was is None or was.policy != parts[0].policy:  # not known, or with scores of one's own
+        return True
+
+    def are_as_said(keys: np.ndarray, scores: np.ndarray) -> bool:
+        there, are_same = _are_there(parts, keys, scores)
+        return bool(2 * len(there) >= len(keys) and are_same.all())
+
+    is_first = now == changes.since or not was.whole
+    is_more = was.whole and changes.before is not None and size > changes.before
+    is_any = bool(len(was.keys)) or not len(_are_there(parts, entries.keys, entries.scores)[0])
+    if is_first and not is_more and is_any and are_as_said(was.keys, was.scores):
+        return True
+    stays = ~np.isin(was.keys, np.append(entries.keys, changes.removed))
+    return (
+        now == entries.clock
+        and are_as_said(entries.keys, entries.scores)
+        and are_as_said(was.keys[stays], was.scores[stays])
+    )
 
 
 def _at_time_zero(part: Table) -> Table:
@@ -378,6 +451,9 @@ def save_changes(path: Any, changes: Changes) -> None:
     since = np.zeros(0, np.uint64) if changes.since is None else np.array([changes.since], "u8")
     # What may be absent comes first: in a damaged file the last arrays may be part of another.
     arrays = {} if changes.before is None else {"before": np.array(changes.before, np.uint64)}
+    if changes.witnesses is not None:
+        keys, scores, *others = changes.witnesses
+        arrays |= {"witnesses": np.stack([keys, scores]), "witnessed": np.array(others, np.uint64)}
     arrays |= {"removed": changes.removed, "since": since}
     _entry_files.write_arrays(call, path, arrays | _entry_files.arrays_of(changes.entries))
 
@@ -395,7 +471,13 @@ def load_changes(path: Any) -> Changes:
         since = [operator.index(time) for time in saved["since"]]
         entries = _entry_files.entries_of_arrays(saved)
         before = operator.index(saved["before"][()]) if "before" in saved else None
-        changes = Changes(entries, saved["removed"], *(since or [None]), keys=None, before=before)
+        witnesses = None
+        if "witnesses" in saved:
+            keys, scores = saved["witnesses"]
+            policy, whole = saved["witnessed"].tolist()
+            witnesses = Witnesses(keys, scores, policy, bool(whole))
+        clock = since[0] if since else None
+        changes = Changes(entries, saved["removed"], clock, None, before, None, witnesses)
         _check("it", changes, "")
         return changes
 

@@ -18,10 +18,10 @@ from jax_hkv._entries import Exported
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
-# Arrays in a file beside those of types; the last three are of changes.
+# Arrays in a file beside those of types; the last ones are of changes.
 _OTHERS = {
     *("types", "keys", "scores", "clock", "epoch", "policy", "namespace", "seed"),
-    *("removed", "since", "before"),
+    *("removed", "since", "before", "witnesses", "witnessed"),
 }
 _Saved = TypeVar("_Saved")
 

@@ -154,33 +154,31 @@ def _lowest_score(
     return first_change(call, parts, changed_since)
 
 
-def first_change(call: str, parts: Sequence[Table | Tiers], earlier: Exported) -> int:
+def first_change(
+    call: str, parts: Sequence[Table | Tiers], earlier: Exported, argument: str = "changed_since"
+) -> int:
     """The lowest score of what was scored after an export."""
-    own = list(map(_trained, parts))
+    own = list(map(_tiers.trained, parts))
     policy = own[0].policy
-    check_exported(call, "changed_since", earlier, "it is an export of this table")
+    check_exported(call, argument, earlier, "it is an export of this table")
     if policy in (Policy.LFU, Policy.CUSTOM):
         raise ValueError(
-            f"{call}: changed_since needs scores that tell the time, and those of a table under "
+            f"{call}: {argument} needs scores that tell the time, and those of a table under "
             f"Policy.{policy.name} do not: export all entries, or create the table under LRU or an "
             "EPOCH policy"
         )
     now, epoch = max(map(clock_of, own)), max(map(epoch_of, own))
     if earlier.clock > now or earlier.epoch > epoch:
         raise ValueError(
-            f"{call}: changed_since must be an export of an earlier time of this table, got one of "
-            f"time {earlier.clock} in epoch {earlier.epoch} for a table at {now} in {epoch}"
+            f"{call}: {argument} must be an export of an earlier time of this table, got one of "
+            f"time {earlier.clock} in epoch {earlier.epoch} for a table at {now} in {epoch}: of "
+            "one that went back export all, with None, for fresh tables"
         )
     if policy is Policy.LRU:
         return min(earlier.clock + 1, 2**64 - 1)
     is_told = policy is Policy.EPOCH_LRU and earlier.clock >> 32 == now >> 32
     low = min((earlier.clock & 0xFFFFFFFF) + 1, 0xFFFFFFFF) if is_told else 0
     return earlier.epoch << 32 | low
-
-
-def _trained(part: Table | Tiers) -> Table:
-    """Whose time it is, and what rows share."""
-    return part.cache if isinstance(part, Tiers) else part
 
 
 def all_of(
@@ -220,7 +218,7 @@ def _cut(
     lowest = _lowest_score(call, parts, min_score, changed_since)
     if most is None and lowest is not None:
         most = MOST  # how many have some score is not known before, nor whether there is room
-    common = join_entries([common_of(_trained(part)) for part in parts])
+    common = join_entries([common_of(_tiers.trained(part)) for part in parts])
     left = _size_of(parts)
     # Not by how many there are: a program is compiled for each number of slots.
     read = MOST if most is None else most

@@ -257,11 +257,17 @@ class Group:
         call = f"Group {self.name!r}.take"
         if isinstance(exported, Changes):
             entries = self.take(exported.entries, of)
-            others = (exported.removed, exported.keys)
-            removed, keys = (own if own is None else self._taken(own, of)[1] for own in others)
-            keys = keys if keys is None else np.sort(keys)
+            keys, scores, witnesses = exported.keys, exported.scores, exported.witnesses
+            if keys is not None:
+                kept, keys = self._taken(keys, of)
+                order = np.argsort(keys)
+                keys, scores = keys[order], None if scores is None else scores[kept][order]
+            if witnesses is not None:
+                kept, own = self._taken(witnesses.keys, of)
+                witnesses = witnesses._replace(keys=own, scores=witnesses.scores[kept])
+            _, removed = self._taken(exported.removed, of)
             before = exported.before if self._has_tables_of(of) else None
-            return exported._replace(entries=entries, removed=removed, keys=keys, before=before)
+            return Changes(entries, removed, exported.since, keys, before, scores, witnesses)
         check_exported(call, "exported", exported, "make one by export_entries")
         if not isinstance(of, Group):
             raise TypeError(

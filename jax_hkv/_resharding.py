@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh
 
 from jax_hkv import _tier_entries, _tier_parts, whole_table
 from jax_hkv._entries import Exported, check_fits, import_entries, without_entries
-from jax_hkv._exports import all_of, export_entries
+from jax_hkv._exports import export_entries
 from jax_hkv._placed import all_equal, by_part, check_replicas, cut, is_saved
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Tiers
+from jax_hkv._tiers import Tiers, trained
 from jax_hkv.table import Counts, Table
 
 _CALL = "sharding.reshard"
@@ -67,6 +67,11 @@ def reshard(
     """
     _check_placement("source", source)
     _check_placement("target", target)
+    if target is not None and isinstance(target.mesh, AbstractMesh):
+        raise TypeError(
+            f"{_CALL}: target must have devices, got a placement of an abstract mesh: make fresh "
+            "on the devices that the state goes to"
+        )
     if jax.process_count() > 1:
         raise ValueError(
             f"{_CALL}: must run in one process, got {jax.process_count()}: save the entries of "
@@ -119,39 +124,34 @@ def _has_entries(node: Any) -> bool:
 
 
 def _exported(node: Any, placement: Placement | None) -> Exported:
-    parts = _parts(node, placement)
-    return all_of(_CALL, parts, None, None) if isinstance(node, Tiers) else export_entries(parts)
+    if isinstance(node, Tiers):
+        return _tier_entries.export_entries(node, placement=placement)
+    return export_entries(_parts(node, placement))
 
 
 def _parts(node: Any, placement: Placement | None) -> list[Any]:
     """The parts of a table, or of tiers, which are one of each."""
-    if isinstance(node, Tiers):
-        return _tier_parts.to_read(_CALL, node, placement)
-    if placement is None:
-        return [node]
-    if is_saved(node):
-        return cut(_CALL, node, placement)
-    if isinstance(placement.mesh, AbstractMesh):
+    is_here = placement is None or not isinstance(placement.mesh, AbstractMesh)
+    if not is_here and not is_saved(trained(node)):
         raise TypeError(
             f"{_CALL}: state must hold NumPy arrays alone where the mesh of source is abstract, "
             f"got {sorted({type(leaf).__name__ for leaf in jax.tree.leaves(node)})} in a table: "
             "jax.device_get(state), or give the placement whose devices it lies on"
         )
-    return placement.shards(node)
-
-
-def _trained(node: Any) -> Table:
-    """Of tiers the cache, whose settings the store has."""
-    return node.cache if isinstance(node, Tiers) else node
+    if isinstance(node, Tiers):
+        return _tier_parts.to_read(_CALL, node, placement)
+    if placement is None:
+        return [node]
+    return cut(_CALL, node, placement) if is_saved(node) else placement.shards(node)
 
 
 def _check_leaf(
     path: str, old: Any, source: Placement | None, new: Any, target: Placement | None
 ) -> None:
     if _has_entries(old) and _has_entries(new):
-        _check_one_device("state", path, _trained(old), "source", source)
-        _check_one_device("fresh", path, _trained(new), "target", target)
-        one, other = (_trained(_parts(*own)[0]) for own in ((new, target), (old, source)))
+        _check_one_device("state", path, trained(old), "source", source)
+        _check_one_device("fresh", path, trained(new), "target", target)
+        one, other = (trained(_parts(*own)[0]) for own in ((new, target), (old, source)))
         try:
             check_fits(one, without_entries(other))
         except ValueError as error:

@@ -129,7 +129,8 @@ def check(call: str, tiers: Any, may_be_saved: bool = False) -> None:
     if store.capacity < cache.capacity:
         raise ValueError(
             f"{call}: tiers.store must have room for what the cache gives up, {cache.capacity} "
-            f"entries at least, got {store.capacity}: the order is Tiers(cache, store)"
+            f"entries at least, got {store.capacity}: the order is Tiers(cache, store); of a cache "
+            "that has grown grow the store, by jax_hkv.resize"
         )
     check_apart(call, {"tiers.cache": cache, "tiers.store": store})
 

@@ -159,6 +159,8 @@ def between_steps(call: str, tiers: Any, placement: Placement | None) -> list[Ti
 
 def to_read(call: str, tiers: Any, placement: Placement | None) -> list[Tiers]:
     """As :func:`between_steps`, also of saved ones, whose devices need not be there."""
+    if isinstance(tiers, Tiers):
+        _checks.check_arrays(call, jax.tree.leaves(tiers), "tiers")
     if not (isinstance(tiers, Tiers) and is_table(tiers.cache) and is_saved(tiers.cache)):
         return between_steps(call, tiers, placement)
     if placement is None:

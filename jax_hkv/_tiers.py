@@ -628,6 +628,11 @@ def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tup
     return Tiers(cache, store), (overwritten, counts)
 
 
+def trained(part: Table | Tiers) -> Table:
+    """Of tiers the cache: whose time it is, and what rows share."""
+    return part.cache if isinstance(part, Tiers) else part
+
+
 def device_of(table: Table) -> Any:
     (device,) = table.values.devices()
     return device

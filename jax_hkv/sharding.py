@@ -34,6 +34,7 @@ from jax_hkv import _checks, _inserts, _sharded, _sharded_updates, _sharded_writ
 from jax_hkv._changes import (
     ChangeCounts,
     Changes,
+    Witnesses,
     export_changes,
     import_changes,
     load_changes,
@@ -80,6 +81,7 @@ __all__ = [
     "ShardedRows",
     "ShardedWrite",
     "Traffic",
+    "Witnesses",
     "accum_or_assign",
     "assign",
     "check_overflow",

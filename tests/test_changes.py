@@ -526,13 +526,13 @@ def test_a_table_that_went_back_and_passed_its_old_time_is_noticed(policy, is_ti
         with pytest.raises(ValueError, match=r"since must be of this table's own past, .* None, "):
             sharding.export_changes(went_back, known)
         for since in (known, known.entries, later):
-            with pytest.raises(ValueError, match="the table went back to a checkpoint, or was"):
+            with pytest.raises(ValueError, match="the table went back to a checkpoint, was given"):
                 sharding.export_changes(trained_on(checkpoint, batches, [4], [4], [3], [3]), since)
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU])
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU, Policy.LFU, Policy.EPOCH_LFU])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_changes_of_a_history_that_went_back_are_refused(policy, devices):
+def test_changes_of_a_history_that_went_back_are_refused(policy, devices, tmp_path):
     """Its trainer resumes at a checkpoint that servers have passed, and reaches their time."""
     table = hkv.create(128, DIM, policy=policy)
     placement, serving = None, hkv.create(1024, DIM, policy=policy)
@@ -552,10 +552,15 @@ def test_changes_of_a_history_that_went_back_are_refused(policy, devices):
     for _ in range(2):  # the last ones twice
         serving, _ = sharding.import_changes(placement, serving, changes)
     since = sharding.export_entries(restored)
-    for batches in ([2], [1]), ([1], [4, 5]):
-        other = sharding.export_changes(after(jax.tree.map(jnp.copy, restored), *batches), since)
-        with pytest.raises(ValueError, match="got some from 2 to its time 4 with other scores"):
-            sharding.import_changes(placement, serving, other)
+    for batches in ([2], [2]), ([1], [4, 5]), ([4], "epoch", [3]), ([7], [8, 9]):
+        other = jax.tree.map(jnp.copy, restored)
+        for batch in batches:
+            other = hkv.advance_epoch(other) if batch == "epoch" else after(other, batch)
+        other = sharding.export_changes(other, since)
+        sharding.save_changes(tmp_path / "changes", other)
+        for changes in (other, sharding.load_changes(tmp_path / "changes")):
+            with pytest.raises(ValueError, match="from 2 to 4 of another past than the table has"):
+                sharding.import_changes(placement, serving, changes)
 
 
 def test_a_table_that_was_given_earlier_scores_is_noticed():
@@ -565,9 +570,58 @@ def test_a_table_that_was_given_earlier_scores_is_noticed():
     for _ in range(2):
         table, _ = hkv.find_or_insert(table, np.arange(3, dtype=np.int32))
     known = sharding.export_changes(table, None)
-    table, _ = hkv.import_batch(table, old)
-    with pytest.raises(ValueError, match="3 entries have other scores .* given entries by an"):
-        sharding.export_changes(table, known)
+    for _ in range(2):  # also what the last changes did not have
+        given, _ = hkv.import_batch(jax.tree.map(jnp.copy, table), old)
+        with pytest.raises(ValueError, match="3 entries have other scores .* given entries by an"):
+            sharding.export_changes(given, known)
+        known = sharding.export_changes(table, known)
+        assert not len(known.entries.keys)
+
+
+def test_tiers_whose_cache_lost_newer_entries_are_noticed():
+    """Their old copies in the store show again."""
+    tiers, _ = tiered.prefetch(tiers_of(128, 1024), np.arange(120, dtype=np.int32))
+    tiers, _ = tiered.prefetch(tiers, np.arange(120, 240, dtype=np.int32))
+    ids = np.arange(5, dtype=np.int32)
+    tiers, counts = tiered.prefetch(tiers, ids)
+    assert int(counts.restored) == 5
+    tiers, _ = tiered.prefetch(tiers, ids)
+    known = sharding.export_changes(tiers, None)
+    assert_same_bits(known.scores[:5], np.full(5, tiers.cache.clock[0], np.uint64))
+    same = sharding.export_changes(tiers, known)
+    assert not len(same.entries.keys) and not len(same.removed) and same.before == 240
+    lost = tiers._replace(cache=hkv.erase(tiers.cache, ids)[0])
+    with pytest.raises(ValueError, match="of tiers, its cache lost newer ones"):
+        sharding.export_changes(lost, known)
+
+
+def test_scores_later_than_the_time_are_no_sign_of_another_past():
+    """Of a part of another process, whose entries another table's time scored."""
+    placement, other = placement_of("shard_map"), hkv.create(1024, DIM)
+    theirs = np.arange(100, 164, dtype=np.int32)
+    for _ in range(6):
+        other, _ = hkv.find_or_insert(other, theirs)
+    _, given = hkv.export_keys(other, theirs)
+
+    def insert(table, entries):
+        return sharding.import_batch(table, entries, axis_name="device")[0], None
+
+    @placement.step
+    def look_up(table, ids):
+        return sharding.find_or_insert(table, ids, axis_name="device")[0], None
+
+    table = placement.create(lambda: hkv.create(128, DIM))
+    table, _ = look_up(table, placement.put(np.arange(64, dtype=np.int32)))
+    table, _ = placement.step(insert)(table, placement.put(given))
+    serving, known = hkv.create(4096, DIM), [None] * 3
+    for turn in range(3):
+        parts = placement.shards(table)
+        for process, own in enumerate([parts[:2], parts[2], parts[3:]]):  # a part is a table too
+            known[process] = sharding.export_changes(own, known[process])
+            serving, _ = sharding.import_changes(None, serving, known[process])
+        assert_follows(serving, parts)
+        more = np.arange(32 * turn, 32 * turn + 128, dtype=np.int32)
+        table, _ = look_up(table, placement.put(more))
 
 
 def test_changes_that_a_group_takes_are_followed_from_a_table_without_entries():

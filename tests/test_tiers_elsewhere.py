@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -91,6 +92,10 @@ def test_saved_tiers_of_one_device_are_read_as_they_are(rng):
         tiers, _ = tiered.prefetch(tiers, rng.integers(0, 2000, 500).astype(np.int32))
     wanted = by_key(tiered.export_entries(tiers))
     assert_same_bits(by_key(tiered.export_entries(jax.device_get(tiers))), wanted)
+    fresh = on(1)[1]
+    with jax.set_mesh(jax.make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])):
+        after, _ = sharding.reshard(jax.device_get(tiers), fresh)
+    assert_same_bits(by_key(tiered.export_entries(after)), wanted)
     with pytest.raises(ValueError, match=r"tiers.cache must lie on one device, got one that 0"):
         tiered.size(jax.device_get(tiers))
 
@@ -135,7 +140,9 @@ def test_a_state_with_tiers_goes_to_other_devices(is_saved, mode, rng):
     fresh = {"users": made(32768), "bias": jax.numpy.zeros(3)}
     state, _ = sharding.reshard(state, fresh, source=placement)
     assert_same_bits(by_key(sharding.export_entries(state["users"])), wanted)
-    state, _ = sharding.reshard(state, {"users": on(1)[1], "bias": jax.numpy.zeros(3)})
+    fresh = {"users": on(1)[1], "bias": jax.numpy.zeros(3)}
+    with jax.set_mesh(jax.make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])):
+        state, _ = sharding.reshard(state, fresh)
     assert_same_bits(by_key(tiered.export_entries(state["users"])), wanted)
     ids = wanted[0][0][:100].astype(np.int32)
     after, counts = tiered.prefetch(state["users"], ids)
@@ -185,6 +192,56 @@ WRONG = {
         ),
         ValueError,
         "missing: ['a'], unknown: ['a/b']",
+    ),
+    "a store of another table": (
+        lambda absent, saved: tiered.export_entries(
+            saved._replace(store=(made(2176, seed=9), *saved.store[1:])), placement=absent
+        ),
+        ValueError,
+        "tiers.store must have a seed like the cache's, 0, got 9",
+    ),
+    "replicas": (
+        lambda absent, saved: tiered.export_entries(
+            saved._replace(cache=dataclasses.replace(saved.cache, replicas=True)), placement=absent
+        ),
+        ValueError,
+        "tiered.export_entries: the cache must be split by keys",
+    ),
+    "shapes of replicas": (
+        lambda absent, saved: tiered.create_store(
+            absent.abstract(lambda: made(128, replicas=True)), 4096, placement=absent
+        ),
+        ValueError,
+        "tiered.create_store: the cache must be split by keys",
+    ),
+    "a shape that stayed": (
+        lambda absent, saved: tiered.export_entries(
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)._replace(
+                cache=saved.cache
+            ),
+            placement=absent,
+        ),
+        TypeError,
+        "tiered.export_entries: tiers must hold arrays, got the shape of one",
+    ),
+    "a state of arrays of absent devices": (
+        lambda absent, saved: sharding.reshard(
+            jax.tree.map(jax.numpy.asarray, saved), on(1)[1], source=absent
+        ),
+        TypeError,
+        "sharding.reshard: state must hold NumPy arrays alone where the mesh of source is abstract",
+    ),
+    "to devices that are absent": (
+        lambda absent, saved: sharding.reshard(saved, saved, source=absent, target=absent),
+        TypeError,
+        "sharding.reshard: target must have devices, got a placement of an abstract mesh",
+    ),
+    "other choices": (
+        lambda absent, saved: sharding.reshard(
+            {"a": saved}, {"a": made(256, choices=2)}, source=absent
+        ),
+        ValueError,
+        "fresh must have the choices of state in the table a, 1, got 2",
     ),
     "another seed": (
         lambda absent, saved: sharding.reshard(
