@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,12 +18,15 @@ from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, operations, wh
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._entries import Exported
+from jax_hkv._exchange import owners
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers, trained
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, Table, check_one_device, no_counts
+
+_SOME = 1024  # keys of a part that tell whether it is one
 
 
 class Witnesses(NamedTuple):
@@ -184,19 +189,31 @@ def _check_past(
 def _are_all(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     """Whether parts are all that a table has, as far as the owners of their keys tell.
 
-    A part alone may be one of as many as there are devices: its keys are all of one owner then.
+    A part alone may be one of several: its keys are all of one owner then.
     """
-
-    def is_part(keys: np.ndarray, number: int, parts: int) -> bool:
-        return len(_entries.owned_keys(keys, number, parts)) == len(keys)
-
     if jax.process_count() > 1:
         return False
     if len(each) > 1:
-        return all(is_part(keys, number, len(each)) for number, (keys, _) in enumerate(each))
-    some = each[0][0][:1000]
-    counts = range(2, jax.local_device_count() + 1)
-    return not any(is_part(some, number, parts) for parts in counts for number in range(parts))
+        owners = [_entries.owner_of(keys, len(each)) for keys, _ in each]
+        return all((own == number).all() for number, own in enumerate(owners))
+    some = each[0][0][:_SOME]
+    if not len(some):
+        return True
+    return bool(_have_several_owners(Keys.from_numpy(np.resize(some, _SOME)), _most_parts()))
+
+
+def _most_parts() -> int:
+    """How many devices of a kind this process has: the default one's, or CPUs."""
+    with contextlib.suppress(RuntimeError):  # JAX was told to do without CPUs
+        return max(jax.local_device_count(), jax.local_device_count("cpu"))
+    return jax.local_device_count()
+
+
+@functools.partial(jax.jit, static_argnames="most")
+def _have_several_owners(keys: Keys, most: int) -> jax.Array:
+    """Whether keys have several owners among any number of devices."""
+    each = [owners(keys, devices) for devices in range(2, most + 1)]
+    return jnp.array([True, *((own != own[0]).any() for own in each)]).all()
 
 
 def _others(keys: np.ndarray, than: np.ndarray) -> np.ndarray:

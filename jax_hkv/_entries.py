@@ -564,7 +564,7 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
     Equal ones come in an order that has nothing to do with the slots that they come from: two
     candidates of one old bucket would choose together.
     """
-    from_here = np.flatnonzero(_owner_of(exported.keys, devices) == number)
+    from_here = np.flatnonzero(owner_of(exported.keys, devices) == number)
     from_here = _latest(exported, from_here)
     keys, scores = exported.keys[from_here], exported.scores[from_here]
     return chosen(exported, from_here[np.lexsort((keys * _GOLDEN, ~scores))])
@@ -572,7 +572,7 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
 
 def owned_keys(keys: np.ndarray, number: int, devices: int) -> np.ndarray:
     """The keys of a part."""
-    return keys[_owner_of(keys, devices) == number]
+    return keys[owner_of(keys, devices) == number]
 
 
 def chosen(exported: Exported, rows: np.ndarray) -> Exported:
@@ -607,7 +607,7 @@ def key_chunks(keys: np.ndarray) -> Iterator[tuple[Keys, np.ndarray]]:
         yield Keys.from_numpy(padded(part, size)), np.arange(size) < len(part)
 
 
-def _owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
+def owner_of(keys: np.ndarray, devices: int) -> np.ndarray:
     found = [np.asarray(owners(part, devices)) for part, _ in key_chunks(keys)]
     return np.concatenate([*found, np.zeros(0, np.int32)])[: len(keys)]
 
