@@ -405,7 +405,7 @@ def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> b
 
     def are_as_said(keys: np.ndarray, scores: np.ndarray) -> bool:
         there, are_same = _are_there(parts, keys, scores)
-        return bool(2 * len(there) >= len(keys) and are_same.all())
+        return bool(2 * len(there) >= min(len(keys), size) and are_same.all())
 
     is_first = now == changes.since or not was.whole
     is_more = was.whole and changes.before is not None and size > changes.before
@@ -413,11 +413,8 @@ def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> b
     if is_first and not is_more and is_any and are_as_said(was.keys, was.scores):
         return True
     stays = ~np.isin(was.keys, np.append(entries.keys, changes.removed))
-    return (
-        now == entries.clock
-        and are_as_said(entries.keys, entries.scores)
-        and are_as_said(was.keys[stays], was.scores[stays])
-    )
+    are_same = _are_there(parts, was.keys[stays], was.scores[stays])[1].all()
+    return bool(now == entries.clock and are_same and are_as_said(entries.keys, entries.scores))
 
 
 def _at_time_zero(part: Table) -> Table:

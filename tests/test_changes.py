@@ -563,6 +563,20 @@ def test_changes_of_a_history_that_went_back_are_refused(policy, devices, tmp_pa
                 sharding.import_changes(placement, serving, changes)
 
 
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU, Policy.EPOCH_LRU])
+def test_a_server_without_room_follows_with_what_it_has(policy, rng):
+    """By counts of what it lacks; that is no other past."""
+    table, serving = (hkv.create(size, DIM, policy=policy) for size in (4096, 256))
+    known, lost = None, 0
+    for _ in range(5):
+        table, _ = hkv.find_or_insert(table, rng.integers(0, 2000, 300).astype(np.int32))
+        known = sharding.export_changes(table, known)
+        for _ in range(1 if known.since is None else 2):
+            serving, counts = sharding.import_changes(None, serving, known)
+            lost += int(counts.entries.evicted) + int(counts.entries.refused)
+    assert lost > 500 and int(hkv.size(serving)) > 240
+
+
 def test_a_table_that_was_given_earlier_scores_is_noticed():
     """They are not told from those that it had, and neither are their rows."""
     table = of_ids(3)
