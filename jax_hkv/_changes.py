@@ -56,7 +56,7 @@ class Changes(NamedTuple):
       keys: ``uint64[n]``, all that are there now, in order; None where they are not known, from a
         file.
       before: how many entries there were at that time; None where that is not known.
-      scores: ``uint64[n]``, of the keys; None where these are not known.
+      scores: ``uint64[n]``, of the keys, or None as these.
       witnesses: some of the entries of that time, :class:`Witnesses`; None where there was none, or
         where that is not known.
     """
@@ -130,7 +130,7 @@ def export_changes(
     keys, scores = (np.concatenate(own) for own in zip(*each, strict=True))
     order = np.argsort(keys)
     keys, scores = keys[order], scores[order]
-    if earlier is not None and was is not None and tells_time:
+    if earlier is not None and tells_time:
         first = first_change(call, parts, earlier, "since")
         _check_past(call, (known, was), (keys, scores), earlier.clock, first)
     entries = _exported(parts, earlier if tells_time else None)
@@ -142,10 +142,8 @@ def export_changes(
         entries = _entries.as_one([entries, came])
     clock, witnesses = None, None
     if earlier is not None:
-        clock = earlier.clock
-        if was is not None:
-            latest = np.argsort(was, kind="stable")[-4096:]
-            witnesses = Witnesses(known[latest], was[latest], earlier.policy, _are_all(each))
+        clock, latest = earlier.clock, np.argsort(was, kind="stable")[-4096:]
+        witnesses = Witnesses(known[latest], was[latest], earlier.policy, _are_all(each))
     removed = _others(known, keys)
     return Changes(entries, removed, clock, keys, len(known), scores, witnesses)
 
@@ -160,9 +158,7 @@ def _entries_of(part: Table | Tiers) -> tuple[np.ndarray, np.ndarray]:
         (near, own), (behind, scores) = map(_entries_of, part)
         alone = ~np.isin(behind, near)
         return np.append(near, behind[alone]), np.append(own, scores[alone])
-    is_entry = np.asarray(part.digests).reshape(-1) != 0
-    scores = Keys(np.asarray(part.index.scores).reshape(-1, 2)[is_entry])
-    return _entries.keys_of(part), scores.to_numpy()
+    return _entries.keys_of(part), _entries.scores_of(part)
 
 
 def _check_past(
@@ -194,8 +190,8 @@ def _are_all(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     if jax.process_count() > 1:
         return False
     if len(each) > 1:
-        owners = [_entries.owner_of(keys, len(each)) for keys, _ in each]
-        return all((own == number).all() for number, own in enumerate(owners))
+        numbers = [_entries.owner_of(keys, len(each)) for keys, _ in each]
+        return all((own == number).all() for number, own in enumerate(numbers))
     some = each[0][0][:_SOME]
     if not len(some):
         return True
@@ -246,12 +242,12 @@ def _parts_of(call: str, tables: Any) -> list[Any]:
     return _entries.distinct_parts(call, parts)
 
 
-def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray, np.ndarray | None]:
+def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray, np.ndarray]:
     """The earlier export, and the keys of that time, in order, and their scores."""
     if since is None:
-        return None, np.zeros(0, np.uint64), None
+        return None, np.zeros(0, np.uint64), np.zeros(0, np.uint64)
     if isinstance(since, Changes):
-        if since.keys is None:
+        if since.keys is None or since.scores is None:
             raise ValueError(
                 f"{call}: since must know the table's keys, got changes of a file, which has none: "
                 "give those that this process has exported; where followers stand at a checkpoint, "
@@ -368,18 +364,20 @@ def _are_there(
     parts: Sequence[Table], keys: np.ndarray, scores: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which keys tables have, and of those which with these scores."""
-    is_there, is_same = np.zeros(len(keys), bool), np.zeros(len(keys), bool)
+    is_there, is_same = np.zeros((2, len(keys)), bool)
+    chunks = list(_entries.key_chunks(keys))
     for part in parts:
-        device, start = _tiers.device_of(part), 0
-        for some, valid in _entries.key_chunks(keys):
-            given = jax.device_put((some, valid), device)
-            _, result = operations.find(part, given[0], valid=given[1], return_scores=True)
-            now, found = result.scores.to_numpy(), np.asarray(result.found)
-            count = min(len(now), len(keys) - start)
-            own = slice(start, start + count)
-            is_there[own] |= found[:count]
-            is_same[own] |= found[:count] & (now[:count] == scores[own])
-            start += count
+        found = [
+            operations.find(part, own, valid=valid, return_scores=True)[1]
+            for own, valid in jax.device_put(
+                list(_entries.key_chunks(keys)), _tiers.device_of(part)
+            )
+        ]
+        if chunks:
+            now = np.concatenate([each.scores.to_numpy() for each in found])[: len(keys)]
+            is_here = np.concatenate([np.asarray(each.found) for each in found])[: len(keys)]
+            is_there |= is_here
+            is_same |= is_here & (now == scores)
     return keys[is_there], is_same[is_there]
 
 
@@ -389,8 +387,9 @@ def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported
     They hold all after the same changes, and none after those of another process.
     """
     keys, are_same = _are_there(parts, entries.keys, entries.scores)
-    owned = [len(_entries.owned_keys(entries.keys, *owner)) for owner in set(owners)]
-    return bool(len(keys) and not (len(keys) == sum(owned) and are_same.all()))
+    numbers, (devices, *_) = zip(*owners, strict=True)
+    owned = np.isin(_entries.owner_of(entries.keys, devices), numbers).sum()
+    return bool(len(keys) and not (len(keys) == owned and are_same.all()))
 
 
 def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> bool:
@@ -490,8 +489,14 @@ def load_changes(path: Any) -> Changes:
             keys, scores = saved["witnesses"]
             policy, whole = saved["witnessed"].tolist()
             witnesses = Witnesses(keys, scores, policy, bool(whole))
-        clock = since[0] if since else None
-        changes = Changes(entries, saved["removed"], clock, None, before, None, witnesses)
+        changes = Changes(
+            entries,
+            saved["removed"],
+            since[0] if since else None,
+            keys=None,
+            before=before,
+            witnesses=witnesses,
+        )
         _check("it", changes, "")
         return changes
 

@@ -228,8 +228,17 @@ def clock_of(part: Table) -> int:
 
 def keys_of(part: Table) -> np.ndarray:
     """The keys of a table of one device, uint64 on the host, in the order of slots."""
+    return _of_entries(part, part.keys)
+
+
+def scores_of(part: Table) -> np.ndarray:
+    """The scores of the keys of :func:`keys_of`."""
+    return _of_entries(part, part.index.scores)
+
+
+def _of_entries(part: Table, words: Any) -> np.ndarray:
     is_entry = np.asarray(part.digests).reshape(-1) != 0
-    return Keys(np.asarray(part.keys).reshape(-1, 2)[is_entry]).to_numpy()
+    return Keys(np.asarray(words).reshape(-1, 2)[is_entry]).to_numpy()
 
 
 def epoch_of(part: Table) -> int:

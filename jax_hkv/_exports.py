@@ -266,7 +266,7 @@ def _chunks(
     call: str, part: Table | Tiers, most: int, lowest: int | None
 ) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
     """Entries of a part: those of the store that the cache has not, and those of the cache."""
-    part = _on_a_device(part)
+    part = _on_a_device(call, part)
     if not isinstance(part, Tiers):
         yield from chunks_of(call, part, lowest, most)
         return
@@ -280,13 +280,13 @@ def _chunks(
     yield from chunks_of(call, part.cache, lowest, most)
 
 
-def _on_a_device(part: Table | Tiers) -> Any:
+def _on_a_device(call: str, part: Table | Tiers) -> Any:
     """Saved tables on a device: they are not put there once for each piece that is read of them."""
     tables = part if isinstance(part, Tiers) else [part]
     if not any(map(is_saved, tables)):
         return part
     try:
-        device = jax.local_devices(backend="cpu")[0]
+        device = _tiers.host(call)
     except RuntimeError:  # JAX was told to do without
         device = None
     after = [jax.device_put(own, device) if is_saved(own) else own for own in tables]

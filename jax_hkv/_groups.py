@@ -258,10 +258,10 @@ class Group:
         if isinstance(exported, Changes):
             entries = self.take(exported.entries, of)
             keys, scores, witnesses = exported.keys, exported.scores, exported.witnesses
-            if keys is not None:
+            if keys is not None and scores is not None:
                 kept, keys = self._taken(keys, of)
                 order = np.argsort(keys)
-                keys, scores = keys[order], None if scores is None else scores[kept][order]
+                keys, scores = keys[order], scores[kept][order]
             if witnesses is not None:
                 kept, own = self._taken(witnesses.keys, of)
                 witnesses = witnesses._replace(keys=own, scores=witnesses.scores[kept])

@@ -24,6 +24,7 @@ def is_saved(table: Table) -> bool:
 
 
 def is_shape(table: Any) -> bool:
+    """Whether it is a table of shapes alone, of one that is not made."""
     return is_table(table) and all(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(table)
     )

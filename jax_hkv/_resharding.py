@@ -94,11 +94,13 @@ def reshard(
         like = new[path]
         if not _has_entries(node):
             new[path] = _placed(_on_host(node, source), like)
-        elif isinstance(like, Tiers):
-            moved = _tier_entries.import_entries(like, _exported(node, source), placement=target)
-            new[path], counts[path] = moved
+            continue
+        exported = _exported(node, source)
+        if isinstance(like, Tiers):
+            moved = _tier_entries.import_entries(like, exported, placement=target)
         else:
-            new[path], counts[path] = import_entries(target, like, _exported(node, source))
+            moved = import_entries(target, like, exported)
+        new[path], counts[path] = moved
     return jax.tree.unflatten(structure, list(new.values())), counts
 
 

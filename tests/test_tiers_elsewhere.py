@@ -93,7 +93,7 @@ def test_saved_tiers_of_one_device_are_read_as_they_are(rng):
     wanted = by_key(tiered.export_entries(tiers))
     assert_same_bits(by_key(tiered.export_entries(jax.device_get(tiers))), wanted)
     fresh = on(1)[1]
-    with jax.set_mesh(jax.make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])):
+    with jax.set_mesh(placement_of("shard_map").mesh):
         after, _ = sharding.reshard(jax.device_get(tiers), fresh)
     assert_same_bits(by_key(tiered.export_entries(after)), wanted)
     with pytest.raises(ValueError, match=r"tiers.cache must lie on one device, got one that 0"):
@@ -141,7 +141,7 @@ def test_a_state_with_tiers_goes_to_other_devices(is_saved, mode, rng):
     state, _ = sharding.reshard(state, fresh, source=placement)
     assert_same_bits(by_key(sharding.export_entries(state["users"])), wanted)
     fresh = {"users": on(1)[1], "bias": jax.numpy.zeros(3)}
-    with jax.set_mesh(jax.make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])):
+    with jax.set_mesh(placement_of("shard_map").mesh):
         state, _ = sharding.reshard(state, fresh)
     assert_same_bits(by_key(tiered.export_entries(state["users"])), wanted)
     ids = wanted[0][0][:100].astype(np.int32)
