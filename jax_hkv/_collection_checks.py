@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_hkv import _tier_checks, _tier_parts
 from jax_hkv._groups import Feature, Group, TableConfig
+from jax_hkv._pins import pinned_slots
 from jax_hkv._tiers import Tiers
 from jax_hkv.table import Table
 
@@ -65,6 +66,26 @@ def by_feature(
             "leave out those of features that are not looked up"
         )
     return given
+
+
+def pins_by_group(
+    call: str, given: Any, groups: Sequence[Group], over_devices: bool
+) -> dict[str, Any]:
+    """The slots of which nothing is to be evicted, by group; {} for None."""
+    names = [group.name for group in groups]
+    pinned = {} if given is None else given
+    if not isinstance(pinned, Mapping) or not set(pinned) <= set(names):
+        found = list(pinned) if isinstance(pinned, Mapping) else type(pinned).__name__
+        raise TypeError(
+            f"{call}: pinned must be the results of an earlier lookup, a dict of some of {names}, "
+            f"got {found}: give its `results`"
+        )
+    # Of groups that were not looked up, or read only, a lookup has None.
+    each = {name: own for name, own in pinned.items() if own is not None}
+    return {
+        name: pinned_slots(f"{call} of {name!r}", own, over_devices=over_devices)
+        for name, own in each.items()
+    }
 
 
 def check_names(call: str, groups: Sequence[Group], tables: Any, some: bool = False) -> None:

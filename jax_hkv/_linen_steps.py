@@ -1,14 +1,95 @@
-"""Pieces of a training step of flax.linen: what becomes of a model's own collections."""
+"""Pieces of flax.linen's layers and steps: what tables, lookups and other collections become."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax.core.scope import in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Int32
+
+from jax_hkv import _layers, _pins
+from jax_hkv._checks import as_bool
+from jax_hkv.optim import Optimizer
+from jax_hkv.table import Counts, Table, check_dim
+
+TABLES = "tables"
+LOOKUPS = "lookups"
+PERTURBATIONS = "perturbations"
+
+# Slots that earlier micro-batches of a step hold.
+PINNED = "pinned"
+
+# What `apply` must be allowed to change in a training step.
+MUTABLE = (TABLES, LOOKUPS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """What a training lookup left for the update.
+
+    Attributes:
+      result: of the lookup; rows of an output in bfloat16 are in it.
+      counts: of the tables that are in its table.
+      optimizer: static, who updates its table.
+    """
+
+    result: Any
+    counts: dict[str, Counts]
+    optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
+
+
+class Layer(nn.Module):
+    """What the layers have in common: a table's variable, and a record of its lookups."""
+
+    def _begin(self, train: bool) -> bool:
+        """Whether this call trains; `init` and evaluation never insert."""
+        if not as_bool(type(self).__name__, "train", train) or self.is_initializing():
+            return False
+        if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
+            raise ValueError(
+                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Train by "
+                "linen.train_step, or by hand with linen.perturbations and linen.update_tables, "
+                f"apply(..., mutable={list(MUTABLE)}) (in nn.vmap look up outside of it and pass "
+                "rows in); or pass train=False to evaluate"
+            )
+        return True
+
+    def _table(self, name: str, dim: int, *create: Any) -> Any:
+        variable = self.variable(TABLES, name, *create)
+        check_dim(type(self).__name__, variable.value, name, dim)
+        return variable
+
+    def _store(self, variable: Any, table: Table) -> None:
+        # After a read: the same entries; what comes later is ordered behind.
+        if self.is_mutable_collection(TABLES) and not self.is_initializing():
+            variable.value = table
+
+    def _pinned(self, variable: Any) -> Int32[Array, " p"] | None:
+        """What earlier lookups of the step hold in a table, if this one might evict it."""
+        name = variable.name
+        if not _pins.are_wanted(variable.value):
+            return None
+        earlier = [lookup.result for lookup in self.get_variable(LOOKUPS, name, ())]
+        return _pins.slots_of(earlier, self.get_variable(PINNED, name, None))
+
+    def _record(
+        self, name: str, result: Any, optimizer: Optimizer | None, counts: Any = None
+    ) -> jax.Array:
+        """Keeps the result of a lookup for the update; its rows carry their gradient out."""
+        rows = f"{name}_rows_{len(self.get_variable(LOOKUPS, name, ()))}"
+        is_given = self.has_variable(PERTURBATIONS, rows)
+        is_seen = is_given or self.is_mutable_collection(PERTURBATIONS)
+        if optimizer is not None and not is_seen:
+            _layers.warn_of_no_update(type(self).__name__, "linen")
+        self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
+        return self.perturb(rows, result.values, PERTURBATIONS)
 
 
 def next_of(old: Any, new: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
 from jax_hkv.features import Padded, is_jagged
+from jax_hkv.index import NO_SLOT
 
 _KEYS = "give random keys as jax.random.key makes them"
 _PAD = (
@@ -27,29 +28,46 @@ def checked(count: Any) -> int:
 
 
 def scan(
-    differentiate: Callable[..., tuple[Any, Any, Any]], state: Any, args: Any, count: int, like: Any
+    differentiate: Callable[..., tuple[Any, Any, Any]],
+    state: Any,
+    args: Any,
+    count: int,
+    like: Any,
+    held: Callable[[Any], Any] | None,
 ) -> tuple[Any, Any, Any]:
     """Differentiates one part of the arguments after the other.
 
     Args:
-      differentiate: of (state, *part) to the next state, gradients, and whatever else.
+      differentiate: of (state, pins, *part) to the next state, gradients, and whatever else. Pins
+        are slots that earlier parts hold, in the form of `held`, {} without it.
       state: arrays that pass from part to part.
       args: of the step.
       count: of the parts.
       like: parameters; gradients are of their shapes and types.
+      held: of everything else, slots that later parts are to leave alone; None: there are none.
 
     Returns:
       The last state, the sums of the gradients, made in float32 at least, and everything else of
       all parts, stacked.
     """
+    parts = _cut(args, count)
 
-    def one(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], _Packed]:
-        state, gradients, rest = differentiate(carry[0], *part)
-        _check_kept(carry[0], state)
-        return (state, jax.tree.map(jnp.add, carry[1], widened(gradients))), _Packed.of(rest)
+    def one(carry: Any, part: tuple[jax.Array, Any]) -> tuple[Any, _Packed]:
+        before, sums, pins = carry
+        state, gradients, rest = differentiate(before, pins, *part[1])
+        _check_kept(before, state)
+        if held is not None:  # each part has a row of its own
+            pins = jax.tree.map(lambda all_of, own: all_of.at[part[0]].set(own), pins, held(rest))
+        return (state, jax.tree.map(jnp.add, sums, widened(gradients)), pins), _Packed.of(rest)
 
-    zeros = jax.tree.map(jnp.zeros_like, widened(like))
-    (state, sums), rest = jax.lax.scan(one, (state, zeros), _cut(args, count), length=count)
+    def of_one(state: Any, parts: Any) -> Any:
+        first = jax.tree.map(lambda leaf: leaf[0], parts)
+        return {} if held is None else held(differentiate(state, {}, *first)[2])
+
+    shapes = {} if held is None else jax.eval_shape(of_one, state, parts)
+    pins = jax.tree.map(lambda own: jnp.full((count, *own.shape), NO_SLOT, jnp.int32), shapes)
+    carry = (state, jax.tree.map(jnp.zeros_like, widened(like)), pins)
+    (state, sums, _), rest = jax.lax.scan(one, carry, (jnp.arange(count), parts), length=count)
     gradients = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, like)
     return state, gradients, rest.tree()
 

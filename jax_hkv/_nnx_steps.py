@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jax_hkv import _micro_batches, _trees
+from jax_hkv import _micro_batches, _pins, _trees
 from jax_hkv.table import Counts, Table
 
 # For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
@@ -26,27 +26,29 @@ class TableVariable(nnx.Variable[Table]):
     """Holds a :class:`jax_hkv.Table`.
 
     In a training step also how many of its lookups have been recorded, by whichever layers share
-    it. The number is a part of the value because that goes wherever the table goes: through all of
-    Flax's transformations, whose programs for one number are not taken for another. (Metadata of a
-    Variable that nnx.jit has not made stay behind in it.)
+    it, and the slots that they hold. They are a part of the value because that goes wherever the
+    table goes: through all of Flax's transformations, whose programs for one number are not taken
+    for another. (Metadata of a Variable that nnx.jit has not made stay behind in it.)
     """
 
     def get_value(self, **index: Any) -> Table:
         """The table."""
-        return _with_lookups(super().get_value(**index), 0)
+        return _recorded(super().get_value(**index), 0, ())
 
     def set_value(self, value: Table, **index: Any) -> None:
         """Another table; the lookups that have been recorded stay so."""
-        super().set_value(_with_lookups(value, self.recorded()), **index)
+        super().set_value(_recorded(value, *self.record()), **index)
 
-    def recorded(self) -> int:
-        """How many lookups have been recorded."""
-        return _lookups_of(super().get_value())
+    def record(self) -> tuple[int, tuple[jax.Array, ...]]:
+        """How many lookups have been recorded, and slots that later ones are to leave alone."""
+        table = super().get_value()
+        is_any = isinstance(table, _RecordedTable)
+        return (table.lookups, table.pins) if is_any else (0, ())
 
-    def set_recorded(self, lookups: int) -> None:
-        """So many have been."""
-        if lookups != self.recorded():
-            super().set_value(_with_lookups(super().get_value(), lookups))
+    def set_record(self, lookups: int, pins: tuple[jax.Array, ...]) -> None:
+        """So many have been, which hold these."""
+        if lookups or pins or self.record()[0] or self.record()[1]:
+            super().set_value(_recorded(super().get_value(), lookups, pins))
 
 
 class Looked(NamedTuple):
@@ -77,45 +79,68 @@ def numbered(module: nnx.Module, pattern: str, attribute: str) -> Iterator[tuple
         number += 1
 
 
-def take_turn(variable: Any) -> int:
+def take_turn(variable: Any, result: Any) -> int:
     """Records a lookup; how many there have been before it. Of another Variable nobody knows."""
     if not isinstance(variable, TableVariable):
         return 0
-    turn = variable.recorded()
-    variable.set_recorded(turn + 1)
+    turn, pins = variable.record()
+    own = _pins.slots_of([result]) if _pins.are_wanted(variable.get_value()) else None
+    variable.set_record(turn + 1, pins if own is None else (*pins, own))
     return turn
+
+
+def pinned(variable: Any) -> jax.Array | None:
+    """The slots that a step's lookups of a table hold, as far as later ones would evict there."""
+    return (
+        _pins.slots_of((), *variable.record()[1]) if isinstance(variable, TableVariable) else None
+    )
 
 
 def end_turns(variable: Any) -> None:
     """No lookup has been recorded."""
     if isinstance(variable, TableVariable):
-        variable.set_recorded(0)
+        variable.set_record(0, ())
 
 
-@_trees.register
 @dataclasses.dataclass(frozen=True)
 class _RecordedTable(Table):
-    """A table, of which so many lookups have been recorded."""
+    """A table, of which so many lookups have been recorded, which hold slots."""
 
+    pins: tuple[jax.Array, ...]  # pyright: ignore[reportGeneralTypeIssues]
     lookups: int = _trees.static()
 
 
-def _lookups_of(table: Table) -> int:
-    return table.lookups if isinstance(table, _RecordedTable) else 0
+_IS_STATIC = {
+    field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(_RecordedTable)
+}
+jax.tree_util.register_dataclass(
+    _RecordedTable,
+    data_fields=[name for name, is_static in _IS_STATIC.items() if not is_static],
+    meta_fields=[name for name, is_static in _IS_STATIC.items() if is_static],
+)
 
 
-def _with_lookups(table: Table, lookups: int) -> Table:
-    """The table with that number; a plain one for 0. What is no table stays what it is."""
-    if _lookups_of(table) == lookups or not isinstance(table, Table):
+def _recorded(table: Table, lookups: int, pins: tuple[jax.Array, ...]) -> Table:
+    """The table with that record; a plain one without any. What is no table stays what it is."""
+    if not isinstance(table, Table):
         return table
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(Table)}
-    return _RecordedTable(**fields, lookups=lookups) if lookups else Table(**fields)
+    if not lookups and not pins:
+        return Table(**fields) if isinstance(table, _RecordedTable) else table
+    return _RecordedTable(**fields, pins=pins, lookups=lookups)
 
 
 def in_micro_batches(
-    differentiate: Callable[..., Any], model: nnx.Module, args: Any, count: int
+    differentiate: Callable[..., Any],
+    model: nnx.Module,
+    args: Any,
+    count: int,
+    places: Callable[[nnx.Module], Mapping[str, tuple[TableVariable, Any]]],
 ) -> tuple[Any, Any]:
-    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked."""
+    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked.
+
+    `places` finds a model's tables, by their paths.
+    """
     kinds = (nnx.Pytree, nnx.Variable)
     for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(each, kinds):
@@ -125,9 +150,17 @@ def in_micro_batches(
                 "or return what it is to know (has_aux=True)"
             )
     graph, values = nnx.split(model)
+    tables = places(model).items()
+    wanted = {where for where, (own, _) in tables if _pins.are_wanted(own.get_value())}
 
-    def one(values: Any, *part: Any) -> tuple[Any, Any, Any]:
+    def held(rest: Any) -> dict[str, Any]:
+        each = {where: own.results for where, own in rest[1].items() if where in wanted}
+        return {where: _pins.slots_of(results) for where, results in each.items()}
+
+    def one(values: Any, pins: dict[str, jax.Array], *part: Any) -> tuple[Any, Any, Any]:
         model = nnx.merge(graph, values)
+        for where, slots in pins.items():
+            places(model)[where][0].set_record(0, (slots,))
         value, dense, rows = differentiate(model, *part)
         nnx.pop(model, nnx.Intermediate)
         after, values = nnx.split(model)
@@ -140,6 +173,8 @@ def in_micro_batches(
         return values, dense, (value, rows)
 
     like = nnx.state(model, nnx.Param)
-    values, dense, rest = _micro_batches.scan(one, values, args, count, like)
+    values, dense, rest = _micro_batches.scan(
+        one, values, args, count, like, held if wanted else None
+    )
     nnx.update(model, values)
     return dense, rest

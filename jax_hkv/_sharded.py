@@ -158,6 +158,7 @@ class _Task(NamedTuple):
       reads: whether rows are wanted.
       scored: whether the scores of entries are wanted, if none is inserted.
       initial: whether keys without a row get the row that they would start with, else zeros.
+      pinned: slots of this device that are not evicted, or None.
       evicted: whether the evicted entries are wanted.
       dtype: of the rows, or None; rows that are summed travel in the table's.
       measure: what else to count of the distinct keys.
@@ -173,6 +174,7 @@ class _Task(NamedTuple):
     reads: bool
     scored: bool
     initial: bool
+    pinned: jax.Array | None
     evicted: bool
     dtype: Any
     measure: Measure | None
@@ -207,6 +209,7 @@ def look_up(
     scores: Keys | None = None,
     offered: jax.Array | None = None,
     admit: jax.Array | None = None,
+    pinned: jax.Array | None = None,
     evicted: bool = False,
     dtype: Any = None,
     measure: Measure | None = None,
@@ -226,6 +229,7 @@ def look_up(
       scores: of training, one for each position.
       offered: of training, a row for each position: of keys that are inserted the first counts.
       admit: of training, which positions let their keys in, of any shape; None: all.
+      pinned: of training, slots of this device that are not evicted.
       evicted: whether the evicted entries are wanted.
       dtype: of the rows; None: the table's, of bags float32.
       measure: what else is counted of the distinct keys at their owners.
@@ -256,7 +260,7 @@ def look_up(
     own_bags = None if pools_later else bags
     task = _Task(
         *(exchange, items, offered, own_bags, owners_pool, train, touches, reads),
-        *(scored, initial, evicted, None if pools_later else dtype, measure),
+        *(scored, initial, pinned, evicted, None if pools_later else dtype, measure),
     )
     table, seen, route = in_rounds(
         exchange, plan, table, items, partial(_round, task), task.bag_count
@@ -292,6 +296,7 @@ def of_batch(
     dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,
+    pinned: jax.Array | None = None,
     evicted: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Table, pooled.BagRows]:
@@ -299,7 +304,7 @@ def of_batch(
     if exchange is None:
         with lookup_of_layer(call, is_right=table.replicas is True and not train):
             options: dict[str, Any] = {"scores": scores, "admit": admit, "evicted": evicted}
-            options |= {"train": train, "fill": fill, "dtype": dtype}
+            options |= {"pinned": pinned, "train": train, "fill": fill, "dtype": dtype}
             return pooled.of_batch(call, table, batch, **options)
     exchange = _of_table(call, exchange, table)
     pairs = None
@@ -314,6 +319,7 @@ def of_batch(
         initial=pooled.is_initial(call, fill),
         scores=pairs,
         admit=admit if train else None,
+        pinned=pinned if train else None,
         evicted=evicted and train,
         dtype=dtype or jnp.float32,
         measure=measure,
@@ -462,6 +468,7 @@ def _round(
             task.evicted,
             admit=None if arrived.admits is None else arrived.admits > 0,
             occurrences=arrived.occurrences,
+            pinned=task.pinned,
             is_ticked=is_ticked,
             reads=reads,
             dtype=_travels_in(task, plan, table),

@@ -13,7 +13,7 @@ from jax_hkv import _checks, _sharded
 from jax_hkv._compat import vary
 from jax_hkv._exchange import Exchange
 from jax_hkv._hops import Items, Leg, Plan, onward_one, plan_of
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv.table import Counts, Entries, Table
 
 # Of (table, keys, valid, scores, rows, is_ticked=), all of them flat: the table and its result.
@@ -50,6 +50,24 @@ class ShardedEntries(NamedTuple):
     entries: Entries
     found: Bool[Array, "*batch"]
     overflow: Int32[Array, ""]
+
+
+def to_write(
+    call: str, table: Table, keys: Any, valid: Any, axis_name: Any
+) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
+    """How keys travel, the keys as they were given, and flat with their mask."""
+    exchange = _sharded.exchange_of(call, table, axis_name)
+    given = as_keys(call, "keys", keys)
+    check_fixed(call, "keys", given.shape)
+    return (
+        exchange,
+        given,
+        (given.reshape(-1), _checks.as_flat_mask(call, "valid", valid, given.shape)),
+    )
+
+
+def write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:
+    return result._replace(status=result.status.reshape(keys.shape))
 
 
 def write(

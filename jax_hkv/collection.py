@@ -428,6 +428,7 @@ class Collection:
         return_evicted: bool = False,
         scores: Mapping[str, Any] | None = None,
         admit: Mapping[str, Any] | None = None,
+        pinned: Any = None,
         dtype: Any = None,
     ) -> tuple[dict[str, Table], CollectionRows]:
         """Looks up all features, a call for each physical table.
@@ -452,6 +453,8 @@ class Collection:
             :func:`jax_hkv.find_or_insert`. An id enters a table if a position of one of the
             table's features lets it in, and all of a feature without a mask do. Not for what is
             only read.
+          pinned: `results` of an earlier lookup whose update is to come, or lists of several, by
+            group; see :func:`jax_hkv.find_or_insert`.
           dtype: of the rows; see :func:`jax_hkv.find_pooled`.
 
         Returns:
@@ -479,6 +482,7 @@ class Collection:
         dtype = as_row_dtype(call, dtype)
         self.check_inputs(call, inputs, partial)
         self.check_tables(call, tables)
+        pinned = _collection_checks.pins_by_group(call, pinned, self.groups, axis_name is not None)
         scores = _collection_checks.by_feature(call, "scores", scores, inputs)
         admit = _collection_checks.by_feature(call, "admit", admit, inputs)
         if train:
@@ -496,13 +500,14 @@ class Collection:
                 continue
             batch, own_parts, is_weighted = _batch(group, inputs)
             parts.append(own_parts)
-            own_scores = own_admit = None
+            own_scores = own_admit = own_pinned = None
             trains = train and group.optimizer is not None
             if trains:
                 group.check_made_so(f"{call} of {group.name!r}", tables[group.name])
                 names = [part.feature for part in own_parts]
                 own_scores = joined_scores(call, group.tables[0].policy, names, inputs, scores)
                 own_admit = joined_masks(call, "admit", names, inputs, admit)
+                own_pinned = pinned.get(group.name)
             tables[group.name], found = _sharded.of_batch(
                 f"{call} of {group.name!r}",
                 tables[group.name],
@@ -514,6 +519,7 @@ class Collection:
                 dtype=dtype,
                 scores=own_scores,
                 admit=own_admit,
+                pinned=own_pinned,
                 evicted=return_evicted,
                 measure=group.counts,
             )

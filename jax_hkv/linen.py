@@ -33,8 +33,8 @@ from flax.core.scope import union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
-from jax_hkv._checks import as_bool, as_mask
+from jax_hkv import _layers, _micro_batches, _pins, _sharded, _state_dicts, initializers, pooled
+from jax_hkv._checks import as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -50,79 +50,27 @@ from jax_hkv._layer_arguments import (
     rows_dtype,
 )
 from jax_hkv._layers import StepInfo as StepInfo
-from jax_hkv._linen_steps import asked, next_of
+from jax_hkv._linen_steps import (
+    LOOKUPS,
+    MUTABLE,
+    PERTURBATIONS,
+    PINNED,
+    TABLES,
+    Layer,
+    asked,
+    next_of,
+)
+from jax_hkv._linen_steps import Lookup as Lookup
 from jax_hkv._placement import Placement
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Index, Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Counts, OptimizerRows, Settings, Table, check_dim
-
-TABLES = "tables"
-LOOKUPS = "lookups"
-PERTURBATIONS = "perturbations"
-
-# What `apply` must be allowed to change in a training step.
-MUTABLE = (TABLES, LOOKUPS)
+from jax_hkv.table import Counts, OptimizerRows, Settings, Table
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """What a training lookup left for the update.
-
-    Attributes:
-      result: of the lookup; rows of an output in bfloat16 are in it.
-      counts: of the tables that are in its table.
-      optimizer: static, who updates its table.
-    """
-
-    result: Any
-    counts: dict[str, Counts]
-    optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
-
-
-class _Layer(nn.Module):
-    """What the layers have in common: a table's variable, and a record of its lookups."""
-
-    def _begin(self, train: bool) -> bool:
-        """Whether this call trains; `init` and evaluation never insert."""
-        if not as_bool(type(self).__name__, "train", train) or self.is_initializing():
-            return False
-        if not (self.is_mutable_collection(TABLES) and self.is_mutable_collection(LOOKUPS)):
-            raise ValueError(
-                f"{type(self).__name__} {self.name or ''}: train=True changes the table. Train by "
-                "linen.train_step, or by hand with linen.perturbations and linen.update_tables, "
-                f"apply(..., mutable={list(MUTABLE)}) (in nn.vmap look up outside of it and pass "
-                "rows in); or pass train=False to evaluate"
-            )
-        return True
-
-    def _table(self, name: str, dim: int, *create: Any) -> Any:
-        variable = self.variable(TABLES, name, *create)
-        check_dim(type(self).__name__, variable.value, name, dim)
-        return variable
-
-    def _store(self, variable: Any, table: Table) -> None:
-        # After a read: the same entries; what comes later is ordered behind.
-        if self.is_mutable_collection(TABLES) and not self.is_initializing():
-            variable.value = table
-
-    def _record(
-        self, name: str, result: Any, optimizer: Optimizer | None, counts: Any = None
-    ) -> jax.Array:
-        """Keeps the result of a lookup for the update; its rows carry their gradient out."""
-        rows = f"{name}_rows_{len(self.get_variable(LOOKUPS, name, ()))}"
-        is_given = self.has_variable(PERTURBATIONS, rows)
-        is_seen = is_given or self.is_mutable_collection(PERTURBATIONS)
-        if optimizer is not None and not is_seen:
-            _layers.warn_of_no_update(type(self).__name__, "linen")
-        self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
-        return self.perturb(rows, result.values, PERTURBATIONS)
-
-
-class Embed(_Layer):
+class Embed(Layer):
     """An embedding layer over a dynamic table: any 64-bit id, no vocabulary.
 
     Attributes:
@@ -196,6 +144,7 @@ class Embed(_Layer):
             valid=valid,
             scores=scores,
             admit=admit,
+            pinned=self._pinned(variable) if is_training else None,
             return_evicted=self.return_evicted,
         )
         if is_training:
@@ -286,6 +235,7 @@ class EmbedBag(Embed):
             dtype=rows_dtype(self, train=is_training),
             scores=scores,
             admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
+            pinned=self._pinned(variable) if is_training else None,
             evicted=self.return_evicted,
         )
         if is_training:
@@ -298,7 +248,7 @@ class EmbedBag(Embed):
         return _layers.cast(self, rows.reshape(*layout.batch, self.features))
 
 
-class EmbedCollection(_Layer):
+class EmbedCollection(Layer):
     """The embeddings of many features, a lookup for each physical table.
 
     Attributes:
@@ -342,8 +292,11 @@ class EmbedCollection(_Layer):
         }
         is_training = self._begin(train)
         own = {name: variable.value for name, variable in variables.items()}
+        options = {"partial": partial, "scores": scores, "admit": admit}
+        if is_training:
+            options["pinned"] = {name: self._pinned(each) for name, each in variables.items()}
         tables, looked_up = _layers.look_up_features(
-            self, own, inputs, train=is_training, partial=partial, scores=scores, admit=admit
+            *(self, own, inputs), train=is_training, **options
         )
         rows = dict(looked_up.rows)
         for group in groups:
@@ -398,6 +351,18 @@ def _lookups(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
 
 def _by_path(tables: Any) -> dict[Any, Any]:
     return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
+
+
+def _held(tables: Any) -> Callable[[Any], Any] | None:
+    """What tells the slots that lookups of a micro-batch hold, if later ones would evict there."""
+    flat = _by_path(tables)
+
+    def slots(rest: Any) -> dict[Any, Any]:
+        kept = {path: own for path, own in rest[2].items() if _pins.are_wanted(flat[path])}
+        each = {path: [lookup.result for lookup in own] for path, own in kept.items()}
+        return {path: _pins.slots_of(results) for path, results in each.items()}
+
+    return slots if any(map(_pins.are_wanted, flat.values())) else None
 
 
 def _trainable(tables: Any) -> list[str]:
@@ -604,16 +569,19 @@ def train_step(
     devices = _layers.Devices(() if placement is None else placement.axes)
     micro_batches = _micro_batches.checked(micro_batches)
 
-    def differentiated(state: TrainState, collections: Any, *args: Any) -> tuple[Any, Any, Any]:
+    def differentiated(
+        state: TrainState, collections: Any, pinned: Any, *args: Any
+    ) -> tuple[Any, Any, Any]:
         """Collections after a lookup of (a part of) the batch, dense gradients, and the rest."""
         kept = [*MUTABLE, *state.variables]
+        held = {PINNED: unflatten_dict(pinned)} if pinned else {}
 
         def run(params: Any, perturbed: Any, collections: Any, also: Any = ()) -> Any:
             variables = dict(collections)
             given = {} if perturbed is None else {PERTURBATIONS: perturbed}
 
             def apply(*inputs: Any, mutable: Any = False, **kwargs: Any) -> Any:
-                before = {"params": params, **given, **variables}
+                before = {"params": params, **given, **held, **variables}
                 changing = union_filters([*kept, *also], mutable)
                 outputs, after = state.model.apply(before, *inputs, mutable=changing, **kwargs)
                 variables.update({name: after[name] for name in (*kept, *also) if name in after})
@@ -643,10 +611,10 @@ def train_step(
         others = {TABLES: unfreeze(state.tables), **state.variables}
         differentiate = functools.partial(differentiated, state)
         if micro_batches == 1:
-            updated, dense, rest = differentiate(others, *args)
+            updated, dense, rest = differentiate(others, {}, *args)
         else:
             updated, dense, rest = _micro_batches.scan(
-                differentiate, others, args, micro_batches, state.params
+                differentiate, others, args, micro_batches, state.params, _held(state.tables)
             )
         loss, aux, lookups, rows = rest
         _layers.check_new_tables(_by_path(state.tables), _by_path(updated[TABLES]), devices)

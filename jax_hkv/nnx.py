@@ -45,6 +45,7 @@ from jax_hkv._nnx_steps import (
     end_turns,
     in_micro_batches,
     numbered,
+    pinned,
     take_turn,
 )
 from jax_hkv._nnx_steps import TableVariable as TableVariable
@@ -95,7 +96,7 @@ class _Layer(nnx.Module):
                 _layers.warn_of_no_update(type(self).__name__, "nnx")
             return result.values
         number = len(self._lookups(attribute))
-        turn = take_turn(getattr(self, attribute))  # layers that share a table go by it
+        turn = take_turn(getattr(self, attribute), result)  # layers that share a table go by it
         lookup = Lookup(Looked(result, counts or {}), turn=turn)
         setattr(self, _LOOKUP.format(attribute, number), lookup)
         perturbation = getattr(self, _ROWS.format(attribute, number), None)
@@ -206,6 +207,7 @@ class Embed(_Layer):
             valid=valid,
             scores=scores,
             admit=admit,
+            pinned=pinned(self.table),
             return_evicted=self.return_evicted,
         )
         rows = self._record("table", found.result) if train else found.values
@@ -276,6 +278,7 @@ class EmbedBag(Embed):
             dtype=_arguments.rows_dtype(self, train=train),
             scores=scores,
             admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
+            pinned=pinned(self.table),
             evicted=self.return_evicted,
         )
         self._store("table", table, train)
@@ -340,8 +343,10 @@ class EmbedCollection(_Layer):
           admit: of some features, by name, or of all; see there.
         """
         train = as_bool(type(self).__name__, "train", train)
+        held = {own.name: pinned(getattr(self, own.attribute)) for own in self._owners()}
+        options = {"partial": partial, "scores": scores, "admit": admit, "pinned": held}
         tables, looked_up = _layers.look_up_features(
-            self, self.tables, inputs, train=train, partial=partial, scores=scores, admit=admit
+            *(self, self.tables, inputs), train=train, **options
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):
@@ -649,7 +654,7 @@ def train_step(
             (_, (loss, aux)), dense, rows = differentiate(state.model, *args)
         else:
             dense, ((_, (loss, aux)), rows) = in_micro_batches(
-                differentiate, state.model, args, micro_batches
+                differentiate, state.model, args, micro_batches, _places
             )
         _layers.check_trained(_trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}

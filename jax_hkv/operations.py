@@ -21,6 +21,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
 from jax_hkv._inserts import insert_result, insert_rows, meant_entries
 from jax_hkv._keys import Keys, check_fixed, check_keys, keys_of
+from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import (
@@ -334,6 +335,7 @@ def find_or_insert(
     scores: Any = None,
     valid: Any = None,
     admit: Any = None,
+    pinned: Any = None,
     dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
@@ -353,6 +355,8 @@ def find_or_insert(
       valid: see :func:`find`.
       admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
         valid positions. None: at all. Present keys are found and scored whatever it says.
+      pinned: results of earlier lookups of the table whose update is to come, one or a list, or
+        int32 slots: nothing there is evicted. Layers pin what their step has brought.
       dtype: of the rows that come back; see :func:`find`. Their gradients may have it too.
       return_evicted: whether the result carries the evicted entries.
 
@@ -382,7 +386,7 @@ def find_or_insert(
     own = _checks.as_mask("find_or_insert", "admit", admit, given.shape)
     kind = _checks.as_row_dtype("find_or_insert", dtype)
     evicted = _checks.as_bool("find_or_insert", "return_evicted", return_evicted)
-    batch = (given, mask, pairs, offered, own)
+    batch = (given, mask, pairs, offered, own, pinned_slots("find_or_insert", pinned))
     return _find_or_insert(table, *batch, dtype=kind, evicted=evicted)
 
 
@@ -394,6 +398,7 @@ def _find_or_insert(
     scores: Keys | None,
     offered: jax.Array | None,
     admit: jax.Array | None,
+    pinned: jax.Array | None,
     dtype: Any,
     evicted: bool,
 ) -> Any:
@@ -401,7 +406,11 @@ def _find_or_insert(
     if offered is not None:
         offered = offered.reshape(-1, table.dim)
     table, inserted = insert_rows(
-        table, keys, valid, scores, offered, evicted, admit=admit, reads=True, dtype=dtype
+        *(table, keys, valid, scores, offered, evicted),
+        admit=admit,
+        pinned=pinned,
+        reads=True,
+        dtype=dtype,
     )
     result = insert_result(checkpoint_name(inserted.values, ROWS_NAME), keys, inserted)
     rows = result.values.reshape(*given.shape, table.dim)

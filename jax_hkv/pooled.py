@@ -23,6 +23,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys, check_fixed, form_of
+from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
@@ -127,6 +128,7 @@ def find_or_insert_pooled(
     valid: Any = None,
     scores: Any = None,
     admit: Any = None,
+    pinned: Any = None,
     dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, InsertResult]:
@@ -140,6 +142,7 @@ def find_or_insert_pooled(
       valid: see :func:`find_pooled`.
       scores: of the shape of `ids`, or one number; see :func:`find_or_insert`.
       admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
+      pinned: see :func:`find_or_insert`.
       dtype: of the rows that come back; see :func:`find_pooled`.
       return_evicted: whether the result carries the evicted entries.
 
@@ -169,7 +172,8 @@ def find_or_insert_pooled(
     kind = _checks.as_row_dtype(call, dtype)
     evicted = _checks.as_bool(call, "return_evicted", return_evicted)
     options = {"dtype": kind, "evicted": evicted, "layout": layout}
-    return _find_or_insert_bags(table, batch, pairs, own, **options)
+    held = pinned_slots(call, pinned)
+    return _find_or_insert_bags(table, batch, pairs, own, held, **options)
 
 
 @jitted("dtype", "evicted", "layout")
@@ -178,12 +182,13 @@ def _find_or_insert_bags(
     batch: Bagged,
     scores: Keys | None,
     admit: jax.Array | None,
+    pinned: jax.Array | None,
     dtype: Any,
     evicted: bool,
     layout: features.Layout,
 ) -> Any:
     options = {"initial": True, "dtype": dtype, "evicted": evicted}
-    table, result = _find_or_insert(table, batch, scores, admit, **options)
+    table, result = _find_or_insert(table, batch, scores, admit, pinned, **options)
     return table, result._replace(
         values=result.values.reshape(*layout.batch, table.dim),
         keys=result.keys.reshape(*layout.ids),
@@ -198,6 +203,7 @@ def _find_or_insert(
     batch: Bagged,
     scores: Keys | None,
     admit: jax.Array | None,
+    pinned: jax.Array | None,
     initial: bool,
     dtype: Any,
     evicted: bool,
@@ -205,6 +211,7 @@ def _find_or_insert(
     table, inserted = insert_rows(
         *(table, batch.keys, batch.valid, scores, None, evicted),
         admit=admit,
+        pinned=pinned,
         reads=initial and batch.bags is None,
         dtype=dtype or jnp.float32,
     )
@@ -266,6 +273,7 @@ def of_batch(
     dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,
+    pinned: Int32[Array, " p"] | None = None,
     evicted: bool = False,
 ) -> tuple[Table, BagRows]:
     """The rows of a batch of bags, whose weights are those of its combiner: for layers.
@@ -279,6 +287,7 @@ def of_batch(
       dtype: of the rows; None: float32.
       scores: of training lookups, one for each id.
       admit: of training lookups, a mask of the ids, of any shape; None: all.
+      pinned: of training lookups, slots that are not evicted.
       evicted: whether the result of a training lookup carries the evicted entries.
     """
     initial = is_initial(call, fill)
@@ -288,7 +297,7 @@ def of_batch(
     check_fixed(call, "ids", batch.keys.shape)
     pairs = _checks.as_flat_scores(call, table.policy, scores, batch.keys.shape)
     options = {"initial": initial, "dtype": dtype, "evicted": evicted}
-    table, result = _find_or_insert(table, batch, pairs, admit, **options)
+    table, result = _find_or_insert(table, batch, pairs, admit, pinned, **options)
     return table, BagRows(result.values, result.slots, result)
 
 

@@ -45,7 +45,8 @@ from jax_hkv._entries import Exported, import_entries, join_entries
 from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
 from jax_hkv._exports import export_chunks, export_entries
-from jax_hkv._keys import Keys, as_keys, check_fixed
+from jax_hkv._keys import Keys, check_fixed
+from jax_hkv._pins import pinned_slots
 from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
 from jax_hkv._reports import ExchangeOverflow, check_overflow
@@ -58,7 +59,7 @@ from jax_hkv._sharded import (
     exchange_of,
     misplaced,
 )
-from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite
+from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite, to_write, write_of
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import concatenate
 from jax_hkv.index import Status
@@ -241,6 +242,7 @@ def find_or_insert(
     scores: Any = None,
     valid: Any = None,
     admit: Any = None,
+    pinned: Any = None,
     dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
@@ -258,6 +260,7 @@ def find_or_insert(
       scores: see :func:`jax_hkv.find_or_insert`.
       valid: ``bool`` of the keys' shape; False masks a position (uneven batches, padding).
       admit: see :func:`jax_hkv.find_or_insert`; True at a position of any device lets the key in.
+      pinned: see :func:`jax_hkv.find_or_insert`; what the devices, as owners, did for them is kept.
       dtype: of the rows that come back, in which they travel, too; see :func:`jax_hkv.find`.
       return_evicted: whether the result carries the entries that this device's part has lost. With
         an exchange that may take a second round they have room for all devices' keys.
@@ -283,6 +286,7 @@ def find_or_insert(
         scores=pairs,
         offered=offered,
         admit=_checks.as_mask(call, "admit", admit, given.shape),
+        pinned=pinned_slots(call, pinned, over_devices=True),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
         dtype=_checks.as_row_dtype(call, dtype),
     )
@@ -326,7 +330,7 @@ def insert_or_assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.insert_or_assign"
-    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = rows_of(call, values, table, given)
 
@@ -336,7 +340,7 @@ def insert_or_assign(
     table, result = _sharded_writes.write(
         exchange, table, *batch, act, scores=pairs, values=rows, counts_occurrences=True
     )
-    return table, _write_of(result, given)
+    return table, write_of(result, given)
 
 
 def accum_or_assign(
@@ -372,7 +376,7 @@ def accum_or_assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.accum_or_assign"
-    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = rows_of(call, values, table, given)
     believed = _checks.as_flags(call, "exists", exists, given.shape)
@@ -387,7 +391,7 @@ def accum_or_assign(
     table, result = _sharded_writes.write(
         exchange, table, *batch, act, scores=pairs, values=sent, merges=False
     )
-    return table, _write_of(result, given)
+    return table, write_of(result, given)
 
 
 def assign(
@@ -419,7 +423,7 @@ def assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.assign"
-    exchange, given, batch = _to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
     if values is None and scores is None:
         raise ValueError(f"{call}: values or scores must be given, got neither")
     pairs = rows = None
@@ -431,7 +435,7 @@ def assign(
     table, result = _sharded_writes.write(
         exchange, table, *batch, _inserts.assign, scores=pairs, values=rows
     )
-    return table, _write_of(result, given)
+    return table, write_of(result, given)
 
 
 def import_batch(
@@ -502,7 +506,7 @@ def export_keys(
       TypeError, ValueError: naming the argument.
       NameError: if the axis is not bound.
     """
-    exchange, given, batch = _to_write("sharding.export_keys", table, keys, valid, axis_name)
+    exchange, given, batch = to_write("sharding.export_keys", table, keys, valid, axis_name)
 
     def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
         table, entries, slots = _inserts.export_keys(table, keys, valid)
@@ -538,31 +542,13 @@ def erase(
       TypeError, ValueError: naming the argument.
       NameError: if the axis is not bound.
     """
-    exchange, given, batch = _to_write("sharding.erase", table, keys, valid, axis_name)
+    exchange, given, batch = to_write("sharding.erase", table, keys, valid, axis_name)
 
     def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
         return _inserts.erase(table, keys, valid, is_ticked=is_ticked)
 
     table, result = _sharded_writes.write(exchange, table, *batch, act)
-    return table, _write_of(result, given)
-
-
-def _to_write(
-    call: str, table: Table, keys: Any, valid: Any, axis_name: Any
-) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
-    """How keys travel, the keys as they were given, and flat with their mask."""
-    exchange = exchange_of(call, table, axis_name)
-    given = as_keys(call, "keys", keys)
-    check_fixed(call, "keys", given.shape)
-    return (
-        exchange,
-        given,
-        (given.reshape(-1), _checks.as_flat_mask(call, "valid", valid, given.shape)),
-    )
-
-
-def _write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:
-    return result._replace(status=result.status.reshape(keys.shape))
+    return table, write_of(result, given)
 
 
 def find_pooled(
@@ -623,6 +609,7 @@ def find_or_insert_pooled(
     valid: Any = None,
     scores: Any = None,
     admit: Any = None,
+    pinned: Any = None,
     dtype: Any = None,
     return_evicted: bool = False,
 ) -> tuple[Table, ShardedResult]:
@@ -637,6 +624,7 @@ def find_or_insert_pooled(
       valid: ``bool`` of the shape of `ids`.
       scores: of the shape of `ids`, or one number; see :func:`jax_hkv.find_or_insert`.
       admit: ``bool`` of the shape of `ids`; see :func:`find_or_insert`.
+      pinned: see :func:`find_or_insert`.
       dtype: of the rows that come back; see :func:`jax_hkv.find_pooled`.
       return_evicted: see :func:`find_or_insert`.
 
@@ -661,6 +649,7 @@ def find_or_insert_pooled(
         initial=True,
         scores=_checks.as_scores(call, table.policy, scores, layout.ids),
         admit=_checks.as_mask(call, "admit", admit, layout.ids),
+        pinned=pinned_slots(call, pinned, over_devices=True),
         evicted=_checks.as_bool(call, "return_evicted", return_evicted),
         dtype=_checks.as_row_dtype(call, dtype),
     )

@@ -440,10 +440,11 @@ class Oracle:
         scores: Array | None = None,
         valid: Array | None = None,
         return_evicted: bool = False,
+        pinned: Array | None = None,
     ) -> Outcome:
         distinct = unique(keys, valid)
         initial = self.initial_rows(distinct.keys)
-        placement = self._insert(distinct, self._merge_scores(scores, distinct))
+        placement = self._insert(distinct, self._merge_scores(scores, distinct), pinned)
         new, slots = placement.is_new, placement.slots
         self.values[slots[new]] = initial[new] if values is None else values[distinct.first[new]]
         rows = np.where((slots < 0)[:, None], initial, self.values[slots])
@@ -487,7 +488,7 @@ class Oracle:
 
         distinct = unique(keys, effective)
         merged = self._merge_scores(scores, distinct)
-        placement = self._insert(distinct, merged, pins=slot_before[read & (slot_before >= 0)])
+        placement = self._insert(distinct, merged, pins=slot_before[read])
         hit, new, slots = placement.status == FOUND, placement.is_new, placement.slots
         sums = combine(values, distinct)[hit] + self.values[slots[hit]].astype(f32)
         self.values[slots[hit]] = round_to(same_nan(sums), self.dtype)
@@ -613,7 +614,7 @@ class Oracle:
         status[absent] = INSERTED
         pinned = np.zeros(self.capacity, bool)
         pinned[slots[slots >= 0]] = True
-        pinned[slots[:0] if pins is None else pins] = True
+        pinned[slots[:0] if pins is None else pins[pins >= 0]] = True
 
         last = absent[slots[absent] < 0]
         scores = self._new_scores(merged[last], np.zeros_like(merged[last]))

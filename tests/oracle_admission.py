@@ -70,6 +70,7 @@ class AdmittingOracle(Oracle):
         valid: Array | None = None,
         return_evicted: bool = False,
         admit: Array | None = None,
+        pinned: Array | None = None,
     ) -> Outcome:
         seen = unique(keys, valid)
         enters = self.lookup(seen.keys) >= 0
@@ -79,7 +80,7 @@ class AdmittingOracle(Oracle):
         is_valid = seen.inverse >= 0
         mask = is_valid.copy()
         mask[is_valid] = enters[seen.inverse[is_valid]]
-        outcome = super().find_or_insert(keys, values, scores, mask, return_evicted)
+        outcome = super().find_or_insert(keys, values, scores, mask, return_evicted, pinned)
         away = is_valid & ~mask
         outcome.status[away] = NOT_ADMITTED
         assert outcome.values is not None

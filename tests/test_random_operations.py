@@ -105,7 +105,16 @@ class RandomOperations:
         keys, valid = self.batch()
         is_given = self.rng.random() < 0.5
         values, scores = self.rows() if is_given else None, self.scores()
-        self.count(self.both.find_or_insert(keys, values, scores, valid, return_evicted=is_given))
+        pinned = None if self.rng.random() < 0.5 else self.slots()
+        batch = keys, values, scores, valid
+        self.count(self.both.find_or_insert(*batch, return_evicted=is_given, pinned=pinned))
+
+    def slots(self):
+        """Few or many of a table's, empty ones too, some twice; and -1, where lookups have none."""
+        capacity = self.both.table.capacity
+        slots = self.rng.integers(0, capacity, capacity, np.int32)
+        slots[self.rng.random(capacity) < self.rng.choice([0.1, 0.9])] = -1
+        return slots
 
     def insert_or_assign(self):
         keys, valid = self.batch()

@@ -28,7 +28,7 @@ WITHOUT_XLA_OR_PYTHON = ("core", "ops")
 LAYERS = (
     {"_build", "_compat", "_ffi", "_keys", "_namespaces", "_trees", "_warnings", "initializers"},
     {"index", "rows"},
-    {"_checks", "_inserts", "admission", "operations", "table", "whole_table"},
+    {"_checks", "_inserts", "_pins", "admission", "operations", "table", "whole_table"},
     {"the wings"},
     {"linen", "nnx"},
     {"__init__"},

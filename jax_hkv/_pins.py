@@ -1,0 +1,63 @@
+"""Pins: what a step's lookups have brought, its later ones do not evict before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jax_hkv._keys import form_of
+from jax_hkv.index import Policy
+from jax_hkv.table import InsertResult, Table, is_one_result
+
+
+def pinned_slots(
+    call: str, pinned: Any, *, over_devices: bool = False
+) -> Int32[Array, " p"] | None:
+    """The slots that a caller gives, or those of results, of which nothing is to be evicted."""
+    if pinned is None:
+        return None
+    is_one = isinstance(pinned, Mapping) or hasattr(pinned, "dtype") or is_one_result(pinned)
+    results: list[Any] = []
+    slots: list[jax.Array] = []
+    for each in [pinned] if is_one else pinned:
+        if getattr(each, "dtype", None) == np.int32:
+            slots.append(jnp.asarray(each))
+        elif hasattr(each, "route") if over_devices else isinstance(each, InsertResult):
+            results.append(each)
+        else:
+            own = "sharding.find_or_insert" if over_devices else "find_or_insert"
+            raise TypeError(
+                f"{call}: pinned must be what earlier lookups of this table returned, results of "
+                f"{own} or of {own}_pooled, or int32 slots of it, or a list of these, got "
+                f"{form_of(each)}: what only reads brings nothing that could be lost"
+            )
+    return slots_of(results, *slots)
+
+
+def are_wanted(table: Table) -> bool:
+    """Whether a step's later lookups would evict what earlier ones have brought.
+
+    By time (LRU, EPOCH_LRU) that is newer than everything else.
+    """
+    return table.policy not in (Policy.LRU, Policy.EPOCH_LRU)
+
+
+def slots_of(results: Iterable[Any], *more: jax.Array | None) -> Int32[Array, " p"] | None:
+    """The slots that results of lookups hold, on this device, and more of them; None: of none."""
+    found = [slots for slots in more if slots is not None]
+    for result in results:
+        route = getattr(result, "route", None)
+        if route is None:
+            found.append(result.unique_slots)
+        else:  # what this device did as an owner, in one round or the other
+            of_rounds = (route.owner and route.owner.unique_slots, route.wide_slots)
+            found += [slots for slots in of_rounds if slots is not None]
+    if not found:
+        return None
+    flat = [slots.reshape(-1) for slots in found]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)

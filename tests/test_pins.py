@@ -1,0 +1,338 @@
+"""What a step's lookups have brought, its later ones do not evict before the update."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from combinations import seldom
+from flax import nnx
+from many_devices import Case
+
+import jax_hkv as hkv
+from jax_hkv import sharding
+from jax_hkv.index import Policy
+from jax_hkv.sharding import Exchange, Placement
+
+DIM, CAPACITY, RATE = 4, 512, 0.5
+EVICTING = (Policy.LFU, Policy.EPOCH_LFU, Policy.CUSTOM)
+SGD = hkv.optim.sgd(RATE)
+OLD, FIRST, SECOND = (
+    np.arange(start, start + count, dtype=np.int32)
+    for start, count in ((0, 2 * CAPACITY), (10_000, 64), (20_000, 96))
+)
+
+
+def scores_of(policy, ids):
+    return hkv.Keys.from_numpy(np.ones(ids.shape, int)) if policy is Policy.CUSTOM else None
+
+
+def fillings(policy):
+    """How often ids come, with which a table is filled, for new ones to have the lowest scores.
+
+    EPOCH_LFU and CUSTOM take none that counts less than everything there is: with the same they go
+    to the first lanes of their buckets, and would go first themselves.
+    """
+    return 3 if policy is Policy.LFU else 1
+
+
+def full_table(policy, choices=1):
+    table = SGD.init(hkv.create(CAPACITY, DIM, policy=policy, choices=choices))
+    for _ in range(fillings(policy)):
+        table, _ = hkv.find_or_insert(table, OLD, scores=scores_of(policy, OLD))
+    assert int(hkv.size(table)) == CAPACITY
+    return table
+
+
+def kept(table, ids):
+    return int(hkv.contains(table, ids)[1].sum())
+
+
+# --- Operations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("policy", Policy)
+def test_a_lookup_leaves_alone_what_the_pinned_ones_hold(policy, choices, pooled, platform):
+    """And nothing else; an update is of all of them."""
+    look_up = hkv.find_or_insert_pooled if pooled else hkv.find_or_insert
+    shape = (-1, 2) if pooled else (-1,)
+    first, second = FIRST.reshape(shape), SECOND.reshape(shape)
+    table = full_table(policy, choices)
+
+    def given(ids):
+        return {"scores": scores_of(policy, ids)}
+
+    table, brought = look_up(table, first, **given(first))
+    assert int(brought.counts.evicted) == len(FIRST)
+    free, _ = look_up(table, second, **given(second))
+    assert (kept(free, FIRST) < len(FIRST)) == (policy in EVICTING)
+    table, more = jax.jit(look_up)(table, second, pinned=brought, **given(second))
+    assert int(more.counts.evicted) == len(SECOND)
+    assert kept(table, FIRST) == len(FIRST)
+    slopes = [jnp.ones_like(each.values) for each in (brought, more)]
+    updated = SGD.update(table, [brought, more], slopes)
+    assert updated.optimizer.skipped.tolist() == [0]
+    ids = np.concatenate([FIRST, SECOND])
+    change = hkv.find(updated, ids)[1].values - hkv.initial_rows(table, ids)
+    np.testing.assert_allclose(change, -RATE, rtol=1e-5)
+
+
+def test_pins_are_results_or_slots_or_lists_of_them():
+    table = full_table(Policy.LFU)
+    table, first = hkv.find_or_insert(table, FIRST)
+    table, second = hkv.find_or_insert(table, SECOND, pinned=first)
+    third = np.arange(30_000, 30_100, dtype=np.int32)
+    both = np.concatenate([first.slots, second.slots, [-1, -1]]).astype(np.int32)
+    tables = [
+        hkv.find_or_insert(table, third, pinned=pinned)[0]
+        for pinned in ([first, second], both, [first, jnp.asarray(second.slots)])
+    ]
+    for each in tables:
+        assert kept(each, np.concatenate([FIRST, SECOND])) == len(FIRST) + len(SECOND)
+        for leaf, other in zip(*map(jax.tree.leaves, (each, tables[0])), strict=True):
+            np.testing.assert_array_equal(leaf, other)
+    plain, none = (hkv.find_or_insert(table, third, pinned=own)[0] for own in (None, []))
+    assert kept(plain, FIRST) == kept(none, FIRST) < len(FIRST)
+
+
+def test_where_all_of_a_bucket_is_pinned_newcomers_are_refused():
+    """As those of one lookup of all are, for whom there is no room."""
+    table = hkv.create(128, DIM, policy=Policy.LFU)
+    table, brought = hkv.find_or_insert(table, OLD[:128])
+    table, more = hkv.find_or_insert(table, SECOND, pinned=brought)
+    assert int(more.counts.refused) == len(SECOND) and kept(table, OLD[:128]) == 128
+
+
+@pytest.mark.parametrize(
+    ("pinned", "got"),
+    {
+        "a read": (lambda table: hkv.find(table, FIRST)[1], "FindResult"),
+        "a write": (lambda table: hkv.erase(table, FIRST)[1], "EraseResult"),
+        "keys": (lambda _: FIRST.astype(np.int64), "int64"),
+        "a dict": (lambda _: {"slots": FIRST}, "dict"),
+        "a table": (lambda table: table, "Table"),
+    }.values(),
+)
+@pytest.mark.parametrize("name", ["find_or_insert", "find_or_insert_pooled"])
+def test_anything_else_is_refused(name, pinned, got):
+    table = full_table(Policy.LFU)
+    with pytest.raises(TypeError, match=rf"^{name}: pinned must be .*got .*{got}"):
+        getattr(hkv, name)(table, SECOND[:, None], pinned=pinned(table))
+
+
+# --- Many devices --------------------------------------------------------------------------------
+
+AXES = ("node", "device")
+FOUR = Case(shape=(4,), capacity=CAPACITY)
+LEVELS = dataclasses.replace(FOUR, exchange=Exchange(AXES), shape=(2, 2), names=AXES)
+EXCHANGES = {
+    "one hop": (FOUR, {}),
+    "levels": (LEVELS, {}),
+    "a second round": (FOUR, {"distinct": 0.02}),
+    "replicas": (FOUR, {"replicas": True}),
+    "pmap": (dataclasses.replace(FOUR, mode="pmap"), {}),
+}
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])
+@pytest.mark.parametrize("name", seldom(EXCHANGES, {"pmap", "levels"}))
+def test_owners_leave_alone_what_they_have_brought_for_any_device(name, pooled):
+    case, fields = EXCHANGES[name]
+    case = dataclasses.replace(
+        case,
+        exchange=dataclasses.replace(case.exchange, **fields),
+        options=(("policy", Policy.LFU),),
+    )
+    placement, axis = case.placement, {"axis_name": case.exchange}
+    look_up = sharding.find_or_insert_pooled if pooled else sharding.find_or_insert
+    old = np.arange(case.devices * CAPACITY * 2, dtype=np.int32)
+    shape = (-1, 2) if pooled else (-1,)
+    first, second = (
+        np.arange(start, start + case.devices * count, dtype=np.int32).reshape(shape)
+        for start, count in ((10_000, 64), (20_000, 96))
+    )
+
+    def filled(table, ids):
+        return sharding.find_or_insert(table, ids, **axis)[0], jnp.int32(0)
+
+    def step(pins, table, ids, more):
+        table, brought = look_up(table, ids, **axis)
+        table, result = look_up(table, more, pinned=brought if pins else None, **axis)
+        slopes = [jnp.ones_like(each.values) for each in (brought, result)]
+        table = sharding.update(SGD, table, [brought, result], slopes)
+        _, found = sharding.contains(table, ids, **axis)
+        return table, (jax.lax.psum(found.found.sum(), case.exchange.axes), brought.overflow)
+
+    lost = []
+    for pins in (False, True):
+        table = placement.create(lambda: SGD.init(case.table()))
+        fill = placement.step(filled)
+        for _ in range(3):
+            table, _ = fill(table, placement.put(old))
+        table, (there, overflow) = placement.step(partial(step, pins))(
+            table, *placement.put((first, second))
+        )
+        assert (int(overflow) > 0) == ("distinct" in fields)
+        lost.append(first.size - int(there))
+    assert lost[0] > 0 and lost[1] == 0
+
+
+# --- Layers --------------------------------------------------------------------------------------
+
+
+def embed(module, policy, axis_name=None):
+    return module.Embed(CAPACITY, DIM, policy=policy, optimizer=SGD, axis_name=axis_name)
+
+
+class Linen(nn.Module):
+    """Looks up two arrays, by a layer or a collection that is called twice."""
+
+    policy: Policy
+    way: str
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, first, second, train=False):
+        if self.way == "collection":
+            layer = hkv.linen.EmbedCollection(collection(self.policy), axis_name=self.axis_name)
+            return [layer({"ids": ids}, train=train)["ids"] for ids in (first, second)]
+        layer = embed(hkv.linen, self.policy, self.axis_name)
+        given = [scores_of(self.policy, ids) for ids in (first, second)]
+        return [
+            layer(ids, train=train, scores=own)
+            for ids, own in zip((first, second), given, strict=True)
+        ]
+
+
+class Nnx(nnx.Module):
+    """The same; or by two layers that share a table."""
+
+    def __init__(self, policy, way, axis_name=None):
+        self.policy, self.way = policy, way
+        if way == "collection":
+            self.one = hkv.nnx.EmbedCollection(collection(policy), axis_name=axis_name)
+            return
+        self.one = embed(hkv.nnx, policy, axis_name)
+        self.other = embed(hkv.nnx, policy, axis_name) if way == "tied" else self.one
+        if way == "tied":
+            self.other.table = self.one.table
+
+    def __call__(self, first, second, train=False):
+        if self.way == "collection":
+            return [self.one({"ids": ids}, train=train)["ids"] for ids in (first, second)]
+        return [
+            layer(ids, train=train, scores=scores_of(self.policy, ids))
+            for layer, ids in ((self.one, first), (self.other, second))
+        ]
+
+
+def collection(policy):
+    table = hkv.TableConfig("ids", CAPACITY, DIM, policy=policy, optimizer=SGD)
+    return hkv.Collection([table], [hkv.Feature("ids", "ids")])
+
+
+def loss_of(rows):
+    return sum(jnp.sum(each) for each in rows)
+
+
+def trained(api, policy, way, placement=None, **options):
+    """The table after a step of new ids, into one that was full."""
+    axis_name = None if placement is None else placement.axes[0]
+    if api == "linen":
+        model, ids = Linen(policy, way, axis_name), np.zeros((4,), np.int32)
+        make = partial(hkv.linen.TrainState.create, model, jax.random.key(0), ids, ids)
+        make = partial(make, tx=optax.sgd(0.1))
+        state = make() if placement is None else placement.create(make)
+        loss = lambda apply, *ids: loss_of(apply(*ids, train=True))  # noqa: E731
+    else:
+        make = lambda: hkv.nnx.TrainState(Nnx(policy, way, axis_name), optax.sgd(0.1))  # noqa: E731
+        state = make() if placement is None else hkv.nnx.place(make, placement)
+        loss = lambda model, *ids: loss_of(model(*ids, train=True))  # noqa: E731
+    step = getattr(hkv, api).train_step(loss, placement=placement, **options)
+
+    def run(*ids):
+        nonlocal state
+        put = ids if placement is None else placement.put(ids, **options)
+        if api == "nnx":
+            return step(state, *put)
+        state, info = step(state, *put)
+        return info
+
+    for _ in range(fillings(policy)):
+        run(*np.split(OLD, 2))
+    info = run(np.resize(FIRST, 96), SECOND)
+    (report,) = info.tables.values()
+    if api == "nnx":
+        name = "table_ids" if way == "collection" else "table"
+        tables = [getattr(state.model.one, name).get_value()]
+    else:
+        tables = jax.tree.leaves(state.tables, is_leaf=lambda node: isinstance(node, hkv.Table))
+    (table,) = tables
+    return table, report
+
+
+WAYS = {
+    "linen": ("twice", "collection"),
+    "nnx": ("twice", "tied", "collection"),
+}
+PARTS = {"whole": {}, "micro-batches": {"micro_batches": 4}}
+CASES = [
+    (api, policy, way, parts)
+    for api, ways in WAYS.items()
+    for policy in EVICTING
+    for way in ways
+    for parts in PARTS
+    if not (policy is Policy.CUSTOM and way == "collection")  # takes scores in another way
+]
+
+
+@pytest.mark.parametrize(("api", "policy", "way", "parts"), CASES)
+def test_a_step_trains_all_that_its_lookups_have_brought(api, policy, way, parts):
+    """However often a table is looked up, and in however many parts."""
+    table, report = trained(api, policy, way, **PARTS[parts])
+    assert int(report.evicted) > 0
+    skipped = int(table.optimizer.skipped[0])
+    ids = np.concatenate([FIRST, SECOND])
+    assert (skipped, kept(table, ids)) == (0, len(ids))
+    change = hkv.find(table, ids)[1].values - hkv.initial_rows(table, ids)
+    times = np.where(np.isin(ids, FIRST[:32]), 2, 1)[:, None]  # 96 places for 64 ids
+    scale = 1 / PARTS[parts].get("micro_batches", 1)
+    np.testing.assert_allclose(change, np.broadcast_to(-RATE * scale * times, change.shape), 1e-5)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("api", WAYS)
+def test_devices_train_all_that_their_lookups_have_brought(api, parts):
+    mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
+    placement = Placement(mesh, "device")
+    table, _ = trained(api, Policy.LFU, "twice", placement, **PARTS[parts])
+    assert int(np.sum(table.optimizer.skipped)) == 0
+    there = sum(kept(part, np.append(FIRST, SECOND)) for part in placement.shards(table))
+    assert there == len(FIRST) + len(SECOND)
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_only_where_later_lookups_would_evict_them_are_slots_kept(policy):
+    """What comes by time is newer than everything else: there is nothing to ask."""
+    seen = []
+
+    def loss(model, first, second):
+        rows = model(first, second, train=True)
+        seen.append(model.one.table.record())
+        assert type(model.one.table.get_value()) is hkv.Table
+        return loss_of(rows)
+
+    state = hkv.nnx.TrainState(Nnx(policy, "tied"), optax.sgd(0.1))
+    hkv.nnx.train_step(loss)(state, FIRST, SECOND)
+    assert all(lookups == 2 for lookups, _ in seen)
+    sizes = [[pin.size for pin in pins] for _, pins in seen]
+    assert sizes[-1] == ([FIRST.size, SECOND.size] if policy in EVICTING else [])
+    assert state.model.one.table.record() == (0, ())
