@@ -91,22 +91,25 @@ def _let_in(
     occurrences: jax.Array | None = None,
     is_ticked: bool = False,
 ) -> tuple[Table, Groups]:
-    """Asks the caller and the table's admission about the absent keys; the groups of the others."""
+    """Asks the caller and the table's admission about the absent keys; the groups of the others.
+
+    Sightings are those at positions that let their keys in.
+    """
     distinct, asked = Keys(seen.keys), _index.all_of(seen)
     index, slots = _index.find(table.index, distinct, asked)
     table = dataclasses.replace(table, index=index)
     is_present = slots >= 0
-    admitted = asked
+    admitted, sightings = asked, occurrences
     if admit is not None:
-        admitted = _index.sum_by_key(seen, admit.reshape(-1).astype(jnp.int32)) > 0
+        sightings = _index.sum_by_key(seen, admit.reshape(-1).astype(jnp.int32))
+        admitted = sightings > 0
     if table.admission is not None:
-        # Sightings are what is seen, whatever the caller says of it.
         admission, by_rule = table.admission.decide(
             table.seed,
             (index if is_ticked else _index.tick(index)).clock,
             distinct,
             asked & ~is_present,
-            _index.occurrences(seen).counts if occurrences is None else occurrences,
+            _index.occurrences(seen).counts if sightings is None else sightings,
         )
         table = dataclasses.replace(table, admission=admission)
         admitted = by_rule if admit is None else by_rule & admitted
@@ -398,7 +401,8 @@ def insert_rows(
       scores: of the positions, or None.
       offered: rows of the positions, or None.
       evicted: whether the evicted entries are wanted.
-      admit: of the positions, of any shape, those that let their keys in; None: all.
+      admit: of the positions, of any shape, those that let their keys in, or at how many of its
+        occurrences each does; None: all.
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.
       pinned: slots that must not be evicted, besides those of the keys.
       is_ticked: whether the clock already stands at the time of this batch.

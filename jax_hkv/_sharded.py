@@ -466,7 +466,7 @@ def _round(
             scores_of(table, arrived),
             None if offered is None else onward_one(plan, legs, offered, last=False),
             task.evicted,
-            admit=None if arrived.admits is None else arrived.admits > 0,
+            admit=arrived.admits,
             occurrences=arrived.occurrences,
             pinned=task.pinned,
             is_ticked=is_ticked,

@@ -89,7 +89,7 @@ class Table:
     @property
     def copies(self) -> int:
         """Whole tables among the leaves: of replicas seen from outside all of them."""
-        parts = max(1, self.clock.size // 2)
+        parts = max(1, math.prod(self.clock.shape) // 2)
         return parts // self.parts_on(parts)
 
     def parts_on(self, devices: int) -> int:
@@ -160,7 +160,8 @@ class Table:
         return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
     def __repr__(self) -> str:
-        if not hasattr(self.values, "shape"):  # JAX unflattens with objects that are no arrays
+        # JAX unflattens with objects that are no arrays, and so do users, with dtypes say.
+        if not all(len(getattr(leaf, "shape", ())) for leaf in (self.values, self.clock)):
             return f"Table({self.name!r})"
         return (
             f"Table({self.name!r}, capacity={self.capacity:,}, dim={self.dim}, "

@@ -74,9 +74,10 @@ class AdmittingOracle(Oracle):
     ) -> Outcome:
         seen = unique(keys, valid)
         enters = self.lookup(seen.keys) >= 0
-        admitted = self.admitted(seen.keys[~enters], seen.occurrences[~enters])
-        let_in = keys if admit is None else keys[(seen.inverse >= 0) & admit]
-        enters[~enters] = admitted & np.isin(seen.keys[~enters], let_in)
+        lets_in = (seen.inverse >= 0) & (True if admit is None else admit)
+        sightings = np.bincount(seen.inverse[lets_in], minlength=len(seen.keys))
+        admitted = self.admitted(seen.keys[~enters], sightings[~enters])
+        enters[~enters] = admitted & (sightings[~enters] > 0)
         is_valid = seen.inverse >= 0
         mask = is_valid.copy()
         mask[is_valid] = enters[seen.inverse[is_valid]]

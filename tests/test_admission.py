@@ -82,7 +82,7 @@ def test_a_callers_own_admission_does_what_the_oracle_does(rng, twin, rule, sett
     both.oracle = AdmittingOracle.of(both.table, **settings)
     universe = rng.integers(0, 2**64, 600, np.uint64)
     seen, mixed = np.zeros(6, np.int64), 0
-    for number in range(16):
+    for number in range(40):
         keys = rng.choice(universe[: 600 if number % 2 else 100], 150)
         valid, admit = rng.random(150) < 0.8, rng.random(150) < 0.4
         scores = rng.integers(0, 2**40, 150).astype(np.uint64) if policy == "CUSTOM" else None
@@ -93,6 +93,21 @@ def test_a_callers_own_admission_does_what_the_oracle_does(rng, twin, rule, sett
         mixed += int((new & ~admit).sum())  # another position of the key has let it in
     counts = oracle.Counts(*seen)
     assert min(counts.hits, counts.inserted, counts.evicted, counts.not_admitted, mixed) > 0
+
+
+def test_sampled_negatives_are_no_sightings():
+    """What they show, nobody has chosen; they are found once they are there."""
+    table, ids = hkv.create(1024, 2, admission=hkv.admission.frequency(3)), numbers(5, 6, 6)
+    admit = np.array([False, True, False])
+    for seen in range(1, 5):
+        table, result = hkv.find_or_insert(table, ids, admit=admit)
+        assert names(result) == {3: ["NOT_ADMITTED", "INSERTED", "FOUND"]}.get(
+            seen, ["NOT_ADMITTED", *(["FOUND"] if seen > 3 else ["NOT_ADMITTED"]) * 2]
+        )
+    table, result = hkv.find_or_insert(table, numbers(5, 5))
+    assert names(result) == ["NOT_ADMITTED"] * 2  # two of three
+    table, result = hkv.find_or_insert(table, ids)
+    assert names(result) == ["INSERTED", "FOUND", "FOUND"]
 
 
 def test_who_names_no_admission_of_its_own_has_the_program_of_before():

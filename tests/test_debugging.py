@@ -679,3 +679,10 @@ def test_what_is_no_bool_is_not_taken_for_true(name, flag):
                 call(**{flag: given})
         for given in (True, False, np.True_, np.False_):
             call(**{flag: given})
+
+
+def test_flax_prints_models_that_hold_tables():
+    """Its forms of arrays have a shape and no size."""
+    layer = hkv.nnx.Embed(256, DIM, optimizer=OPT)
+    for shown in (repr(layer), str(hkv.nnx.TrainState(layer, SGD))):
+        assert re.search(r"value=Table\('embed', capacity=256, dim=2, .*bytes=\d", shown)
