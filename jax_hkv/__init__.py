@@ -8,6 +8,7 @@ from jax_hkv import _serialization as _serialization
 from jax_hkv import admission, initializers, metrics, optim, sharding, testing, tiered
 from jax_hkv._ffi import CUSTOM_CALLS
 from jax_hkv._growth import grow
+from jax_hkv._host_checks import checked
 from jax_hkv._keys import Keys, equal, less, less_equal
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
@@ -89,6 +90,7 @@ __all__ = [
     "admission",
     "advance_epoch",
     "assign",
+    "checked",
     "clear",
     "contains",
     "create",

@@ -22,7 +22,8 @@ from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
 from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm, stay_finite
-from jax_hkv._keys import check_keys, would_cut
+from jax_hkv._host_checks import check_host
+from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
 from jax_hkv._placement import Placement
@@ -32,9 +33,7 @@ from jax_hkv.features import (
     Jagged,
     Layout,
     Padded,
-    as_splits,
     each_id_of,
-    is_jagged,
     unpadded,
 )
 from jax_hkv.index import NO_SLOT, total_of
@@ -123,7 +122,7 @@ def host_checked(
         _check_state(state, kind, named)
         if placement is not None:
             placement.check_put("train_step", args)
-        _check_host(args, placement, micro_batches)
+        check_host("train_step", args, micro_batches)
         try:
             with without_rematerialization():
                 outputs = jitted(state, *args)
@@ -182,37 +181,6 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
             f"train_step: state must be a {expected}, got {got}: call step(state, *args) of "
             f"{kind.__module__}.train_step, {remedy}"
         )
-
-
-def _check_host(args: Any, placement: Placement | None, parts: int) -> None:
-    """Raises for what only the host sees: ids that JAX would cut, splits that do not fit."""
-    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if hasattr(leaf, "__dlpack__") and not isinstance(leaf, (jax.Array, np.ndarray)):
-            raise TypeError(
-                f"train_step: arguments{jax.tree_util.keystr(path)} is an array of another "
-                f"library, {type(leaf).__module__}.{type(leaf).__name__}: make keys of ids with "
-                "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
-            )
-        is_wide = isinstance(leaf, int) and not ints.min <= leaf <= ints.max
-        if is_wide or would_cut(leaf):
-            kind = getattr(leaf, "dtype", None)
-            what = f"is the number {leaf}" if kind is None else f"holds {kind} numbers"
-            raise TypeError(
-                f"train_step: arguments{jax.tree_util.keystr(path)} {what}, which JAX would cut "
-                f"to {ints.bits} bits: make keys of ids and scores with "
-                "jax_hkv.Keys.from_numpy(ids); scale others, or cast them to int32 or float32"
-            )
-    for bags in jax.tree.leaves(args, is_leaf=is_jagged):
-        if is_jagged(bags) and isinstance(bags.row_splits, np.ndarray):
-            devices = np.shape(bags.row_splits)[:-1]  # under pmap
-            each = math.prod(devices) * parts
-            count = math.prod(np.shape(bags.ids)) // each
-            if bags.row_splits.size % each == 0:  # else it is refused where it is cut
-                what = "row_splits of a Jagged"
-                what += f" of each of {parts} micro-batches" if parts > 1 else ""
-                for splits in bags.row_splits.reshape(each, -1):
-                    as_splits("train_step", what, splits, count)
 
 
 class Found(NamedTuple):

@@ -68,8 +68,9 @@ def rows_of(table: Table, structure: Any) -> OptimizerRows:
     """The table's optimizer rows; raises unless they are of this structure."""
     if table.optimizer is None:
         raise ValueError(
-            "optim.update: the table has no optimizer rows. Call table = opt.init(table) once, "
-            "before the first update; one that is frozen is looked up with train=False"
+            f"optim.update: the table {table.name!r} has no optimizer rows. Call table = "
+            "opt.init(table) once, before the first update; one that is frozen is looked up with "
+            "train=False (features of a collection by a call of their own, with partial=True)"
         )
     if table.optimizer.structure != structure:
         raise ValueError(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
 from jax_hkv._compat import is_inside
-from jax_hkv.index import LANES, total_of
+from jax_hkv.index import LANES, Policy, total_of
 from jax_hkv.table import (
     Counts,
     InsertResult,
@@ -142,6 +142,9 @@ class Summary:
       nbytes: of the "index", the "values", the "optimizer", the "admission", and in "total".
       epoch: of the table.
       clock: the logical time: mutating calls so far, of the table that entries came from, too.
+      epoch_quantiles: of the entries' own epochs, under EPOCH_LRU and EPOCH_LFU, whose scores put
+        it before the rest (``epoch * 2**32 + rest``); else empty.
+      count_quantiles: of the entries' counts, under LFU and EPOCH_LFU; else empty.
     """
 
     name: str
@@ -157,6 +160,8 @@ class Summary:
     nbytes: dict[str, int]
     epoch: int
     clock: int
+    epoch_quantiles: dict[float, int]
+    count_quantiles: dict[float, int]
 
     def __str__(self) -> str:
         full = int(self.occupancy_histogram[LANES])
@@ -166,7 +171,9 @@ class Summary:
             "entries": f"{self.size:,} (load factor {self.load_factor:.3f})",
             "full buckets": f"{full:,} of {int(self.occupancy_histogram.sum()):,}",
             "clock, epoch": f"{self.clock:,}, {self.epoch:,}",
-            **{f"score, {q:.0%}": f"{score:,}" for q, score in self.score_quantiles.items()},
+            **_shown("epoch", self.epoch_quantiles),
+            **_shown("count", self.count_quantiles),
+            **_shown("score", {} if self.epoch_quantiles else self.score_quantiles),
             **{f"{part} bytes": f"{size:,}" for part, size in self.nbytes.items()},
         }
         return "\n".join(f"{name:<17}{text}" for name, text in lines.items())
@@ -213,6 +220,12 @@ def summarize(table: Table) -> Summary:
     check_known("metrics.summarize", table.occupancy)
     occupancy = np.asarray(table.occupancy)
     size = int(occupancy.sum(dtype=np.int64))
+    scores = np.concatenate(list(_scores(table)))
+    quantiles = _quantiles(scores)
+    has_epochs = table.policy in (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
+    counts = quantiles if table.policy is Policy.LFU else {}
+    if table.policy is Policy.EPOCH_LFU:
+        counts = _quantiles(scores & np.uint64(2**32 - 1))
     return Summary(
         name=table.name,
         capacity=table.capacity,
@@ -223,11 +236,18 @@ def summarize(table: Table) -> Summary:
         size=size,
         load_factor=size / table.capacity,
         occupancy_histogram=np.bincount(occupancy, minlength=LANES + 1),
-        score_quantiles=_quantiles(np.concatenate(list(_scores(table)))),
+        score_quantiles=quantiles,
         nbytes=_bytes(table),
         epoch=int(table.epoch[0]),
         clock=int(_as_words(np.asarray(table.clock))),
+        # Scores are in the order of their epochs.
+        epoch_quantiles={q: score >> 32 for q, score in quantiles.items()} if has_epochs else {},
+        count_quantiles=counts,
     )
+
+
+def _shown(name: str, quantiles: dict[float, int]) -> dict[str, str]:
+    return {f"{name}, {q:.0%}": f"{number:,}" for q, number in quantiles.items()}
 
 
 def _as_words(pairs: np.ndarray) -> np.ndarray:

@@ -515,7 +515,7 @@ def check_one_device(
         raise TypeError(
             f"{call}: table must have rows of float32, bfloat16 or float16, got "
             f"{table.values.dtype}: rows of other numbers lie in those of a type of their size, by "
-            'jax.lax.bitcast_convert_type (docs/guide.md, "Serving")'
+            'jax.lax.bitcast_convert_type (docs/serving.md, "Rows of int8")'
         )
     own = () if table.optimizer is None else table.optimizer.rows.values()
     counts = [leaf.shape[0] for leaf in (table.values, *own)]

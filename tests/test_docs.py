@@ -117,12 +117,19 @@ def test_the_code_in_the_guide_runs(tmp_path):
         "of_days": daily.group_of("items").create(),
     }
     blocks = blocks_of("docs/guide.md", f"{FENCED}|{INDENTED}")
-    assert len(blocks) >= 5
-    after = run("docs/guide.md", blocks, given)
+    text = (ROOT / "docs" / "guide.md").read_text()
+    place = text.count("\n", 0, text.index("## Serving"))  # where serving.md goes on
+    first = [block for block in blocks if len(block) - len(block.lstrip("\n")) < place]
+    assert 5 <= len(first) < len(blocks)
+    after = run("docs/guide.md", first, given)
+    serving = blocks_of("docs/serving.md", f"{FENCED}|{INDENTED}")
+    assert len(serving) >= 5
+    server = run("docs/serving.md", serving, dict(after))
+    after = run("docs/guide.md", blocks[len(first) :], after)
     assert int(after["erased"]) == 2  # the keys of `more`
-    assert int(jax_hkv.size(after["table"])) == 5  # the ids of `bags`, and `keys` without one
-    assert after["changes"].removed.size == 1  # the first of `keys`, as they were then
-    left = (jax_hkv.sharding.export_entries(after[name]).keys for name in ("serving", "table"))
+    assert int(jax_hkv.size(after["table"])) == 6  # the ids of `bags`, and `keys`
+    assert server["changes"].removed.size == 1  # the first of `keys`
+    left = (jax_hkv.sharding.export_entries(server[name]).keys for name in ("serving", "table"))
     assert set(next(left)) == set(next(left))
     np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
     assert int(after["info"].tables["embed/table"].hits) == 2  # the second time, of a prefetch
@@ -132,22 +139,22 @@ def test_the_code_in_the_guide_runs(tmp_path):
     assert int(after["forgotten"]["users"].counts.hits) == 0
     trained = after["collection"].sizes(after["trained"])
     assert {name: int(count) for name, count in trained.items()} == {"users": 2, "items": 2}
-    (bias,) = after["variables"]["params"]["Dense_0"]["bias"]
-    assert bias != 0 and int(jax_hkv.size(after["variables"]["tables"]["embed"]["table"])) == 2
+    (bias,) = server["variables"]["params"]["Dense_0"]["bias"]
+    assert bias != 0 and int(jax_hkv.size(server["variables"]["tables"]["embed"]["table"])) == 2
     sizes = after["collection"].sizes(after["tables"])
     assert {name: int(count) for name, count in sizes.items()} == {"users": 0, "items": 2}
     assert int(after["removed"]["users"].counts.hits) == 2  # that a prefetch had brought
     cache = after["state"].tables["embed"]["table"]
     both = jax_hkv.tiered.Tiers(cache, after["tiers"].store)
     assert jax_hkv.tiered.size(both) == 4  # `ids`, and two that came after them
-    _, found = jax_hkv.find(after["serving"], after["ids"], fill="initial")
-    np.testing.assert_array_equal(after["served"], found.values)
-    assert after["logits"].shape == (2,)
-    entries, keys = after["entries"], jax_hkv.Keys.from_numpy(after["entries"].keys)
-    _, rows = after["dequantised"](after["int8"], keys)
+    _, found = jax_hkv.find(server["serving"], server["ids"], fill="initial")
+    np.testing.assert_array_equal(server["served"], found.values)
+    assert server["logits"].shape == (2,)
+    entries, keys = server["entries"], jax_hkv.Keys.from_numpy(server["entries"].keys)
+    _, rows = server["dequantised"](server["int8"], keys)
     steps = np.abs(entries.values).max(axis=1, keepdims=True) / 127
     assert (
-        np.isnan(after["packed"]).any() and (np.abs(rows - entries.values) <= 0.501 * steps).all()
+        np.isnan(server["packed"]).any() and (np.abs(rows - entries.values) <= 0.501 * steps).all()
     )
 
 

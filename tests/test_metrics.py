@@ -140,10 +140,12 @@ def test_a_summary_says_what_numpy_says(rng, policy, monkeypatch):
     monkeypatch.setattr(metrics, "_CHUNK_BUCKETS", 3)
     rule = hkv.admission.frequency(2, width=50)
     table = hkv.create(1000, 4, policy=policy, choices=2, name="users", admission=rule)
-    table = SGD.init(hkv.advance_epoch(table, 2**32 - 1))
+    table = SGD.init(hkv.advance_epoch(table, 2**32 - 5))
     for _ in range(4):
-        words = rng.integers(0, 2**64, 150, np.uint64)
-        scores = hkv.Keys.from_numpy(words) if policy is hkv.Policy.CUSTOM else None
+        table = hkv.advance_epoch(table)
+        words = rng.integers(1, 2**20 if policy.counts else 2**64, 150, np.uint64)
+        is_given = policy.counts or policy is hkv.Policy.CUSTOM
+        scores = hkv.Keys.from_numpy(words) if is_given else None
         table, _ = hkv.insert_or_assign(
             table, keys_of(rng, 150), jnp.ones((150, 4), jnp.float32), scores=scores
         )
@@ -166,7 +168,17 @@ def test_a_summary_says_what_numpy_says(rng, policy, monkeypatch):
     assert summary.nbytes["optimizer"] == 1024 * 4 * 4 + 4 * 4 + 4
     assert (summary.epoch, summary.clock) == (2**32 - 1, 4)
     text = str(summary)
-    assert "600 (load factor 0.586)" in text and f"{int(expected[-1]):,}" in text
+    assert "600 (load factor 0.586)" in text
+    epochs, lows = expected >> np.uint64(32), np.sort(expected & np.uint64(2**32 - 1))
+    counts = {"LFU": expected, "EPOCH_LFU": lows}.get(policy.name)
+    epochs = epochs if policy.name.startswith("EPOCH") else None
+    shown = {"score": expected if epochs is None else None, "epoch": epochs, "count": counts}
+    for name, numbers in shown.items():
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}, ")]
+        quantiles = [] if numbers is None else [int(numbers[int(q * 599)]) for q in (0, 0.25, 0.5)]
+        assert [line.split()[-1] for line in lines][:3] == [f"{n:,}" for n in quantiles]
+        if name != "score":
+            assert [*getattr(summary, f"{name}_quantiles").values()][:3] == quantiles
     assert max(map(len, text.splitlines())) < 80
 
 
