@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--steps N] [--seconds BUDGET] [--resume] [--out results/soak.json]
 
-Each step is one of ten operations, drawn with its keys, masks and rows from the step's number.
+Each step is one of eleven operations, drawn with its keys, masks and rows from the step's number.
 Both machines run chunks of steps in one compiled loop; after each chunk the digests of the table,
 and of every result since the beginning, must be equal. The record says how far it came, and of each
 run where it began, on what, and the memory in use after its first chunk and after its last, which
@@ -60,6 +60,13 @@ def operations() -> list[Callable[..., tuple[hkv.Table, Any]]]:
         table, result = hkv.find_or_insert(table, keys, valid=valid, return_evicted=True)
         return OPTIMIZER.update(table, result, rows), result
 
+    def twice(table: Any, keys: Any, valid: Any, rows: Any, flags: Any) -> Any:
+        half = BATCH // 2
+        table, first = hkv.find_or_insert(table, keys[:half], valid=valid[:half])
+        table, second = hkv.find_or_insert(table, keys[half:], valid=valid[half:], pinned=first)
+        results, gradients = [first, second], [rows[:half], rows[half:]]
+        return OPTIMIZER.update(table, results, gradients), second
+
     def pooled(table: Any, keys: Any, valid: Any, rows: Any, flags: Any) -> Any:
         ids, mask = keys.reshape(-1, 4), valid.reshape(-1, 4)
         table, result = hkv.find_or_insert_pooled(table, ids, valid=mask, combiner="sum")
@@ -70,6 +77,7 @@ def operations() -> list[Callable[..., tuple[hkv.Table, Any]]]:
 
     return [
         find_or_insert,
+        twice,
         pooled,
         with_rows(hkv.insert_or_assign),
         with_rows(hkv.insert_and_evict),

@@ -81,7 +81,10 @@ def pins_by_group(
             f"got {found}: give its `results`"
         )
     # Of groups that were not looked up, or read only, a lookup has None.
-    each = {name: own for name, own in pinned.items() if own is not None}
+    each = {
+        name: [result for result in own if result is not None] if isinstance(own, list) else own
+        for name, own in pinned.items()
+    }
     return {
         name: pinned_slots(f"{call} of {name!r}", own, over_devices=over_devices)
         for name, own in each.items()

@@ -22,20 +22,22 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
     """A function, jitted most often, that looks at what it is given before JAX does.
 
     JAX, with x64 off, silently cuts NumPy's 64-bit ids to 32 bits where a jitted function of your
-    own takes them, and none of it sees the values of row splits. ``train_step`` and operations
-    outside of ``jit`` look by themselves. A look costs some microseconds for each argument on the
-    host; what is on a device already is taken as it is.
+    own takes them, and a jitted function never sees the values of row splits. ``train_step`` and
+    operations outside of ``jit`` look by themselves. What is on a device already is taken as it is;
+    to find what is not, all leaves of the arguments are gone through, once more than by JAX.
 
     Args:
       fn: ``jax.jit(predict)``, or ``jax.device_put`` for batches that go to the device ahead.
 
     Returns:
-      A function of the same arguments (with the `lower` of `fn`, if it has one).
+      A function of the same arguments; its `lower`, if `fn` has one, looks at them, too.
 
     Raises:
-      TypeError: when it is called, naming the argument: for NumPy integers that do not fit in 32
-        bits while x64 is off, and for texts, columns of data frames and arrays of other libraries.
-      ValueError: for NumPy's row splits of a :class:`jax_hkv.Jagged` that do not fit its ids.
+      TypeError: when it is called, naming the argument: for arrays of NumPy's integers that do not
+        fit in 32 bits while x64 is off, of texts, objects and times, and for columns of data frames
+        and arrays of other libraries.
+      ValueError: for NumPy's row splits of a :class:`jax_hkv.Jagged` (or of one for several devices
+        or micro-batches) that do not fit its ids.
       RuntimeError: for arrays that an earlier step has used up, once JAX has met them.
 
     Example:
@@ -50,12 +52,15 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
     """
     remedy = "give jax.jit(fn), or jax.device_put"
     check_function("checked", "fn", fn, "from arrays to anything", remedy)
-    call = getattr(fn, "__name__", None) or type(fn).__name__
+    call = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)  # of a partial
+
+    def look(args: Any, kwargs: Any) -> None:
+        check_host(call, args, None)
+        check_host(call, kwargs, None)
 
     @functools.wraps(fn, updated=())
     def looking(*args: Given.args, **kwargs: Given.kwargs) -> Output:
-        check_host(call, args)
-        check_host(call, kwargs)
+        look(args, kwargs)
         try:
             return fn(*args, **kwargs)
         except Exception as error:
@@ -64,60 +69,90 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
                 _check_not_used_up(call, kwargs)
             raise
 
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        look(args, kwargs)
+        return fn.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+
     if hasattr(fn, "lower"):
-        looking.lower = fn.lower  # pyright: ignore[reportAttributeAccessIssue,reportFunctionMemberAccess]
+        looking.lower = lower  # pyright: ignore[reportAttributeAccessIssue,reportFunctionMemberAccess]
     return looking
 
 
-def check_host(call: str, args: Any, parts: int = 1) -> None:
+def check_host(call: str, args: Any, parts: int | None) -> None:
     """Raises for ids that JAX would cut, splits that do not fit, and what is no array of its.
 
     Args:
       call: for errors.
       args: a tuple or a dict.
-      parts: micro-batches that a Jagged is one of each.
+      parts: micro-batches that a Jagged is one of each; None: it may be one of each of several
+        micro-batches or devices, and numbers of Python's may be static.
     """
-    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        wrong = _what_is_wrong(leaf, ints)
-        if wrong:
-            raise TypeError(f"{call}: arguments{jax.tree_util.keystr(path)} {wrong}")
-    for bags in jax.tree.leaves(args, is_leaf=is_jagged):
-        if is_jagged(bags) and isinstance(bags.row_splits, np.ndarray):
-            devices = np.shape(bags.row_splits)[:-1]  # under pmap
-            each = math.prod(devices) * parts
-            count = math.prod(np.shape(bags.ids)) // each
-            if bags.row_splits.size % each == 0:  # else it is refused where it is cut
-                what = "row_splits of a Jagged"
-                what += f" of each of {parts} micro-batches" if parts > 1 else ""
-                for splits in bags.row_splits.reshape(each, -1):
-                    as_splits(call, what, splits, count)
+    nodes = jax.tree.leaves(args, is_leaf=is_jagged)
+    leaves = jax.tree.leaves([node for node in nodes if not isinstance(node, jax.Array)])
+    if any(_what_is_wrong(leaf, parts is None) for leaf in leaves):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+            wrong = _what_is_wrong(leaf, parts is None)
+            if wrong:
+                raise TypeError(f"{call}: arguments{jax.tree_util.keystr(path)} {wrong}")
+    for bags in filter(is_jagged, nodes):
+        if isinstance(bags.row_splits, np.ndarray):
+            _check_splits(call, bags.row_splits, math.prod(np.shape(bags.ids)), parts)
 
 
-def _what_is_wrong(leaf: Any, ints: np.iinfo[Any]) -> str | None:
-    """What an argument is that JAX would cut or refuse, and what to give; `ints`: what it takes."""
+def _check_splits(call: str, splits: np.ndarray, positions: int, parts: int | None) -> None:
+    """Raises unless they are those of a Jagged, or of one of each device and micro-batch."""
+    devices = math.prod(splits.shape[:-1])  # under pmap
+    each = devices * (parts or 1)
+    if splits.size % each:
+        return  # it is refused where it is cut
+    what = "row_splits of a Jagged"
+    what += f" of each of {parts} micro-batches" if parts is not None and parts > 1 else ""
+    try:
+        for own in splits.reshape(each, -1):
+            as_splits(call, what, own, positions // each)
+    except ValueError:
+        if parts is not None or not _are_of_several(splits.reshape(-1), positions):
+            raise
+
+
+def _are_of_several(splits: np.ndarray, positions: int) -> bool:
+    """Whether they are those of several equal Jagged, one after the other."""
+    for count in range(2, splits.size + 1):
+        if splits.size % count or positions % count:
+            continue
+        own = splits.reshape(count, -1)
+        is_each = (own[:, 0] == 0) & (own[:, -1] <= positions // count)
+        if is_each.all() and (own[:, 1:] >= own[:, :-1]).all():
+            return True
+    return False
+
+
+def _what_is_wrong(leaf: Any, may_be_static: bool) -> str | None:
+    """What an argument is that JAX would cut or refuse, and what to give; None: nothing of that."""
     if isinstance(leaf, jax.Array):
         return None
+    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
     kind = getattr(leaf, "dtype", None)
     own = f"{type(leaf).__module__}.{type(leaf).__name__}"
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        if leaf.dtype.kind in "OSUMm":
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+        return (
+            f"holds {leaf.dtype}, for which JAX has no type: hash texts to 64 bits and give "
+            "jax_hkv.Keys.from_numpy(hashes), times as numbers, and columns with missing "
+            'values filled, with a mask (docs/guide.md, "Keys")'
+        )
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        if hasattr(leaf, "to_numpy"):
             return (
-                f"holds {leaf.dtype}, for which JAX has no type: hash texts to 64 bits and give "
-                "jax_hkv.Keys.from_numpy(hashes), times as numbers, and columns with missing "
-                'values filled, with a mask (docs/guide.md, "Keys")'
+                f"is a column, {own}, of {kind}: give its numbers, as keys of ids "
+                "jax_hkv.Keys.from_numpy(column.to_numpy()), of others column.to_numpy()"
             )
-    elif hasattr(leaf, "to_numpy"):
-        return (
-            f"is a column, {own}, of {kind}: give its numbers, as keys of ids "
-            "jax_hkv.Keys.from_numpy(column.to_numpy()), of others column.to_numpy()"
-        )
-    elif hasattr(leaf, "__dlpack__"):
-        return (
-            f"is an array of another library, {own}: make keys of ids with "
-            "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
-        )
-    is_wide = isinstance(leaf, int) and not ints.min <= leaf <= ints.max
+        if hasattr(leaf, "__dlpack__"):
+            return (
+                f"is an array of another library, {own}: make keys of ids with "
+                "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
+            )
+    # Of Python's numbers JAX refuses what it would cut.
+    is_wide = isinstance(leaf, int) and not ints.min <= leaf <= ints.max and not may_be_static
     if not is_wide and not would_cut(leaf):
         return None
     what = f"is the number {leaf}" if kind is None else f"holds {kind} numbers"

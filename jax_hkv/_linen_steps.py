@@ -23,7 +23,7 @@ LOOKUPS = "lookups"
 PERTURBATIONS = "perturbations"
 
 # Slots that earlier micro-batches of a step hold.
-PINNED = "pinned"
+PINNED = "pinned_by_hkv"
 
 # What `apply` must be allowed to change in a training step.
 MUTABLE = (TABLES, LOOKUPS)

@@ -33,8 +33,8 @@ def pinned_slots(
             own = "sharding.find_or_insert" if over_devices else "find_or_insert"
             raise TypeError(
                 f"{call}: pinned must be what earlier lookups of this table returned, results of "
-                f"{own} or of {own}_pooled, or int32 slots of it, or a list of these, got "
-                f"{form_of(each)}: what only reads brings nothing that could be lost"
+                f"{own} or of {own}_pooled, or slots of it as int32, or a list of these, got "
+                f"{form_of(each)}: no other call brings what waits for an update"
             )
     return slots_of(results, *slots)
 

@@ -89,7 +89,7 @@ class Admission:
           clock: of this batch.
           keys: distinct where they are absent.
           absent: which keys have no row; the others are not counted, and False in the result.
-          occurrences: of each key in the batch.
+          occurrences: of each key in the batch, those that count as sightings.
         """
         words = [jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)]
         if isinstance(self.rule, Probability):
@@ -144,7 +144,8 @@ def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequenc
     ``4 * width * depth`` bytes whatever the number of keys. It never counts too few, so a key that
     was seen often enough always gets in; of ``t`` sightings in all it counts more than
     ``2.72 t / width`` too many for one key in ``2.72**depth`` at most. Several occurrences in a
-    batch are as many sightings, and the batch of the last one needed admits the key.
+    batch are as many sightings (of a call with `admit=` those whose flag is True), and the batch of
+    the last one needed admits the key.
 
     Call :func:`jax_hkv.halve_sightings` now and then: a sketch that only grows ends by admitting
     everything.

@@ -397,7 +397,7 @@ class RowGradients(NamedTuple):
     """What the training lookups of a table left for its update.
 
     What is done to gradients is done to `gradients` alone: ``rows._replace(gradients=...)``. Those
-    of two batches are their lookups one after the other, each field of both concatenated.
+    of two batches are those of both, one after the other (see docs/migration.md, "Counts").
 
     Attributes:
       results: of the lookups, keys and slots as integers among them, which stay what they are; rows

@@ -356,8 +356,8 @@ def find_or_insert(
       admit: ``bool`` of the keys' shape: an absent key is let in if it is True at one of the key's
         valid positions (others are no sightings to `frequency`). None: at all. Present keys are
         found and scored whatever it says.
-      pinned: results of earlier lookups of the table whose update is to come, one or a list, or
-        int32 slots: nothing there is evicted. Layers pin what their step has brought.
+      pinned: results of earlier lookups of this table whose update is to come, one or a list, or
+        int32 slots (no ids): nothing there is evicted. Layers pin what their step has brought.
       dtype: of the rows that come back; see :func:`find`. Their gradients may have it too.
       return_evicted: whether the result carries the evicted entries.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +62,15 @@ def predict(table, inputs, **named):
 def test_arguments_are_named_before_jax_takes_them(case):
     table, (wrong, message) = hkv.create(128, DIM), WRONG[case]
     look_up = hkv.checked(jax.jit(predict))
-    with pytest.raises(TypeError, match=rf"^predict: arguments\[1\]\['ids'\] {message}"):
-        look_up(table, {"ids": wrong})
-    with pytest.raises(TypeError, match=rf"^predict: arguments\['more'\]\[0\] {message}"):
-        look_up(table, {"ids": np.array([3])}, more=[wrong])
-    with pytest.raises(TypeError, match=rf"^device_put: arguments\[0\]\['ids'\] {message}"):
-        hkv.checked(jax.device_put)({"ids": wrong})
+    if not isinstance(wrong, int):  # which may be static, and JAX refuses otherwise
+        with pytest.raises(TypeError, match=rf"^predict: arguments\[1\]\['ids'\] {message}"):
+            look_up(table, {"ids": wrong})
+        with pytest.raises(TypeError, match=rf"^predict: arguments\['more'\]\[0\] {message}"):
+            look_up(table, {"ids": np.array([3])}, more=[wrong])
+        with pytest.raises(TypeError, match=rf"^predict: arguments\[1\]\['ids'\] {message}"):
+            look_up.lower(table, {"ids": wrong})
+        with pytest.raises(TypeError, match=rf"^device_put: arguments\[0\]\['ids'\] {message}"):
+            hkv.checked(jax.device_put)({"ids": wrong})
     step = hkv.nnx.train_step(lambda model, ids: model(ids, train=True).sum())
     state = hkv.nnx.TrainState(hkv.nnx.Embed(128, DIM, optimizer=SGD), optax.sgd(0.1))
     with pytest.raises(TypeError, match=rf"^train_step: arguments\[0\] {message}"):
@@ -81,6 +85,19 @@ def test_row_splits_are_looked_at_where_a_batch_goes_to_the_device():
     assert jax.tree.leaves(put({"a": right}))[0].shape == (2, 2)
     with pytest.raises(ValueError, match=r"^device_put: row_splits of a Jagged must start at 0"):
         put({"a": wrong})
+    lengths = hkv.Jagged(hkv.Keys.from_numpy(np.arange(6)), np.array([2, 1, 3], np.int32))
+    with pytest.raises(ValueError, match=r"got \[2, 1, 3\]"):
+        put([lengths])
+
+
+@pytest.mark.parametrize("lists", [[[1, 2], [3], [], [4, 5, 6]], [[], [], [], []]])
+def test_bags_of_each_part_of_a_batch_are_taken(lists):
+    """For micro-batches and devices: some part may have no ids at all."""
+    bags = hkv.Jagged.from_lists(lists).for_parts(2, capacity=4)
+    put = hkv.checked(jax.device_put)(bags)
+    np.testing.assert_array_equal(put.row_splits, bags.row_splits)
+    joined = hkv.sharding.concatenate([bags, bags])
+    assert hkv.checked(jax.device_put)(joined).ids.shape == joined.ids.shape
 
 
 def test_what_is_right_comes_through_as_it_is():
@@ -94,6 +111,10 @@ def test_what_is_right_comes_through_as_it_is():
         table, {"ids": np.array([7])}
     ).as_text("stablehlo")
     assert hkv.checked(lambda name: name)("static texts are taken") == "static texts are taken"
+    static = jax.jit(lambda ids, number: ids + number % 7, static_argnums=1)
+    assert hkv.checked(static)(np.array([1]), 2**40).tolist() == [1 + 2**40 % 7]
+    with pytest.raises(TypeError, match=r"^predict: arguments\[0\]\['ids'\] holds int64"):
+        hkv.checked(functools.partial(predict, table))({"ids": WIDE})
     with pytest.raises(TypeError, match=r"checked: fn must be a function .* got int: give jax.jit"):
         hkv.checked(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ZeroDivisionError):

@@ -188,8 +188,19 @@ def test_owners_leave_alone_what_they_have_brought_for_any_device(name, pooled):
 # --- Layers --------------------------------------------------------------------------------------
 
 
-def embed(module, policy, axis_name=None):
-    return module.Embed(CAPACITY, DIM, policy=policy, optimizer=SGD, axis_name=axis_name)
+def embed(module, policy, way, axis_name=None):
+    kind = module.EmbedBag if way == "bags" else module.Embed
+    return kind(CAPACITY, DIM, policy=policy, optimizer=SGD, axis_name=axis_name)
+
+
+def looked_up(layer, policy, way, ids, train):
+    """Embeddings of ids, each a bag of one where they are bags."""
+    ids = ids[:, None] if way == "bags" else ids
+    scores = scores_of(policy, ids)
+    if way == "collection":
+        named = None if scores is None else {"ids": scores}
+        return layer({"ids": ids}, train=train, scores=named)["ids"]
+    return layer(ids, train=train, scores=scores)
 
 
 class Linen(nn.Module):
@@ -201,15 +212,10 @@ class Linen(nn.Module):
 
     @nn.compact
     def __call__(self, first, second, train=False):
+        layer = embed(hkv.linen, self.policy, self.way, self.axis_name)
         if self.way == "collection":
             layer = hkv.linen.EmbedCollection(collection(self.policy), axis_name=self.axis_name)
-            return [layer({"ids": ids}, train=train)["ids"] for ids in (first, second)]
-        layer = embed(hkv.linen, self.policy, self.axis_name)
-        given = [scores_of(self.policy, ids) for ids in (first, second)]
-        return [
-            layer(ids, train=train, scores=own)
-            for ids, own in zip((first, second), given, strict=True)
-        ]
+        return [looked_up(layer, self.policy, self.way, ids, train) for ids in (first, second)]
 
 
 class Nnx(nnx.Module):
@@ -218,18 +224,16 @@ class Nnx(nnx.Module):
     def __init__(self, policy, way, axis_name=None):
         self.policy, self.way = policy, way
         if way == "collection":
-            self.one = hkv.nnx.EmbedCollection(collection(policy), axis_name=axis_name)
+            self.one = self.other = hkv.nnx.EmbedCollection(collection(policy), axis_name=axis_name)
             return
-        self.one = embed(hkv.nnx, policy, axis_name)
-        self.other = embed(hkv.nnx, policy, axis_name) if way == "tied" else self.one
+        self.one = embed(hkv.nnx, policy, way, axis_name)
+        self.other = embed(hkv.nnx, policy, way, axis_name) if way == "tied" else self.one
         if way == "tied":
             self.other.table = self.one.table
 
     def __call__(self, first, second, train=False):
-        if self.way == "collection":
-            return [self.one({"ids": ids}, train=train)["ids"] for ids in (first, second)]
         return [
-            layer(ids, train=train, scores=scores_of(self.policy, ids))
+            looked_up(layer, self.policy, self.way, ids, train)
             for layer, ids in ((self.one, first), (self.other, second))
         ]
 
@@ -243,9 +247,8 @@ def loss_of(rows):
     return sum(jnp.sum(each) for each in rows)
 
 
-def trained(api, policy, way, placement=None, **options):
+def trained(api, policy, way, placement=None, axis_name=None, **options):
     """The table after a step of new ids, into one that was full."""
-    axis_name = None if placement is None else placement.axes[0]
     if api == "linen":
         model, ids = Linen(policy, way, axis_name), np.zeros((4,), np.int32)
         make = partial(hkv.linen.TrainState.create, model, jax.random.key(0), ids, ids)
@@ -280,8 +283,8 @@ def trained(api, policy, way, placement=None, **options):
 
 
 WAYS = {
-    "linen": ("twice", "collection"),
-    "nnx": ("twice", "tied", "collection"),
+    "linen": ("twice", "bags", "collection"),
+    "nnx": ("twice", "bags", "tied", "collection"),
 }
 PARTS = {"whole": {}, "micro-batches": {"micro_batches": 4}}
 CASES = [
@@ -290,7 +293,6 @@ CASES = [
     for policy in EVICTING
     for way in ways
     for parts in PARTS
-    if not (policy is Policy.CUSTOM and way == "collection")  # takes scores in another way
 ]
 
 
@@ -308,15 +310,88 @@ def test_a_step_trains_all_that_its_lookups_have_brought(api, policy, way, parts
     np.testing.assert_allclose(change, np.broadcast_to(-RATE * scale * times, change.shape), 1e-5)
 
 
+SPREADS = {
+    "one hop": ((2,), "device"),
+    "levels": ((2, 2), Exchange(AXES)),
+    "a second round": ((2,), Exchange("device", distinct=0.05)),
+    "replicas": ((2,), Exchange("device", replicas=True)),
+}
+
+
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("api", WAYS)
-def test_devices_train_all_that_their_lookups_have_brought(api, parts):
-    mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
-    placement = Placement(mesh, "device")
-    table, _ = trained(api, Policy.LFU, "twice", placement, **PARTS[parts])
+@pytest.mark.parametrize(
+    ("api", "spread"),
+    [("linen", name) for name in SPREADS] + [("nnx", "one hop"), ("nnx", "levels")],
+)
+def test_devices_train_all_that_their_lookups_have_brought(api, spread, parts):
+    shape, exchange = SPREADS[spread]
+    names = AXES if len(shape) > 1 else ("device",)
+    devices = jax.devices("cpu")[: int(np.prod(shape))]
+    placement = Placement(jax.make_mesh(shape, names, devices=devices), names)
+    table, _ = trained(api, Policy.LFU, "twice", placement, exchange, **PARTS[parts])
     assert int(np.sum(table.optimizer.skipped)) == 0
+    copies = len(devices) if spread == "replicas" else 1
     there = sum(kept(part, np.append(FIRST, SECOND)) for part in placement.shards(table))
-    assert there == len(FIRST) + len(SECOND)
+    assert there == copies * (len(FIRST) + len(SECOND))
+
+
+def full_variables(model):
+    """Of a linen model, its table full."""
+    ids = np.zeros((4,), np.int32)
+    variables = model.init(jax.random.key(0), ids, ids)
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path(
+        variables["tables"], is_leaf=lambda node: isinstance(node, hkv.Table)
+    )
+    where, name = (each.key for each in path)
+    return {"tables": {where: {name: full_table(model.policy)}}}
+
+
+def test_steps_by_hand_pin_too():
+    """An apply of linen, and `value_and_grad` of nnx."""
+    model = Linen(Policy.LFU, "twice")
+    variables = full_variables(model)
+    zeros = hkv.linen.perturbations(model, variables, FIRST, SECOND, train=True)
+
+    def loss(zeros):
+        given = {**variables, "perturbations": zeros}
+        rows, updated = model.apply(given, FIRST, SECOND, train=True, mutable=hkv.linen.MUTABLE)
+        return loss_of(rows), updated
+
+    slopes, updated = jax.grad(loss, has_aux=True)(zeros)
+    (by_linen,) = jax.tree.leaves(
+        hkv.linen.update_tables(updated, slopes),
+        is_leaf=lambda node: isinstance(node, hkv.Table),
+    )
+    module = Nnx(Policy.LFU, "tied")
+    module.one.table.set_value(full_table(Policy.LFU))
+    differentiate = hkv.nnx.value_and_grad(lambda m, *ids: loss_of(m(*ids, train=True)))
+    hkv.nnx.update_tables(module, differentiate(module, FIRST, SECOND)[2])
+    by_nnx = module.one.table.get_value()
+    for table in (by_linen, by_nnx):
+        assert table.optimizer.skipped.tolist() == [0]
+        assert kept(table, np.append(FIRST, SECOND)) == len(FIRST) + len(SECOND)
+    np.testing.assert_array_equal(by_linen.values, by_nnx.values)
+
+
+def test_a_collections_lookups_pin_what_they_are_told():
+    layers = collection(Policy.LFU)
+    (group,) = layers.groups
+    brought = []
+    tables = {group.name: full_table(Policy.LFU)}
+    for ids in (FIRST, SECOND):
+        pinned = {group.name: [None, *brought]}  # of lookups that left it out there is none
+        tables, found = layers.lookup(tables, {"ids": ids}, train=True, pinned=pinned)
+        brought.append(found.results[group.name])
+    assert kept(tables[group.name], FIRST) == len(FIRST)
+    third = {"ids": np.arange(30_000, 30_096, dtype=np.int32)}
+    free, _ = layers.lookup(tables, third, train=True)
+    held, _ = layers.lookup(tables, third, train=True, pinned=found.results)
+    assert kept(free[group.name], SECOND) < kept(held[group.name], SECOND) == len(SECOND)
+    for wrong, got in ((found, "CollectionRows"), ({"other": None}, r"\['other'\]")):
+        with pytest.raises(TypeError, match=rf"pinned must be the results .*\['ids'\], got {got}"):
+            layers.lookup(tables, third, train=True, pinned=wrong)
+    with pytest.raises(TypeError, match="of 'ids': pinned must be what earlier lookups .* float"):
+        layers.lookup(tables, third, train=True, pinned={group.name: np.ones(3)})
 
 
 @pytest.mark.parametrize("policy", Policy)
