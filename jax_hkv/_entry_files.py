@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import operator
 import os
 import shutil
@@ -32,7 +33,8 @@ def save_entries(path: Any, exported: Exported) -> None:
     Args:
       path: of the file, a path or its name; each process has one of its own. What is not whole yet
         has a name of its own beside it, so that no half of a file is found, and a file that was
-        there stays until then.
+        there stays until then. A process that is killed leaves that one, ``path.*.writing``, which
+        nothing reads and nobody removes: remove it when no writer lives.
       exported: of :func:`export_entries`. bfloat16, which NumPy does not know, is written as the
         bits of uint16. The texts "types" in the file say of which, and what is "state1" and so on:
         the optimizer's arrays, by their places among those texts.
@@ -152,8 +154,9 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
     expected = f"{call}: path must be a file of save_{kind}"
     try:
         with np.load(path) as saved:
+            _check_whole(saved)
             is_kind = ("removed" in saved) == (kind == "changes")
-            if is_kind:
+            if is_kind or "types" not in saved:
                 return read(saved)
     # Of files of other formats, with other arrays, and damaged ones nearly everything comes.
     except Exception as error:
@@ -171,6 +174,22 @@ def load_arrays(kind: str, path: Any, read: Callable[[Any], _Saved]) -> _Saved:
         if kind == "changes"
         else f"{expected}, got one of changes, {path!r}: it goes to load_changes"
     )
+
+
+def _check_whole(saved: Any) -> None:
+    """Raises unless all bytes of an open file's arrays are read: zip looks at those alone."""
+    for info in saved.zip.infolist():
+        with saved.zip.open(info) as member:
+            version = np.lib.format.read_magic(member)
+            if version != (1, 0):
+                raise ValueError(f"its {info.filename} is of version {version}, or damaged")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+            size = member.tell() + math.prod(shape) * dtype.itemsize
+        if size != info.file_size:
+            raise ValueError(
+                f"its {info.filename} has {info.file_size} bytes, for {dtype}{list(shape)} it "
+                f"would have {size}"
+            )
 
 
 def entries_of_arrays(saved: Any) -> Exported:

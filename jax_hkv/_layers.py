@@ -78,7 +78,7 @@ class StepInfo(NamedTuple):
 
 _LATE = (
     "copy it before (copy.deepcopy(state); nnx.clone makes no copy), or make the step with "
-    "donate=False"
+    "donate=False; of a step that was interrupted (Ctrl-C) nothing came: go back to a checkpoint"
 )
 
 

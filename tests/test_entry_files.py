@@ -72,6 +72,26 @@ def test_a_damaged_file_is_named_or_no_number_is_another(kind, tmp_path, rng):
 
 
 @pytest.mark.parametrize("kind", SAVED)
+def test_arrays_that_claim_to_be_smaller_than_they_are_are_named(kind, tmp_path):
+    """What is left over nobody would read, and zip compares what was read to its end."""
+    save, load = functions(kind)
+    save(tmp_path / "whole", SAVED[kind])
+    whole = (tmp_path / "whole").read_bytes()
+    damaged, tried = tmp_path / "damaged", 0
+    for shape in re.finditer(rb"'shape': \(([0-9, ]*)\)", whole):
+        for place in range(*shape.span(1)):
+            digit = whole[place] - ord("0")
+            if not 0 < digit <= 9:
+                continue
+            smaller = bytes([ord("0") + digit - 1])
+            damaged.write_bytes(whole[:place] + smaller + whole[place + 1 :])
+            tried += 1
+            with pytest.raises(ValueError, match=f"load_{kind}: path must be a file .* not whole"):
+                load(damaged)
+    assert tried >= 8
+
+
+@pytest.mark.parametrize("kind", SAVED)
 def test_a_file_with_other_contents_is_named(kind, tmp_path):
     """Among them what a later version may add."""
     save, load = functions(kind)
