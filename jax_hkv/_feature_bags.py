@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import pooled
 from jax_hkv._checks import as_flat_mask, as_mask, as_scores, flat_mask
 from jax_hkv._keys import Keys, as_keys
+from jax_hkv._options import Combiner
 from jax_hkv.features import (
     Bagged,
     Jagged,
@@ -85,7 +86,7 @@ def as_one(
     return _joined(weighed)
 
 
-def bags_of(call: str, ids: Any, combiner: str | None) -> tuple[Bagged, Layout]:
+def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Bagged, Layout]:
     """The bags of one feature, with the weights as they were given."""
     weights, valid = None, None
     if isinstance(ids, Padded):

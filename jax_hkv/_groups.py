@@ -23,6 +23,7 @@ from jax_hkv._namespaces import (
     keys_are,
     outside_namespace,
 )
+from jax_hkv._options import Combiner
 from jax_hkv._sharded import ShardedResult
 from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
 from jax_hkv.optim import check_optimizer
@@ -103,7 +104,7 @@ class Feature:
 
     name: str
     table: str
-    combiner: str | None = "sum"
+    combiner: Combiner | None = "sum"
 
     def __post_init__(self) -> None:
         for argument, given in (("name", self.name), ("table", self.table)):

@@ -38,6 +38,7 @@ from jax_hkv._hops import (
 )
 from jax_hkv._inserts import found_or_missing, insert_result, insert_rows
 from jax_hkv._keys import Keys, as_keys, check_fixed
+from jax_hkv._options import Fill
 from jax_hkv._warnings import lookup_of_layer, warn_of_axes
 from jax_hkv.admission import Frequency
 from jax_hkv.features import Bagged
@@ -292,7 +293,7 @@ def of_batch(
     exchange: Exchange | None,
     is_weighted: bool,
     train: bool,
-    fill: float | str,
+    fill: Fill,
     dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,

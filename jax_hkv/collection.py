@@ -32,6 +32,7 @@ from jax_hkv._feature_bags import as_one, bags_of, joined_masks, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf, joined_in_namespaces
+from jax_hkv._options import Fill
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
@@ -422,7 +423,7 @@ class Collection:
         inputs: Mapping[str, Any],
         *,
         train: bool = False,
-        fill: float | str = "initial",
+        fill: Fill = "initial",
         axis_name: Any = None,
         partial: bool = False,
         return_evicted: bool = False,

@@ -195,7 +195,7 @@ class EmbedBag(Embed):
       combiner: "sum", "mean" or "sqrtn"; see :func:`jax_hkv.find_pooled`.
     """
 
-    combiner: str = "sum"
+    combiner: pooled.Combiner = "sum"
 
     @nn.compact
     def __call__(

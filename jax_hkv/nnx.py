@@ -49,6 +49,7 @@ from jax_hkv._nnx_steps import (
     take_turn,
 )
 from jax_hkv._nnx_steps import TableVariable as TableVariable
+from jax_hkv._options import Combiner
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -237,7 +238,7 @@ class EmbedBag(Embed):
       **options: of :class:`Embed`.
     """
 
-    def __init__(self, capacity: int, features: int, *, combiner: str = "sum", **options: Any):
+    def __init__(self, capacity: int, features: int, *, combiner: Combiner = "sum", **options: Any):
         super().__init__(capacity, features, **options)
         pooled.check_combiner(type(self).__name__, combiner)
         self.combiner = combiner
@@ -674,10 +675,9 @@ def train_step(
         update_tables(state.model, clipped, **extra)
         if state.loss_scale is not None:
             state.loss_scale.set_value(scale)
-        places = _places(state.model)
+        tables = {where: own.get_value() for where, (own, _) in _places(state.model).items()}
         measured = {
-            where: devices.measured(places[where][0].get_value(), results[where], where)
-            for where in rows
+            where: devices.measured(tables[where], own, where) for where, own in results.items()
         }
         counts: dict[str, Counts] = {}
         for own in rows.values():

@@ -21,6 +21,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced
 from jax_hkv._inserts import insert_result, insert_rows, meant_entries
 from jax_hkv._keys import Keys, check_fixed, check_keys, keys_of
+from jax_hkv._options import Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.index import NO_SLOT
@@ -84,7 +85,7 @@ def find(
     *,
     valid: Any = ...,
     touch: bool = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     dtype: Any = ...,
     return_scores: Literal[False] = ...,
 ) -> tuple[Table, FindResult]: ...
@@ -95,7 +96,7 @@ def find(
     *,
     valid: Any = ...,
     touch: bool = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     dtype: Any = ...,
     return_scores: Literal[True],
 ) -> tuple[Table, ScoredFindResult]: ...
@@ -107,7 +108,7 @@ def find(
     *,
     valid: Any = None,
     touch: bool = False,
-    fill: float | str = 0.0,
+    fill: Fill = 0.0,
     dtype: Any = None,
     return_scores: bool = False,
 ) -> tuple[Table, Any]:

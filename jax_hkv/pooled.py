@@ -23,6 +23,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys, check_fixed, form_of
+from jax_hkv._options import Combiner, Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Bagged
@@ -53,10 +54,10 @@ def find_pooled(
     table: Table,
     ids: Any,
     *,
-    combiner: str = "sum",
+    combiner: Combiner = "sum",
     weights: Any = None,
     valid: Any = None,
-    fill: float | str = "initial",
+    fill: Fill = "initial",
     dtype: Any = None,
 ) -> tuple[Table, PooledFindResult]:
     """Looks up bags of ids; the rows of a bag come back combined. Absent ids stay absent.
@@ -123,7 +124,7 @@ def find_or_insert_pooled(
     table: Table,
     ids: Any,
     *,
-    combiner: str = "sum",
+    combiner: Combiner = "sum",
     weights: Any = None,
     valid: Any = None,
     scores: Any = None,
@@ -269,7 +270,7 @@ def of_batch(
     batch: Bagged,
     *,
     train: bool,
-    fill: float | str,
+    fill: Fill,
     dtype: Any = None,
     scores: Any = None,
     admit: jax.Array | None = None,
@@ -331,7 +332,7 @@ def pool(
     row_splits: Any = None,
     weights: Any = None,
     valid: Any = None,
-    combiner: str = "sum",
+    combiner: Combiner = "sum",
 ) -> Float32[Array, "*batch dim"]:
     """Combines the rows of each bag, as :func:`find_pooled` does; differentiable.
 
@@ -377,7 +378,7 @@ def _pool(
     splits: jax.Array | None,
     weights: jax.Array | None,
     valid: jax.Array | None,
-    combiner: str,
+    combiner: Combiner,
 ) -> jax.Array:
     *shape, dim = rows.shape
     mask = None if valid is None else valid.reshape(-1)
@@ -406,7 +407,7 @@ def check_combiner(call: str, combiner: Any) -> None:
 
 
 def as_batch(
-    call: str, combiner: str, ids: Any, weights: Any, valid: Any
+    call: str, combiner: Combiner, ids: Any, weights: Any, valid: Any
 ) -> tuple[Bagged, features.Layout]:
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
@@ -416,7 +417,7 @@ def as_batch(
 
 
 @jitted("combiner")
-def effective(bags: Bags, valid: jax.Array | None, combiner: str) -> Bags:
+def effective(bags: Bags, valid: jax.Array | None, combiner: Combiner) -> Bags:
     """Bags whose weighted sum is what the combiner says: weights over the bag's divisor."""
     given = bags.weights
     if given is not None and valid is not None:

@@ -46,6 +46,7 @@ from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
 from jax_hkv._exports import export_chunks, export_entries
 from jax_hkv._keys import Keys, check_fixed
+from jax_hkv._options import Combiner, Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
@@ -126,7 +127,7 @@ def find(
     axis_name: str | tuple[str, ...] | Exchange,
     valid: Any = ...,
     touch: bool = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     dtype: Any = ...,
     return_scores: Literal[False] = ...,
 ) -> tuple[Table, ShardedRows]: ...
@@ -138,7 +139,7 @@ def find(
     axis_name: str | tuple[str, ...] | Exchange,
     valid: Any = ...,
     touch: bool = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     dtype: Any = ...,
     return_scores: Literal[True],
 ) -> tuple[Table, ScoredShardedRows]: ...
@@ -151,7 +152,7 @@ def find(
     axis_name: str | tuple[str, ...] | Exchange,
     valid: Any = None,
     touch: bool = False,
-    fill: float | str = 0.0,
+    fill: Fill = 0.0,
     dtype: Any = None,
     return_scores: bool = False,
 ) -> tuple[Table, Any]:
@@ -556,10 +557,10 @@ def find_pooled(
     ids: Any,
     *,
     axis_name: str | tuple[str, ...] | Exchange,
-    combiner: str = "sum",
+    combiner: Combiner = "sum",
     weights: Any = None,
     valid: Any = None,
-    fill: float | str = "initial",
+    fill: Fill = "initial",
     dtype: Any = None,
 ) -> tuple[Table, ShardedRows]:
     """As :func:`jax_hkv.find_pooled`, of a table over devices; inside shard_map or pmap.
@@ -604,7 +605,7 @@ def find_or_insert_pooled(
     ids: Any,
     *,
     axis_name: str | tuple[str, ...] | Exchange,
-    combiner: str = "sum",
+    combiner: Combiner = "sum",
     weights: Any = None,
     valid: Any = None,
     scores: Any = None,

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations, whole_table
 from jax_hkv._compat import of_one_device
 from jax_hkv._mapped import mapped
+from jax_hkv._options import Fill
 from jax_hkv._placed import is_shape
 from jax_hkv._placement import Placement
 from jax_hkv._tier_entries import export_chunks, export_entries, import_entries
@@ -416,7 +417,7 @@ def find(
     keys: Any,
     *,
     valid: Any = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     return_scores: Literal[False] = ...,
     dtype: Any = ...,
 ) -> tuple[Tiers, FindResult]: ...
@@ -426,7 +427,7 @@ def find(
     keys: Any,
     *,
     valid: Any = ...,
-    fill: float | str = ...,
+    fill: Fill = ...,
     return_scores: Literal[True],
     dtype: Any = ...,
 ) -> tuple[Tiers, ScoredFindResult]: ...
@@ -438,7 +439,7 @@ def find(
     keys: Any,
     *,
     valid: Any = None,
-    fill: float | str = 0.0,
+    fill: Fill = 0.0,
     return_scores: bool = False,
     dtype: Any = None,
 ) -> tuple[Tiers, Any]:

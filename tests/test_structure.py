@@ -26,7 +26,17 @@ WITHOUT_XLA_OR_PYTHON = ("core", "ops")
 # A module imports modules of its own layer and of the layers before it. Those that are not named
 # here are wings, and everything may be used by the package's own file.
 LAYERS = (
-    {"_build", "_compat", "_ffi", "_keys", "_namespaces", "_trees", "_warnings", "initializers"},
+    {
+        "_build",
+        "_compat",
+        "_ffi",
+        "_keys",
+        "_namespaces",
+        "_options",
+        "_trees",
+        "_warnings",
+        "initializers",
+    },
     {"index", "rows"},
     {"_checks", "_inserts", "_pins", "admission", "operations", "table", "whole_table"},
     {"the wings"},
