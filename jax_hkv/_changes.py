@@ -369,9 +369,7 @@ def _are_there(
     for part in parts:
         found = [
             operations.find(part, own, valid=valid, return_scores=True)[1]
-            for own, valid in jax.device_put(
-                list(_entries.key_chunks(keys)), _tiers.device_of(part)
-            )
+            for own, valid in jax.device_put(chunks, _tiers.device_of(part))
         ]
         if chunks:
             now = np.concatenate([each.scores.to_numpy() for each in found])[: len(keys)]

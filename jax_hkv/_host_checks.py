@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_hkv._checks import check_function, is_used_up
 from jax_hkv._keys import would_cut
-from jax_hkv.features import as_splits, is_jagged
+from jax_hkv.features import are_splits, is_jagged, known_splits
 
 Given = ParamSpec("Given")
 Output = TypeVar("Output")
@@ -109,7 +109,7 @@ def _check_splits(call: str, splits: np.ndarray, positions: int, parts: int | No
     what += f" of each of {parts} micro-batches" if parts is not None and parts > 1 else ""
     try:
         for own in splits.reshape(each, -1):
-            as_splits(call, what, own, positions // each)
+            known_splits(call, what, own, positions // each)
     except ValueError:
         if parts is not None or not _are_of_several(splits.reshape(-1), positions):
             raise
@@ -120,9 +120,7 @@ def _are_of_several(splits: np.ndarray, positions: int) -> bool:
     for count in range(2, splits.size + 1):
         if splits.size % count or positions % count:
             continue
-        own = splits.reshape(count, -1)
-        is_each = (own[:, 0] == 0) & (own[:, -1] <= positions // count)
-        if is_each.all() and (own[:, 1:] >= own[:, :-1]).all():
+        if all(are_splits(own, positions // count) for own in splits.reshape(count, -1)):
             return True
     return False
 
@@ -131,9 +129,7 @@ def _what_is_wrong(leaf: Any, may_be_static: bool) -> str | None:
     """What an argument is that JAX would cut or refuse, and what to give; None: nothing of that."""
     if isinstance(leaf, jax.Array):
         return None
-    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
     kind = getattr(leaf, "dtype", None)
-    own = f"{type(leaf).__module__}.{type(leaf).__name__}"
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
         return (
             f"holds {leaf.dtype}, for which JAX has no type: hash texts to 64 bits and give "
@@ -141,6 +137,7 @@ def _what_is_wrong(leaf: Any, may_be_static: bool) -> str | None:
             'values filled, with a mask (docs/guide.md, "Keys")'
         )
     if not isinstance(leaf, (np.ndarray, np.generic)):
+        own = f"{type(leaf).__module__}.{type(leaf).__name__}"
         if hasattr(leaf, "to_numpy"):
             return (
                 f"is a column, {own}, of {kind}: give its numbers, as keys of ids "
@@ -151,10 +148,11 @@ def _what_is_wrong(leaf: Any, may_be_static: bool) -> str | None:
                 f"is an array of another library, {own}: make keys of ids with "
                 "jax_hkv.Keys.from_numpy(np.asarray(ids)), and give np.asarray(array) of others"
             )
-    # Of Python's numbers JAX refuses what it would cut.
-    is_wide = isinstance(leaf, int) and not ints.min <= leaf <= ints.max and not may_be_static
-    if not is_wide and not would_cut(leaf):
+    if not isinstance(leaf, int) and not would_cut(leaf):
         return None
+    ints = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    if isinstance(leaf, int) and (may_be_static or ints.min <= leaf <= ints.max):
+        return None  # of Python's numbers JAX itself refuses what it would cut
     what = f"is the number {leaf}" if kind is None else f"holds {kind} numbers"
     return (
         f"{what}, which JAX would cut to {ints.bits} bits: make keys of ids and scores with "

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_hkv import _pins
 from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
 from jax_hkv.features import Padded, is_jagged
 from jax_hkv.index import NO_SLOT
+from jax_hkv.table import Table
 
 _KEYS = "give random keys as jax.random.key makes them"
 _PAD = (
@@ -33,38 +35,45 @@ def scan(
     args: Any,
     count: int,
     like: Any,
-    held: Callable[[Any], Any] | None,
+    tables: Mapping[Any, Table],
+    results_of: Callable[[Any], Mapping[Any, list[Any]]],
 ) -> tuple[Any, Any, Any]:
     """Differentiates one part of the arguments after the other.
 
     Args:
       differentiate: of (state, pins, *part) to the next state, gradients, and whatever else. Pins
-        are slots that earlier parts hold, in the form of `held`, {} without it.
+        are slots that earlier parts hold, of the tables whose lookups would evict there.
       state: arrays that pass from part to part.
       args: of the step.
       count: of the parts.
       like: parameters; gradients are of their shapes and types.
-      held: of everything else, slots that later parts are to leave alone; None: there are none.
+      tables: those of the state, by where they are.
+      results_of: of everything else, the results of its lookups, by where their tables are.
 
     Returns:
       The last state, the sums of the gradients, made in float32 at least, and everything else of
       all parts, stacked.
     """
     parts = _cut(args, count)
+    wanted = {where for where, table in tables.items() if _pins.are_wanted(table)}
+
+    def held(rest: Any) -> dict[Any, Any]:
+        results = results_of(rest).items()
+        return {where: _pins.slots_of(own) for where, own in results if where in wanted}
 
     def one(carry: Any, part: tuple[jax.Array, Any]) -> tuple[Any, _Packed]:
         before, sums, pins = carry
         state, gradients, rest = differentiate(before, pins, *part[1])
         _check_kept(before, state)
-        if held is not None:  # each part has a row of its own
-            pins = jax.tree.map(lambda all_of, own: all_of.at[part[0]].set(own), pins, held(rest))
+        # Each part has a row of its own.
+        pins = jax.tree.map(lambda all_of, own: all_of.at[part[0]].set(own), pins, held(rest))
         return (state, jax.tree.map(jnp.add, sums, widened(gradients)), pins), _Packed.of(rest)
 
     def of_one(state: Any, parts: Any) -> Any:
         first = jax.tree.map(lambda leaf: leaf[0], parts)
-        return {} if held is None else held(differentiate(state, {}, *first)[2])
+        return held(differentiate(state, {}, *first)[2])
 
-    shapes = {} if held is None else jax.eval_shape(of_one, state, parts)
+    shapes = jax.eval_shape(of_one, state, parts) if wanted else {}
     pins = jax.tree.map(lambda own: jnp.full((count, *own.shape), NO_SLOT, jnp.int32), shapes)
     carry = (state, jax.tree.map(jnp.zeros_like, widened(like)), pins)
     (state, sums, _), rest = jax.lax.scan(one, carry, (jnp.arange(count), parts), length=count)

@@ -47,7 +47,7 @@ class TableVariable(nnx.Variable[Table]):
 
     def set_record(self, lookups: int, pins: tuple[jax.Array, ...]) -> None:
         """So many have been, which hold these."""
-        if lookups or pins or self.record()[0] or self.record()[1]:
+        if lookups or pins or self.record() != (0, ()):
             super().set_value(_recorded(super().get_value(), lookups, pins))
 
 
@@ -150,12 +150,7 @@ def in_micro_batches(
                 "or return what it is to know (has_aux=True)"
             )
     graph, values = nnx.split(model)
-    tables = places(model).items()
-    wanted = {where for where, (own, _) in tables if _pins.are_wanted(own.get_value())}
-
-    def held(rest: Any) -> dict[str, Any]:
-        each = {where: own.results for where, own in rest[1].items() if where in wanted}
-        return {where: _pins.slots_of(results) for where, results in each.items()}
+    tables = {where: own.get_value() for where, (own, _) in places(model).items()}
 
     def one(values: Any, pins: dict[str, jax.Array], *part: Any) -> tuple[Any, Any, Any]:
         model = nnx.merge(graph, values)
@@ -174,7 +169,8 @@ def in_micro_batches(
 
     like = nnx.state(model, nnx.Param)
     values, dense, rest = _micro_batches.scan(
-        one, values, args, count, like, held if wanted else None
+        *(one, values, args, count, like),
+        *(tables, lambda rest: {where: own.results for where, own in rest[1].items()}),
     )
     nnx.update(model, values)
     return dense, rest

@@ -189,7 +189,7 @@ class Jagged:
                 )
         else:
             ids = flat(call, "ids", self.ids, "iu")
-        splits = _known_splits(call, "row_splits", self.row_splits, len(ids))
+        splits = known_splits(call, "row_splits", self.row_splits, len(ids))
         given = len(splits) - 1
         batch = given if batch is None else _checks.as_integer(call, "batch", batch, 0, MAX_SLOTS)
         if batch < given or batch % parts:
@@ -441,18 +441,23 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
 def as_splits(call: str, argument: str, splits: Any, count: int) -> Int32[Array, " batch+1"]:
     """Row splits, their values checked where they are known, and cut to `count` where not."""
     if not is_traced(splits):
-        _known_splits(call, argument, splits, count)
+        known_splits(call, argument, splits, count)
         splits = splits.astype(np.int32)
     elif _check_form_of_splits(call, argument, splits) == np.int64:
         splits = jnp.clip(splits, 0, count).astype(jnp.int32)  # as native calls do with int32
     return replicated(jnp.asarray(splits))
 
 
-def _known_splits(call: str, argument: str, splits: Any, count: int) -> np.ndarray:
+def are_splits(known: np.ndarray, count: int) -> bool:
+    """Whether numbers are the row splits of bags of `count` positions."""
+    return bool(known[0] == 0 and (known[1:] >= known[:-1]).all() and known[-1] <= count)
+
+
+def known_splits(call: str, argument: str, splits: Any, count: int) -> np.ndarray:
     """Row splits on the host, without a device, checked."""
     _check_form_of_splits(call, argument, splits)
     known = np.asarray(splits)
-    if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > count:
+    if not are_splits(known, count):
         texts = [*map(str, known.tolist())]
         texts = texts if len(texts) < 20 else [*texts[:8], "...", *texts[-8:]]
         raise ValueError(

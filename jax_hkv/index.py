@@ -38,6 +38,11 @@ class Policy(enum.IntEnum):
         """Whether scores are sums of occurrences, or of the scores given with them."""
         return self in (Policy.LFU, Policy.EPOCH_LFU)
 
+    @property
+    def has_epochs(self) -> bool:
+        """Whether scores begin with the epoch, of 32 bits."""
+        return self in (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
+
 
 class Status(enum.IntEnum):
     """What became of a position of a batch (docs/semantics.md, sections 3.4 and 11)."""

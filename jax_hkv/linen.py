@@ -33,7 +33,7 @@ from flax.core.scope import union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _micro_batches, _pins, _sharded, _state_dicts, initializers, pooled
+from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
 from jax_hkv._checks import as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
@@ -353,16 +353,9 @@ def _by_path(tables: Any) -> dict[Any, Any]:
     return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
 
 
-def _held(tables: Any) -> Callable[[Any], Any] | None:
-    """What tells the slots that lookups of a micro-batch hold, if later ones would evict there."""
-    flat = _by_path(tables)
-
-    def slots(rest: Any) -> dict[Any, Any]:
-        kept = {path: own for path, own in rest[2].items() if _pins.are_wanted(flat[path])}
-        each = {path: [lookup.result for lookup in own] for path, own in kept.items()}
-        return {path: _pins.slots_of(results) for path, results in each.items()}
-
-    return slots if any(map(_pins.are_wanted, flat.values())) else None
+def _results(lookups: dict[Any, list[Lookup]]) -> dict[Any, list[Any]]:
+    """What the lookups of each table have returned, by the table's path."""
+    return {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
 
 
 def _trainable(tables: Any) -> list[str]:
@@ -615,12 +608,13 @@ def train_step(
             updated, dense, rest = differentiate(others, {}, *args)
         else:
             updated, dense, rest = _micro_batches.scan(
-                differentiate, others, args, micro_batches, state.params, _held(state.tables)
+                *(differentiate, others, args, micro_batches, state.params),
+                *(_by_path(state.tables), lambda rest: _results(rest[2])),
             )
         loss, aux, lookups, rows = rest
         _layers.check_new_tables(_by_path(state.tables), _by_path(updated[TABLES]), devices)
         _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
-        results = {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
+        results = _results(lookups)
         by_path = {"/".join(path): own for path, own in results.items()}
         overflow = _layers.strict_overflow(by_path)
         evicted = _layers.evicted(by_path, micro_batches)

@@ -222,7 +222,7 @@ def summarize(table: Table) -> Summary:
     size = int(occupancy.sum(dtype=np.int64))
     scores = np.concatenate(list(_scores(table)))
     quantiles = _quantiles(scores)
-    has_epochs = table.policy in (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
+    epochs = {q: score >> 32 for q, score in quantiles.items()}  # scores are in their order
     counts = quantiles if table.policy is Policy.LFU else {}
     if table.policy is Policy.EPOCH_LFU:
         counts = _quantiles(scores & np.uint64(2**32 - 1))
@@ -240,8 +240,7 @@ def summarize(table: Table) -> Summary:
         nbytes=_bytes(table),
         epoch=int(table.epoch[0]),
         clock=int(_as_words(np.asarray(table.clock))),
-        # Scores are in the order of their epochs.
-        epoch_quantiles={q: score >> 32 for q, score in quantiles.items()} if has_epochs else {},
+        epoch_quantiles=epochs if table.policy.has_epochs else {},
         count_quantiles=counts,
     )
 

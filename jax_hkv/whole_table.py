@@ -17,7 +17,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys, form_of
-from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT, Policy
+from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT
 from jax_hkv.table import (
     Counts,
     Entries,
@@ -38,7 +38,6 @@ from jax_hkv.table import (
 _CHUNK_SLOTS = 16384
 _MOST_CHUNKS = 1024  # of a table whose entries go to another
 
-_EPOCH_POLICIES = (Policy.EPOCH_LRU, Policy.EPOCH_LFU)
 
 Predicate = Callable[[Keys, Keys, jax.Array], jax.Array]
 
@@ -130,7 +129,7 @@ def expire(
       (1, 1)
     """
     check_one_device("expire", table)
-    if table.policy not in _EPOCH_POLICIES:
+    if not table.policy.has_epochs:
         raise ValueError(
             f"expire: the policy of table {table.name!r} must be EPOCH_LRU or EPOCH_LFU, got "
             f"{table.policy.name}, whose scores hold no epoch: create the table with one of those, "
