@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jax_hkv import _micro_batches, _pins, _trees
+from jax_hkv import _layers, _micro_batches, _pins, _trees
+from jax_hkv.optim import Optimizer
 from jax_hkv.table import Counts, Table
 
 # For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
@@ -20,6 +21,10 @@ GRAPH_MODE: dict[str, Any] = {
     for name in ("graph", "graph_updates")
     if name in inspect.signature(nnx.jit).parameters
 }
+
+
+LOOKUP = "lookup_{}_{}"
+ROWS = "rows_{}_{}"
 
 
 class TableVariable(nnx.Variable[Table]):
@@ -102,6 +107,56 @@ def end_turns(variable: Any) -> None:
         variable.set_record(0, ())
 
 
+class Owner(NamedTuple):
+    """An attribute that holds a table, the table's name, and who updates it."""
+
+    attribute: str
+    name: str
+    optimizer: Optimizer | None
+
+
+class Layer(nnx.Module):
+    """What the layers have in common: tables, who updates them, and a record of lookups."""
+
+    def __init__(self) -> None:
+        self.is_recording = False  # whether lookups are kept for an update
+
+    def _owners(self) -> Iterator[Owner]:
+        """The attributes that hold tables."""
+        raise NotImplementedError
+
+    def _store(self, attribute: str, table: Table, train: bool) -> None:
+        # After a read the entries are the same. In a training step what comes later is ordered
+        # behind it; elsewhere the model is left alone, so that it can be called in any trace.
+        if train or self.is_recording:
+            getattr(self, attribute).set_value(table)
+
+    def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
+        return list(numbered(self, LOOKUP, attribute))
+
+    def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
+        """Keeps the result of a lookup for the update; its rows carry their gradient out."""
+        if not self.is_recording:
+            if any(own.optimizer for own in self._owners() if own.attribute == attribute):
+                _layers.warn_of_no_update(type(self).__name__, "nnx")
+            return result.values
+        number = len(self._lookups(attribute))
+        turn = take_turn(getattr(self, attribute), result)  # layers that share a table go by it
+        lookup = Lookup(Looked(result, counts or {}), turn=turn)
+        setattr(self, LOOKUP.format(attribute, number), lookup)
+        perturbation = getattr(self, ROWS.format(attribute, number), None)
+        return result.values if perturbation is None else result.values + perturbation.get_value()
+
+    def _forget(self) -> None:
+        """Removes what lookups left, so that a model has the same structure before every step."""
+        self.is_recording = False
+        for owner in self._owners():
+            end_turns(getattr(self, owner.attribute))
+            for pattern in (LOOKUP, ROWS):
+                for name, _ in list(numbered(self, pattern, owner.attribute)):
+                    delattr(self, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class _RecordedTable(Table):
     """A table, of which so many lookups have been recorded, which hold slots."""
@@ -130,17 +185,74 @@ def _recorded(table: Table, lookups: int, pins: tuple[jax.Array, ...]) -> Table:
     return _RecordedTable(**fields, pins=pins, lookups=lookups)
 
 
-def in_micro_batches(
-    differentiate: Callable[..., Any],
-    model: nnx.Module,
-    args: Any,
-    count: int,
-    places: Callable[[nnx.Module], Mapping[str, tuple[TableVariable, Any]]],
-) -> tuple[Any, Any]:
-    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked.
+def layers_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Layer]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Layer):
+            yield tuple(path), module
 
-    `places` finds a model's tables, by their paths.
+
+def forget(model: nnx.Module) -> None:
+    for _, layer in layers_of(model):
+        layer._forget()
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def row_shapes(
+    loss_fn: Callable[..., Any], model: nnx.Module, args: Any, kwargs: Any
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of the rows that each layer looks up, by layer and name of the perturbation."""
+    graph, state = nnx.split((model, args, kwargs))  # arguments can be objects that change too
+
+    def run(state: Any) -> dict[str, dict[str, jax.Array]]:
+        copy, args, kwargs = nnx.merge(graph, state)
+        loss_fn(copy, *args, **kwargs)
+        return {
+            path_text(path): {
+                ROWS.format(owner.attribute, number): lookup.get_value().result.values
+                for owner in layer._owners()
+                for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
+            }
+            for path, layer in layers_of(copy)
+        }
+
+    return jax.eval_shape(run, state)
+
+
+def places_of(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
+    """Where the tables are, and who updates them, by path; of what layers share the first one's.
+
+    Raises:
+      ValueError: if layers that share a table have different optimizers.
     """
+    places: dict[int, tuple[str, TableVariable, Owner]] = {}
+    for path, layer in layers_of(model):
+        for owner in layer._owners():
+            variable = getattr(layer, owner.attribute)
+            own = path_text((*path, owner.name))
+            where, _, first = places.setdefault(id(variable), (own, variable, owner))
+            if first.optimizer is None:
+                places[id(variable)] = where, variable, owner
+            elif owner.optimizer not in (None, first.optimizer):
+                raise ValueError(
+                    f"nnx: layers that share a table must have one optimizer, got another one at "
+                    f"{own!r} than at {where!r}: give both the same object"
+                )
+    return {where: (variable, owner) for where, variable, owner in places.values()}
+
+
+def trainable(model: nnx.Module) -> list[str]:
+    """The paths of the tables that have an optimizer and its rows."""
+    places = places_of(model).items()
+    return [where for where, (own, by) in places if by.optimizer and own.get_value().optimizer]
+
+
+def in_micro_batches(
+    differentiate: Callable[..., Any], model: nnx.Module, args: Any, count: int
+) -> tuple[Any, Any]:
+    """What :func:`value_and_grad` returns of all parts: summed gradients, and the rest stacked."""
     kinds = (nnx.Pytree, nnx.Variable)
     for each in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(each, kinds):
@@ -150,12 +262,12 @@ def in_micro_batches(
                 "or return what it is to know (has_aux=True)"
             )
     graph, values = nnx.split(model)
-    tables = {where: own.get_value() for where, (own, _) in places(model).items()}
+    tables = {where: own.get_value() for where, (own, _) in places_of(model).items()}
 
     def one(values: Any, pins: dict[str, jax.Array], *part: Any) -> tuple[Any, Any, Any]:
         model = nnx.merge(graph, values)
         for where, slots in pins.items():
-            places(model)[where][0].set_record(0, (slots,))
+            places_of(model)[where][0].set_record(0, (slots,))
         value, dense, rows = differentiate(model, *part)
         nnx.pop(model, nnx.Intermediate)
         after, values = nnx.split(model)

@@ -20,6 +20,8 @@ from jax_hkv import _trees
 from jax_hkv._checks import as_integer, as_number
 from jax_hkv._keys import Keys
 
+__all__ = ["Admission", "Frequency", "Probability", "frequency", "probability"]
+
 # The 32-bit finaliser of MurmurHash3 (Appleby: SMHasher, 2011), a bijection of the 32-bit words.
 _FACTORS = 0x85EBCA6B, 0xC2B2AE35
 # 2^32 divided by the golden ratio: keeps zero words from hashing to zero.

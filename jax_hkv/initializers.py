@@ -13,6 +13,18 @@ from typing import Literal
 
 import numpy as np
 
+__all__ = [
+    "Distribution",
+    "Initializer",
+    "constant",
+    "normal",
+    "ones",
+    "truncated_normal",
+    "uniform",
+    "variance_scaling",
+    "zeros",
+]
+
 _CONSTANT, _UNIFORM, _NORMAL, _TRUNCATED_NORMAL = range(4)
 
 _LARGEST = 3.4028234663852886e38  # of float32

@@ -49,7 +49,7 @@ from jax_hkv._layer_arguments import (
     new_table,
     rows_dtype,
 )
-from jax_hkv._layers import StepInfo as StepInfo
+from jax_hkv._layers import StepInfo
 from jax_hkv._linen_steps import (
     LOOKUPS,
     MUTABLE,
@@ -57,10 +57,10 @@ from jax_hkv._linen_steps import (
     PINNED,
     TABLES,
     Layer,
+    Lookup,
     asked,
     next_of,
 )
-from jax_hkv._linen_steps import Lookup as Lookup
 from jax_hkv._placement import Placement
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
@@ -68,6 +68,22 @@ from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Index, Policy
 from jax_hkv.optim import LossScale, Optimizer
 from jax_hkv.table import Counts, OptimizerRows, Settings, Table
+
+__all__ = [
+    "LOOKUPS",
+    "MUTABLE",
+    "PERTURBATIONS",
+    "TABLES",
+    "Embed",
+    "EmbedBag",
+    "EmbedCollection",
+    "Lookup",
+    "StepInfo",
+    "TrainState",
+    "perturbations",
+    "train_step",
+    "update_tables",
+]
 
 
 class Embed(Layer):

@@ -26,6 +26,8 @@ from jax_hkv.table import (
 )
 from jax_hkv.whole_table import load_factor
 
+__all__ = ["QUANTILES", "Metrics", "Summary", "of", "summarize", "totals_of"]
+
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 # Buckets whose scores travel to the host at a time: 16 MiB of them.

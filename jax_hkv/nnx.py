@@ -32,23 +32,27 @@ from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
 from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
-from jax_hkv._layers import StepInfo as StepInfo
-from jax_hkv._nnx_devices import Placed, cacheable
-from jax_hkv._nnx_devices import place as place
-from jax_hkv._nnx_devices import run as run
+from jax_hkv._layers import StepInfo
+from jax_hkv._nnx_devices import Placed, cacheable, place, run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
-    Looked,
+    LOOKUP,
+    ROWS,
+    Layer,
     Lookup,
     LossScaleVariable,
+    Owner,
     RowPerturbation,
-    end_turns,
+    TableVariable,
+    forget,
     in_micro_batches,
-    numbered,
+    layers_of,
+    path_text,
     pinned,
-    take_turn,
+    places_of,
+    row_shapes,
+    trainable,
 )
-from jax_hkv._nnx_steps import TableVariable as TableVariable
 from jax_hkv._options import Combiner
 from jax_hkv._placement import Placement
 from jax_hkv.collection import Collection
@@ -56,64 +60,27 @@ from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer
 from jax_hkv.table import Counts, Settings, Table
 
+__all__ = [
+    "Embed",
+    "EmbedBag",
+    "EmbedCollection",
+    "RowGradients",
+    "StepInfo",
+    "TableVariable",
+    "TrainState",
+    "place",
+    "run",
+    "train_step",
+    "update_tables",
+    "value_and_grad",
+]
+
 Model = TypeVar("Model", bound=nnx.Module)
 
-_LOOKUP = "lookup_{}_{}"
-_ROWS = "rows_{}_{}"
 _UNSEEN = "unseen_{}"
 
 
-class Owner(NamedTuple):
-    """An attribute that holds a table, the table's name, and who updates it."""
-
-    attribute: str
-    name: str
-    optimizer: Optimizer | None
-
-
-class _Layer(nnx.Module):
-    """What the layers have in common: tables, who updates them, and a record of lookups."""
-
-    def __init__(self) -> None:
-        self.is_recording = False  # whether lookups are kept for an update
-
-    def _owners(self) -> Iterator[Owner]:
-        """The attributes that hold tables."""
-        raise NotImplementedError
-
-    def _store(self, attribute: str, table: Table, train: bool) -> None:
-        # After a read the entries are the same. In a training step what comes later is ordered
-        # behind it; elsewhere the model is left alone, so that it can be called in any trace.
-        if train or self.is_recording:
-            getattr(self, attribute).set_value(table)
-
-    def _lookups(self, attribute: str) -> list[tuple[str, Lookup]]:
-        return list(numbered(self, _LOOKUP, attribute))
-
-    def _record(self, attribute: str, result: Any, counts: Any = None) -> jax.Array:
-        """Keeps the result of a lookup for the update; its rows carry their gradient out."""
-        if not self.is_recording:
-            if any(own.optimizer for own in self._owners() if own.attribute == attribute):
-                _layers.warn_of_no_update(type(self).__name__, "nnx")
-            return result.values
-        number = len(self._lookups(attribute))
-        turn = take_turn(getattr(self, attribute), result)  # layers that share a table go by it
-        lookup = Lookup(Looked(result, counts or {}), turn=turn)
-        setattr(self, _LOOKUP.format(attribute, number), lookup)
-        perturbation = getattr(self, _ROWS.format(attribute, number), None)
-        return result.values if perturbation is None else result.values + perturbation.get_value()
-
-    def _forget(self) -> None:
-        """Removes what lookups left, so that a model has the same structure before every step."""
-        self.is_recording = False
-        for owner in self._owners():
-            end_turns(getattr(self, owner.attribute))
-            for pattern in (_LOOKUP, _ROWS):
-                for name, _ in list(numbered(self, pattern, owner.attribute)):
-                    delattr(self, name)
-
-
-class Embed(_Layer):
+class Embed(Layer):
     """An embedding layer over a dynamic table: any 64-bit id, no vocabulary.
 
     Args:
@@ -288,7 +255,7 @@ class EmbedBag(Embed):
         return _layers.cast(self, rows.reshape(*layout.batch, self.features))
 
 
-class EmbedCollection(_Layer):
+class EmbedCollection(Layer):
     """The embeddings of many features, a lookup for each physical table.
 
     Args:
@@ -383,17 +350,6 @@ class EmbedCollection(_Layer):
             yield Owner(f"table_{group.name}", group.name, group.optimizer)
 
 
-def _layers_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], _Layer]]:
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, _Layer):
-            yield tuple(path), module
-
-
-def _forget(model: nnx.Module) -> None:
-    for _, layer in _layers_of(model):
-        layer._forget()
-
-
 class RowGradients(NamedTuple):
     """What the training lookups of a table left for its update.
 
@@ -436,57 +392,32 @@ def value_and_grad(
         model: nnx.Module, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, dict[str, RowGradients]]:
         try:
-            for _, layer in _layers_of(model):
+            for _, layer in layers_of(model):
                 layer.is_recording = True
-            shapes = _row_shapes(loss_fn, model, args, kwargs)
-            for path, layer in _layers_of(model):
-                for name, shape in shapes.get(_path_text(path), {}).items():
+            shapes = row_shapes(loss_fn, model, args, kwargs)
+            for path, layer in layers_of(model):
+                for name, shape in shapes.get(path_text(path), {}).items():
                     setattr(layer, name, RowPerturbation(zeros_of(shape)))
             value, gradients = differentiate(model, *args, **kwargs)
             rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
             return value, dense, _row_gradients(model, rows)
         except (TypeError, ValueError) as error:
-            owners = [own.attribute for _, layer in _layers_of(model) for own in layer._owners()]
-            _layers.explain_structure(error, [_LOOKUP.format(own, 0) for own in owners])
+            owners = [own.attribute for _, layer in layers_of(model) for own in layer._owners()]
+            _layers.explain_structure(error, [LOOKUP.format(own, 0) for own in owners])
             raise
         finally:
-            _forget(model)
+            forget(model)
 
     return compute
 
 
-def _path_text(path: tuple[Any, ...]) -> str:
-    return "/".join(map(str, path))
-
-
-def _row_shapes(
-    loss_fn: Callable[..., Any], model: nnx.Module, args: Any, kwargs: Any
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes of the rows that each layer looks up, by layer and name of the perturbation."""
-    graph, state = nnx.split((model, args, kwargs))  # arguments can be objects that change too
-
-    def run(state: Any) -> dict[str, dict[str, jax.Array]]:
-        copy, args, kwargs = nnx.merge(graph, state)
-        loss_fn(copy, *args, **kwargs)
-        return {
-            _path_text(path): {
-                _ROWS.format(owner.attribute, number): lookup.get_value().result.values
-                for owner in layer._owners()
-                for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
-            }
-            for path, layer in _layers_of(copy)
-        }
-
-    return jax.eval_shape(run, state)
-
-
 def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     """What the layers recorded, with the gradients of the perturbations, by path of the table."""
-    flat = {_path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
-    names = {id(variable): where for where, (variable, _) in _places(model).items()}
+    flat = {path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
+    names = {id(variable): where for where, (variable, _) in places_of(model).items()}
     lookups = [
         (lookup, path, owner.attribute, number, names[id(getattr(layer, owner.attribute))])
-        for path, layer in _layers_of(model)
+        for path, layer in layers_of(model)
         for owner in layer._owners()
         for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))
     ]
@@ -494,8 +425,8 @@ def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     for lookup, path, attribute, number, where in sorted(lookups, key=lambda own: own[0].turn):
         own, looked = found[where], lookup.get_value()
         own.results.append(looked.result)
-        own.gradients.append(flat[_path_text((*path, _ROWS.format(attribute, number)))])
-        own.counts.append({_path_text((*path, name)): part for name, part in looked.counts.items()})
+        own.gradients.append(flat[path_text((*path, ROWS.format(attribute, number)))])
+        own.counts.append({path_text((*path, name)): part for name, part in looked.counts.items()})
     return found
 
 
@@ -511,7 +442,7 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
     Raises:
       ValueError: if the model has no such table, or if a layer that was trained has no optimizer.
     """
-    places = _places(model)
+    places = places_of(model)
     _arguments.check_row_gradients(row_gradients)
     if not places.keys() >= row_gradients.keys():
         raise ValueError(
@@ -525,34 +456,6 @@ def update_tables(model: nnx.Module, row_gradients: dict[str, RowGradients], **e
         tables[where] = _layers.updated(where, own, by.optimizer, results, gradients, extra)
     for where, table in tables.items():  # behind all errors: the model has all steps, or none
         places[where][0].set_value(table)
-
-
-def _places(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
-    """Where the tables are, and who updates them, by path; of what layers share the first one's.
-
-    Raises:
-      ValueError: if layers that share a table have different optimizers.
-    """
-    places: dict[int, tuple[str, TableVariable, Owner]] = {}
-    for path, layer in _layers_of(model):
-        for owner in layer._owners():
-            variable = getattr(layer, owner.attribute)
-            own = _path_text((*path, owner.name))
-            where, _, first = places.setdefault(id(variable), (own, variable, owner))
-            if first.optimizer is None:
-                places[id(variable)] = where, variable, owner
-            elif owner.optimizer not in (None, first.optimizer):
-                raise ValueError(
-                    f"nnx: layers that share a table must have one optimizer, got another one at "
-                    f"{own!r} than at {where!r}: give both the same object"
-                )
-    return {where: (variable, owner) for where, variable, owner in places.values()}
-
-
-def _trainable(model: nnx.Module) -> list[str]:
-    """The paths of the tables that have an optimizer and its rows."""
-    places = _places(model).items()
-    return [where for where, (own, by) in places if by.optimizer and own.get_value().optimizer]
 
 
 # What a skipped step leaves as it was, beside the rows: parameters, statistics, both optimizers.
@@ -578,7 +481,7 @@ class TrainState(nnx.Module, Generic[Model]):
         _arguments.check_state("TrainState", model, is_model, expected, tx, loss_scale)
         self.model = model
         self.optimizer = nnx.Optimizer(model, _layers.for_dense(tx, loss_scale), wrt=nnx.Param)
-        state, paths = self.optimizer.opt_state, _trainable(model)
+        state, paths = self.optimizer.opt_state, trainable(model)
         _layers.check_dense_state("TrainState", state, paths, loss_scale)
         nnx.update(self.optimizer, _layers.copied(nnx.state(self.optimizer)))  # tx may hold arrays
         scale = _layers.copied(loss_scale)
@@ -594,7 +497,7 @@ class TrainState(nnx.Module, Generic[Model]):
         Raises:
           TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
         """
-        variables = {id(own): own for own, _ in _places(self.model).values()}.values()
+        variables = {id(own): own for own, _ in places_of(self.model).values()}.values()
         tables = _layers.changed(fn, [variable.get_value() for variable in variables])
         for variable, table in zip(variables, tables, strict=True):
             variable.set_value(table)
@@ -655,9 +558,9 @@ def train_step(
             (_, (loss, aux)), dense, rows = differentiate(state.model, *args)
         else:
             dense, ((_, (loss, aux)), rows) = in_micro_batches(
-                differentiate, state.model, args, micro_batches, _places
+                differentiate, state.model, args, micro_batches
             )
-        _layers.check_trained(_trainable(state.model), rows)
+        _layers.check_trained(trainable(state.model), rows)
         results = {where: own.results for where, own in rows.items()}
         gradients = {where: own.gradients for where, own in rows.items()}
         overflow = _layers.strict_overflow(results)
@@ -675,7 +578,7 @@ def train_step(
         update_tables(state.model, clipped, **extra)
         if state.loss_scale is not None:
             state.loss_scale.set_value(scale)
-        tables = {where: own.get_value() for where, (own, _) in _places(state.model).items()}
+        tables = {where: own.get_value() for where, (own, _) in places_of(state.model).items()}
         measured = {
             where: devices.measured(tables[where], own, where) for where, own in results.items()
         }

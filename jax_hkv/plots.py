@@ -13,6 +13,8 @@ from jax_hkv import metrics
 from jax_hkv.index import LANES
 from jax_hkv.table import Table
 
+__all__ = ["expected_occupancy", "summary"]
+
 _DOTS_PER_INCH = 150
 _BISECTIONS = 60  # halvings of [0, the rate of a full table]: the precision of a float64
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from jax_hkv.table import Table
 
+__all__ = ["assert_no_table_copies", "copies_in", "table_copies"]
+
 _HLO_TYPES = {
     "uint8": "u8",
     "uint32": "u32",
