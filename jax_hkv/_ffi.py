@@ -353,7 +353,8 @@ def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
         "Differentiate with respect to the rows that a lookup returned: look up outside the "
         "differentiated function, pass result.values in, and give its gradient to "
         "jax_hkv.optim.sparse(...).update. A table, or a gradient for an update, that comes out of "
-        "something differentiated goes through jax.lax.stop_gradient first; of pooled lookups and "
+        "something differentiated goes through jax.lax.stop_gradient first (rows that are looked "
+        "up in a stopped table have no gradient: they are not trained); of pooled lookups and "
         "of Unique.expand there is no second derivative. jax_hkv.pool has one, reverse over "
         "reverse (jax.jacrev of jax.grad); forward mode (jax.jvp, jax.hessian) nothing of this has."
     )

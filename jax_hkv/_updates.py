@@ -205,6 +205,12 @@ def listed(
                 f"sequence, got {form_of(row_gradients)} for {len(results)} results: write "
                 "[row_gradients], or give one result and its gradients"
             )
+    inner = row_gradients if isinstance(row_gradients, (list, tuple)) else ()
+    if any(hasattr(each, "counts") for each in (row_gradients, *inner)):
+        raise TypeError(
+            f"{call}: row_gradients must be the gradient by result.values, got one by the whole "
+            "result: give its values"
+        )
     leaves = jax.tree.leaves(row_gradients, is_leaf=lambda leaf: leaf is None)
     if any(leaf is None for leaf in leaves):
         raise TypeError(
@@ -219,6 +225,11 @@ def listed(
                 f"{type(each).__name__}: results of a table over several devices go to "
                 "jax_hkv.sharding.update, others to the update of an optimizer, and those of find "
                 "to none: look rows up by find_or_insert to train them"
+            )
+        if each.counts.unique is None:
+            raise TypeError(
+                f"{call}: result must be what {lookup} returned, got one without its integers, "
+                "which a gradient has not: give the lookup's own, and the gradient by its values"
             )
     if not results or len(results) != len(gradients):
         raise ValueError(

@@ -14,7 +14,7 @@ import jax
 
 Result = TypeVar("Result")
 
-_OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "contextlib")
+_OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "optax.", "equinox.", "contextlib")
 
 
 class _Spread(NamedTuple):

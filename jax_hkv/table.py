@@ -28,6 +28,7 @@ from jax_hkv._checks import (
 )
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
+from jax_hkv._warnings import warn
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
 from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
 
@@ -80,6 +81,17 @@ class Table:
     initializer: initializers.Initializer = _trees.static(told_by="values")
     seed: int = _trees.static(told_by="values")
     replicas: bool | int = _trees.static(told_by="values")
+
+    def __post_init__(self) -> None:
+        if is_without_integers(self):
+            warn(
+                "jax_hkv: a table was filtered for arrays of floats, as parameters are: its rows "
+                "would be some, with a gradient and optimizer state as large as the table, and "
+                "weight decay changes all of them. A table is no parameter: give "
+                "is_leaf=lambda leaf: isinstance(leaf, jax_hkv.Table) to what filters a model "
+                "(eqx.filter, eqx.partition), look ids up outside of what is differentiated, and "
+                "update rows by an optimizer of jax_hkv.optim"
+            )
 
     @property
     def capacity(self) -> int:
@@ -424,9 +436,21 @@ def is_one_result(result: Any) -> bool:
     return not hasattr(result[0], "_fields") if is_tuple else not isinstance(result, Iterable)
 
 
+def is_without_integers(table: Table) -> bool:
+    """Whether a filter has left of a table what its dtype makes look like parameters."""
+    has_none = getattr(table.index, "digests", table) is None
+    return has_none and getattr(table.values, "dtype", None) is not None
+
+
 def check_table(call: str, table: Any, argument: str = "table") -> None:
     """Raises unless `table` is a Table."""
     if isinstance(table, Table):
+        if is_without_integers(table):
+            raise TypeError(
+                f"{call}: {argument} must be a whole jax_hkv Table, got one without its integers: "
+                "it was filtered for arrays of floats; give the model's own, or filter with "
+                "is_leaf=lambda leaf: isinstance(leaf, jax_hkv.Table)"
+            )
         return
     remedy = ""
     if hasattr(table, "cache") and hasattr(table, "store"):

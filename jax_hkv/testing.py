@@ -31,7 +31,8 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
     Args:
       fn: traceable; it is compiled with every Table among its arguments donated.
       *args: its arguments: pytrees of arrays or ``jax.ShapeDtypeStruct``, or nnx modules, which
-        `fn` may change.
+        `fn` may change. Leaves that are none of these (functions, texts) are taken as they are, as
+        by ``eqx.filter_jit``.
 
     Returns:
       The lines of the optimised HLO that copy an array of a table leaf's type and size; of a table
@@ -45,21 +46,24 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
         return isinstance(leaf, Table)
 
     leaves, tree = jax.tree.flatten(args, is_leaf=is_one)
-    is_table = [is_one(leaf) for leaf in leaves]
-    tables = [leaf for leaf, table in zip(leaves, is_table, strict=True) if table]
-    others = [leaf for leaf, table in zip(leaves, is_table, strict=True) if not table]
+    tables = [leaf for leaf in leaves if is_one(leaf)]
+    others = [leaf for leaf in leaves if not is_one(leaf) and _is_array(leaf)]
     if not tables:
         raise ValueError("table_copies: no argument holds a jax_hkv Table, so nothing is checked")
 
     def donating(tables: list[Table], others: list[Any]) -> Any:
         left, right = iter(tables), iter(others)
-        joined = [next(left) if table else next(right) for table in is_table]
+        joined = [
+            next(left) if is_one(leaf) else next(right) if _is_array(leaf) else leaf
+            for leaf in leaves
+        ]
         given = jax.tree.unflatten(tree, joined)
         returned = fn(*given)
         # An argument that is changed in place (an nnx module) leaves the program too.
         before = {id(leaf) for leaf in joined}
         after = jax.tree.leaves(given, is_leaf=is_one)
-        return returned, [leaf for leaf in after if id(leaf) not in before]
+        outputs = [*jax.tree.leaves(returned), *(leaf for leaf in after if id(leaf) not in before)]
+        return [leaf for leaf in outputs if is_one(leaf) or _is_array(leaf)]
 
     program = jax.jit(donating, donate_argnums=0, keep_unused=True)
     # JAX donates nothing where it looks for numbers that are none.
@@ -70,6 +74,11 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
     # What is compiled for several devices has the shapes of one device's part.
     own = jax.tree.map(_part_of, tables, compiled.input_shardings[0][0])
     return copies_in(compiled.as_text() or "", own)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether JAX takes it for one."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
 
 
 def _part_of(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -77,6 +77,19 @@ def test_the_code_for_those_who_come_from_another_library_runs():
     run("docs/migration.md", blocks, {"__name__": "migration"})
 
 
+@pytest.mark.parametrize(("first", "needed"), [(0, "equinox"), (2, "keras"), (3, "jax")])
+def test_the_code_for_other_frameworks_runs(first, needed, tmp_path, monkeypatch, capsys):
+    """Its blocks check what they claim; those of packages that no extra has, where they are."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    pytest.importorskip(needed)
+    blocks = blocks_of("docs/frameworks.md", FENCED)
+    assert len(blocks) == 4 and all("assert" in block for block in blocks)
+    given = {"hkv": jax_hkv, "jax": jax, "np": np, "rng": np.random.default_rng(0)}
+    given["path"] = tmp_path / "model"
+    run("docs/frameworks.md", blocks[first : {0: 2}.get(first, first + 1)], given)
+    assert needed != "equinox" or "made otherwise" in capsys.readouterr().out
+
+
 def test_the_code_in_the_guide_runs(tmp_path):
     """Its pieces, given what they speak of: a table with its optimizer, keys, a model, ..."""
     opt = jax_hkv.optim.adagrad(0.1)
