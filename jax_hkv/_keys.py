@@ -125,6 +125,49 @@ class Keys:
         choose = np.where if on_host else jnp.where
         return cls(_read_only(choose(condition[..., None], *words)))
 
+    @classmethod
+    def cross(cls, *ids: Any, seed: int = 0) -> Keys:
+        """One key for each combination of ids: a feature crossing, or an n-gram of tokens.
+
+        It is a hash of 64 bits, the same on every device and on the host, where that of NumPy's
+        arrays stays, so that the workers of a data loader can call it: of n different combinations
+        about n^2 / 2^65 pairs share a key. Their order matters, and so does how many ids there are.
+        The ids are taken by Threefry-2x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as
+        easy as 1, 2, 3; 2011), each under the hash of those before it, and added to its output
+        without carry (Matyas, Meyer, Oseas; 1985).
+
+        Args:
+          *ids: Keys, integers, or arrays of integers (see :func:`jax_hkv.find`; NumPy's of any
+            size), one of them at least, whose shapes fit each other's. A constant tells features
+            apart, ``np.arange(heads)`` on an axis of its own makes several hashes.
+          seed: 0 to 2**32 - 1.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+
+        Example:
+          >>> tokens = np.array([[7, 7, 9]], np.int32)
+          >>> bigrams = Keys.cross(tokens[:, :-1], tokens[:, 1:])
+          >>> [hex(key) for key in bigrams.to_numpy()[0]]
+          ['0x2c3d2aaedada506a', '0x5ec601b91d32c8ac']
+        """
+        call = "Keys.cross"
+        if not _is_integer(seed) or not 0 <= seed <= _LOW_WORD:
+            raise ValueError(f"{call}: seed must be from 0 to 2**32 - 1, got {seed!r}")
+        if not ids:
+            raise ValueError(f"{call}: ids must be one array at least, got none")
+        parts = []
+        for number, own in enumerate(ids):
+            is_on_host = _is_integer(own) or isinstance(own, (np.ndarray, np.generic))
+            name = f"ids[{number}]"
+            parts.append(cls.from_numpy(own) if is_on_host else as_keys(call, name, own))
+        _check_fit(call, "ids", *(part.shape for part in parts))
+        words = [part.words for part in parts]
+        if not all(isinstance(own, np.ndarray) for own in words):
+            return cls(_crossed_by_jax(np.uint32(seed), words))
+        with np.errstate(over="ignore"):  # numbers of NumPy, unlike its arrays, tell of carries
+            return cls(_read_only(np.stack(_crossed(np.uint32(seed), words), axis=-1)))
+
     def to_numpy(self, *, signed: bool = False) -> np.ndarray:
         """On the host as ``uint64``, or as ``int64``, where negative ids are what they were."""
         signed = as_bool("Keys.to_numpy", "signed", signed)
@@ -216,6 +259,37 @@ class Keys:
 
     def __hash__(self) -> int:
         return hash((type(self), self.words))
+
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_PARITY = 0x1BD11BDA
+
+
+def _threefry(key_low: Any, key_high: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds, of words of NumPy or of JAX."""
+    keys = key_low, key_high, key_low ^ key_high ^ np.uint32(_PARITY)
+    low, high = low + keys[0], high + keys[1]
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            low = low + high
+            high = (high << np.uint32(rotation)) | (high >> np.uint32(_WORD_BITS - rotation))
+            high = high ^ low
+        low = low + keys[(block + 1) % 3]
+        high = high + keys[(block + 2) % 3] + np.uint32(block + 1)
+    return low, high
+
+
+def _crossed(seed: Any, words: Sequence[Any]) -> tuple[Any, Any]:
+    low, high = seed, np.uint32(len(words))
+    for own in words:
+        crossed = _threefry(low, high, own[..., 0], own[..., 1])
+        low, high = crossed[0] ^ own[..., 0], crossed[1] ^ own[..., 1]
+    return low, high
+
+
+@jax.jit
+def _crossed_by_jax(seed: Any, words: Sequence[Any]) -> jax.Array:
+    return jnp.stack(_crossed(seed, words), axis=-1)
 
 
 def _read_only(words: Any) -> Any:

@@ -465,3 +465,123 @@ def test_a_traced_number_below_0_is_no_high_one(kind):
     assert jax.jit(hkv.equal)(hkv.Keys.from_numpy(np.int64(number)), number)
     with pytest.raises(TypeError, match=r"less: b must hold integers .* got key"):
         hkv.less(keys, jax.random.key(0))
+
+
+# --- Crossed keys --------------------------------------------------------------------------------
+
+PARTS = {
+    "int32": np.array([[5, -1, 7], [5, 5, 2**31 - 1]], np.int32),
+    "uint8": np.array([0, 1, 255], np.uint8),
+    "keys": hkv.Keys.from_numpy(IDS[0, :2, :3]),
+    "a number": 3,
+}
+
+
+def threefry(key, counter):
+    """Threefry-2x32-20 in Python's integers, from the paper."""
+    low_32 = 2**32 - 1
+    keys = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    x = [(counter[0] + keys[0]) & low_32, (counter[1] + keys[1]) & low_32]
+    for number, rotation in enumerate([13, 15, 26, 6, 17, 29, 16, 24] * 2 + [13, 15, 26, 6], 1):
+        x[0] = (x[0] + x[1]) & low_32
+        x[1] = ((x[1] << rotation | x[1] >> (32 - rotation)) & low_32) ^ x[0]
+        if number % 4 == 0:
+            turn = number // 4
+            x[0] = (x[0] + keys[turn % 3]) & low_32
+            x[1] = (x[1] + keys[(turn + 1) % 3] + turn) & low_32
+    return x
+
+
+def crossed(ids, seed):
+    """The key of a combination of integers."""
+    state = [seed, len(ids)]
+    for number in ids:
+        words = [int(number) % 2**32, int(number) % 2**64 >> 32]
+        state = [a ^ b for a, b in zip(threefry(state, words), words, strict=True)]
+    return state[0] | state[1] << 32
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "output"),
+    [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((2**32 - 1,) * 2, (2**32 - 1,) * 2, (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_the_cipher_of_crossed_keys_is_threefry(key, counter, output):
+    """Of Random123's known answers, and of Python's integers."""
+    assert tuple(threefry(key, counter)) == output
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+@pytest.mark.parametrize("where", ["host", "device", "jit"])
+@pytest.mark.parametrize("names", [["int32"], ["int32", "keys"], ["uint8", "a number", "int32"]])
+def test_crossed_keys_are_the_same_everywhere(names, where, seed):
+    given = [PARTS[name] for name in names if name != "a number"]
+    if where != "host":
+        given = jax.tree.map(jnp.asarray, given)
+
+    def cross(*arrays):
+        left = iter(arrays)
+        ids = (PARTS[name] if name == "a number" else next(left) for name in names)
+        return hkv.Keys.cross(*ids, seed=seed)
+
+    keys = (jax.jit(cross) if where == "jit" else cross)(*given)
+    assert isinstance(keys.words, np.ndarray if where == "host" else jax.Array)
+    wide = [PARTS[name].to_numpy() if name == "keys" else np.asarray(PARTS[name]) for name in names]
+    every = np.broadcast_arrays(*wide)
+    expected = [crossed(ids, seed) for ids in zip(*(own.ravel() for own in every), strict=True)]
+    np.testing.assert_array_equal(
+        keys.to_numpy().ravel(), np.array(expected, np.uint64).reshape(-1)
+    )
+    assert keys.shape == every[0].shape
+
+
+def test_combinations_have_keys_of_their_own():
+    """Small numbers in any order, a million pairs; heads; other numbers of ids; another seed."""
+    numbers = np.arange(1024, dtype=np.int32)
+    pairs = hkv.Keys.cross(numbers[:, None], numbers)
+    heads = hkv.Keys.cross(numbers[:, None], numbers[:64], np.arange(1))
+    other = hkv.Keys.cross(numbers[:, None], numbers[:64], seed=1)
+    alone = hkv.Keys.cross(numbers)
+    every = np.concatenate([keys.to_numpy().ravel() for keys in (pairs, heads, other, alone)])
+    assert len(np.unique(every)) == len(every)
+    assert len(np.unique(pairs.low)) > len(numbers) ** 2 * 0.9998  # of 32 bits 128 are expected
+
+
+def test_every_bit_of_an_id_changes_half_of_its_crossed_key():
+    ids = np.random.default_rng(0).integers(0, 2**63, (512, 2)).astype(np.uint64)
+    keys = hkv.Keys.cross(ids[:, 0], ids[:, 1]).to_numpy()
+    for part in range(2):
+        for bit in range(64):
+            others = ids.copy()
+            others[:, part] ^= np.uint64(1 << bit)
+            changed = hkv.Keys.cross(others[:, 0], others[:, 1]).to_numpy() ^ keys
+            share = np.unpackbits(changed.view(np.uint8)).mean()
+            assert 0.48 < share < 0.52  # 7 standard deviations
+
+
+def test_an_id_is_the_same_in_a_cross_whichever_way_it_came():
+    ids = np.array([5, -3], np.int64)
+    given = [ids, ids.astype(np.int32), hkv.Keys.from_numpy(ids), jnp.array([5, -3], jnp.int8)]
+    keys = [hkv.Keys.cross(own, 1).to_numpy() for own in given]
+    for own in keys[1:]:
+        np.testing.assert_array_equal(own, keys[0])
+    assert hkv.Keys.cross(5, 1).to_numpy() == keys[0][0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "ids must be one array at least"),
+        ([np.ones(2)], {}, TypeError, "ids must hold integers"),
+        ([jnp.ones(2)], {}, TypeError, r"Keys.cross: ids\[0\] must hold integers"),
+        ([np.arange(2), np.arange(3)], {}, ValueError, "Keys.cross: ids must have shapes"),
+        ([np.arange(2)], {"seed": -1}, ValueError, r"seed must be from 0 to 2\*\*32 - 1, got -1"),
+        ([np.arange(2)], {"seed": 0.5}, ValueError, "seed must be"),
+    ],
+)
+def test_what_cannot_be_crossed_is_named(ids, options, error, message):
+    with pytest.raises(error, match=message):
+        hkv.Keys.cross(*ids, **options)
