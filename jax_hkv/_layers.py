@@ -26,6 +26,7 @@ from jax_hkv._host_checks import check_host
 from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
+from jax_hkv._placed import warn_of_torn
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
 from jax_hkv.features import (
@@ -116,10 +117,15 @@ def host_checked(
     """
     expected = "True or False"
     check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
+    is_first = placement is None
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any = None, /, *args: Any, **named: Any) -> Any:
+        nonlocal is_first
         _check_state(state, kind, named)
+        if is_first:
+            is_first = False
+            warn_of_torn("train_step", values_of(state))
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)

@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from jax_hkv._checks import check_function
+from jax_hkv._digest import names_in
 from jax_hkv._placement import Placement, check_placement
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -97,8 +99,28 @@ def place(make: Callable[[], Model], placement: Placement) -> Model:
         graphs.append(graph)
         return state
 
-    state = placement.create(values)
-    return nnx.merge(graphs[-1], state)
+    with nnx.use_eager_sharding(False):  # on one device, of which there are all
+        state = placement.create(values)
+    return nnx.merge(graphs[-1], _as_annotated(state, placement))
+
+
+def _as_annotated(state: Any, placement: Placement) -> Any:
+    """A state whose parameters are split along other axes than the tables as they are annotated."""
+    if placement.mode == "pmap":
+        return state
+    others = set(placement.mesh.axis_names) - set(placement.axes)
+
+    def put(leaf: Any, sharding: Any) -> Any:
+        names = names_in(sharding.spec)
+        return jax.device_put(leaf, sharding) if names and others.issuperset(names) else leaf
+
+    def one(variable: Any, shardings: Any) -> Any:
+        sharding = shardings.get_value()
+        is_split = isinstance(sharding, jax.sharding.NamedSharding)
+        return variable.replace(put(variable.get_value(), sharding)) if is_split else variable
+
+    shardings = nnx.get_named_sharding(state, placement.mesh)
+    return jax.tree.map(one, state, shardings, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:

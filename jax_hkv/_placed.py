@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jax_hkv._checks import copied_axes
 from jax_hkv._compat import is_traced
 from jax_hkv._digest import names_in
-from jax_hkv.table import Table
+from jax_hkv._warnings import warn
+from jax_hkv.table import Entries, Table
 
 
 def is_saved(table: Table) -> bool:
@@ -71,6 +72,44 @@ def is_shared(leaf: Any) -> bool:
     if dtype is None or not hasattr(leaf, "shape"):
         return True
     return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def warn_of_split(call: str, state: Any, axes: tuple[str, ...]) -> None:
+    """Warns of arrays beside the tables that are split along the same axes as these."""
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_table):
+        is_array = isinstance(node, jax.Array) and not is_traced(node)
+        spec = getattr(node.sharding, "spec", ()) if is_array else ()
+        split = [name for name in names_in(spec) if name in axes]
+        if split:
+            warn(
+                f"{call}: state{jax.tree_util.keystr(path)} is split along {split}, as tables and "
+                "batches are (it may not be the only one): each device gathers it in every step, "
+                "and it comes back whole. Split such parameters along another axis of the mesh, "
+                "which is left to XLA (docs/sharding.md), or take a jax.shard_map of your own for "
+                "the tables alone"
+            )
+            return
+
+
+def warn_of_torn(call: str, state: Any) -> None:
+    """Warns of tables of one device whose arrays lie in pieces on several."""
+    for node in jax.tree.leaves(state, is_leaf=is_table):
+        values = node.values if is_table(node) else None
+        if not isinstance(values, jax.Array) or is_traced(values) or node.clock.shape != (2,):
+            continue
+        if not values.sharding.is_fully_replicated:
+            warn(
+                f"{call}: a table of one device has its rows in pieces on "
+                f"{len(values.sharding.device_set)} devices: all of it is gathered in every step, "
+                "and comes back whole. Split tables by a jax_hkv.sharding.Placement and the "
+                "axis_name= of their layers, or put them whole on every device"
+            )
+            return
+
+
+def is_entries(node: Any) -> bool:
+    """Whether it is what tables have lost."""
+    return isinstance(node, Entries)
 
 
 @functools.lru_cache

@@ -23,12 +23,7 @@ from jax_hkv._checks import (
     check_not_cut,
     check_not_used_up,
 )
-from jax_hkv._compat import (
-    check_elements,
-    is_traced,
-    on_one_device,
-    without_rematerialization,
-)
+from jax_hkv._compat import check_elements, is_traced, on_one_device, without_rematerialization
 from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
     alike,
@@ -39,6 +34,7 @@ from jax_hkv._placed import (
     devices_of,
     explicit_of,
     has_twins,
+    is_entries,
     is_from_host,
     is_of_each,
     is_shared,
@@ -46,6 +42,7 @@ from jax_hkv._placed import (
     made_on,
     names_of_first,
     spec_of,
+    warn_of_split,
 )
 from jax_hkv._reports import (
     first,
@@ -321,9 +318,9 @@ class Placement:
             if is_jagged(node):
                 self._check_jagged(node, micro_batches)
         counted = jax.tree.map(
-            lambda node: self._counted(node) if _is_entries(node) else node,
+            lambda node: self._counted(node) if is_entries(node) else node,
             batch,
-            is_leaf=_is_entries,
+            is_leaf=is_entries,
         )
         return jax.tree.map(self._put, counted)
 
@@ -386,8 +383,8 @@ class Placement:
 
     def _check_counts(self, call: str, batch: Any) -> None:
         """Raises for Entries with one count: each device would take all of it for its own."""
-        for node in jax.tree.leaves(batch, is_leaf=_is_entries):
-            if _is_entries(node) and not np.ndim(node.count) and self.devices > 1:
+        for node in jax.tree.leaves(batch, is_leaf=is_entries):
+            if is_entries(node) and not np.ndim(node.count) and self.devices > 1:
                 raise ValueError(
                     f"{call}: Entries of a batch must have a count for each device, got one for "
                     "all: give placement.put(entries), or those of a report as they are"
@@ -576,10 +573,12 @@ class Placement:
         stacked = self.mode == "pmap"
         self.check_tables(call, state, (len(self.local_devices),) if stacked else ())
 
-    def _mapped(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+    def _mapped(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, axes: Sequence[str] = ()
+    ) -> Any:
+        # Along other axes XLA splits what is split: parameters, and products with them.
+        over = {"mesh": self.mesh, "axis_names": set(axes or self.axes), "check_vma": False}
+        return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, **over)
 
 
 @functools.lru_cache(maxsize=16)
@@ -595,7 +594,8 @@ def _digesting(
 
     if placement.mode == "pmap":
         return _Pmapped(placement, "Placement.digests", one, first)
-    return jax.jit(placement._mapped(one, ([spec for spec, _ in specs or ()],), P()))
+    in_specs, every = ([spec for spec, _ in specs or ()],), placement.mesh.axis_names
+    return jax.jit(placement._mapped(one, in_specs, P(), every))
 
 
 class _Checked:
@@ -606,6 +606,7 @@ class _Checked:
         self._call = call
         self._compiled = compiled
         self._donates = donates
+        self._is_first = True
 
     def __call__(self, state: Any, *batch: Any) -> Any:
         leaves = jax.tree.leaves(state)
@@ -620,6 +621,9 @@ class _Checked:
             self._placement.check_put(self._call, batch)
         elif is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
+        elif self._is_first:
+            warn_of_split(self._call, state, self._placement.axes)
+        self._is_first = False
         try:
             with without_rematerialization():
                 return self._compiled(state, *batch)
@@ -694,7 +698,3 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
             f"{type(placement).__name__}: "
             f"{remedy or 'make one of a mesh, jax_hkv.sharding.Placement(mesh)'}"
         )
-
-
-def _is_entries(node: Any) -> bool:
-    return isinstance(node, Entries)

@@ -226,7 +226,7 @@ def listed(
                 "jax_hkv.sharding.update, others to the update of an optimizer, and those of find "
                 "to none: look rows up by find_or_insert to train them"
             )
-        if each.counts.unique is None:
+        if _is_gradient(each):
             raise TypeError(
                 f"{call}: result must be what {lookup} returned, got one without its integers, "
                 "which a gradient has not: give the lookup's own, and the gradient by its values"
@@ -237,6 +237,11 @@ def listed(
             f"{len(results)} results"
         )
     return results, [_as_rows(call, *pair) for pair in zip(results, gradients, strict=True)]
+
+
+def _is_gradient(result: Any) -> bool:
+    """Whether a result lacks its integers, as a gradient by it does."""
+    return result.counts.unique is None
 
 
 def in_one_stack(result: Any, gradients: Any) -> tuple[Any, Any]:

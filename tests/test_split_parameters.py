@@ -1,0 +1,251 @@
+"""Dense parameters that are split along other axes of a mesh than the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_hkv as hkv
+import jax_hkv.linen
+import jax_hkv.nnx
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="it wants four devices")
+
+DIM, WIDTH, EXAMPLES = 4, 64, 8
+ADAM = hkv.optim.adam(0.01)
+COLUMNS = P(None, "model")
+KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+
+
+class Model(nn.Module):
+    """A table, and a kernel that may be annotated."""
+
+    axis_name: Any = "data"
+    is_annotated: bool = False
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        embed = hkv.linen.Embed(2048, DIM, optimizer=ADAM, axis_name=self.axis_name, name="embed")
+        init = nn.initializers.lecun_normal()
+        if self.is_annotated:
+            init = nn.with_partitioning(init, tuple(COLUMNS))
+        rows = embed(ids, train=train).reshape(len(ids), -1)
+        hidden = nn.tanh(nn.Dense(WIDTH, kernel_init=init, name="dense")(rows))
+        return nn.Dense(1)(hidden)[:, 0]
+
+
+class NnxModel(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, rngs, is_annotated=False, names=tuple(COLUMNS), axis_name="data"):
+        self.embed = hkv.nnx.Embed(2048, DIM, optimizer=ADAM, axis_name=axis_name)
+        init = nnx.initializers.lecun_normal()
+        if is_annotated:
+            init = nnx.with_partitioning(init, names)
+        self.dense = nnx.Linear(3 * DIM, WIDTH, kernel_init=init, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, ids, train=False):
+        rows = self.embed(ids, train=train).reshape(len(ids), -1)
+        return self.last(nnx.tanh(self.dense(rows)))[:, 0]
+
+
+def loss_fn(call, ids, labels):
+    return jnp.mean((call(ids, train=True) - labels) ** 2)
+
+
+def placement_of(kind, axes="data"):
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2, devices=jax.devices()[:4]
+    )
+    return hkv.sharding.Placement(mesh, axis_name=axes)
+
+
+def batches(placement, steps=4):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        ids = rng.integers(0, 100, (EXAMPLES, 3)).astype(np.int32)
+        yield placement.put((ids, rng.normal(size=EXAMPLES).astype(np.float32)))
+
+
+def split(tree, mesh, spec=COLUMNS):
+    """With the arrays of a kernel's shape, of Adam's too, split."""
+
+    def one(leaf):
+        is_kernel = leaf.shape == (3 * DIM, WIDTH)
+        return jax.device_put(leaf, NamedSharding(mesh, spec)) if is_kernel else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def linen_state(placement, axis_name="data", **options):
+    ids = np.zeros((EXAMPLES // placement.devices, 3), np.int32)
+    model = Model(axis_name, **options)
+    make = hkv.linen.TrainState.create
+    return placement.create(lambda: make(model, jax.random.key(0), ids, tx=optax.adam(0.01)))
+
+
+def with_split(state, mesh, spec=COLUMNS):
+    params, opt_state = split((state.params, state.opt_state), mesh, spec)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def kernels_of(state):
+    """Those of the parameters and of Adam's moments."""
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return [leaf for leaf in leaves if leaf.shape == (3 * DIM, WIDTH)]
+
+
+def trained(state, placement):
+    """The losses of some steps, and the state behind them."""
+    step, losses = hkv.linen.train_step(loss_fn, placement=placement), []
+    for batch in batches(placement):
+        state, info = step(state, *batch)
+        losses.append(float(info.loss))
+    return losses, state
+
+
+def entries_of(placement, table):
+    exported = hkv.sharding.export_entries(placement.shards(table))
+    order = np.argsort(exported.keys)
+    return exported.keys[order], exported.scores[order], exported.values[order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_are_split_along_another_axis_stay_split(kind):
+    """They, and Adam's moments; losses and rows are those of whole ones but for rounding."""
+    placement = placement_of(kind)
+    whole_losses, whole = trained(linen_state(placement), placement)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is split along")
+        losses, after = trained(with_split(linen_state(placement), placement.mesh), placement)
+    assert [leaf.sharding.spec for leaf in kernels_of(after)] == [COLUMNS] * 3
+    assert all(leaf.sharding.is_fully_replicated for leaf in kernels_of(whole))
+    np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
+    keys, scores, values = entries_of(placement, after.tables["embed"]["table"])
+    expected = entries_of(placement, whole.tables["embed"]["table"])
+    np.testing.assert_array_equal(keys, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
+    np.testing.assert_allclose(values, expected[2], atol=1e-5)
+
+
+def test_no_parameter_and_no_table_is_gathered_in_such_a_step():
+    placement = placement_of("Auto")
+    state = with_split(linen_state(placement), placement.mesh)
+    step = hkv.linen.train_step(loss_fn, placement=placement)
+    compiled = step.lower(state, *next(batches(placement))).compile()
+    gathered = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(r" all-gather(-start)?\(", line)
+    ]
+    assert gathered == []
+    own = [
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(state.tables)
+    ]
+    table = jax.tree.unflatten(jax.tree.structure(state.tables), own)
+    assert hkv.testing.copies_in(compiled.as_text(), table) == []
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(
+        leaf.size * leaf.dtype.itemsize for leaf in own
+    )
+
+
+def test_annotated_parameters_of_linen_are_split():
+    """By ``nn.get_sharding`` at once, or, on a mesh of Auto axes, by the first step."""
+    placement = placement_of("Auto")
+    losses, after = trained(linen_state(placement, is_annotated=True), placement)
+    assert {leaf.sharding.spec for leaf in kernels_of(after)} == {COLUMNS}
+    state = linen_state(placement, is_annotated=True)
+    parts = (state.params, state.opt_state)
+    put = jax.device_put(parts, nn.get_sharding(parts, placement.mesh))
+    state = dataclasses.replace(state, params=put[0], opt_state=put[1])
+    assert {leaf.sharding.spec for leaf in kernels_of(state)} == {COLUMNS}
+    again, after = trained(state, placement)
+    assert {leaf.sharding.spec for leaf in kernels_of(after)} == {COLUMNS} and again == losses
+    np.testing.assert_allclose(losses, trained(linen_state(placement), placement)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_annotated", [False, True])
+def test_parameters_of_nnx_are_split(kind, is_annotated):
+    """As they are annotated, or put by hand; evaluation too takes them as they are."""
+    placement = placement_of(kind)
+    results = []
+    for is_split in (True, False):
+        has_names = is_annotated and is_split
+        state = hkv.nnx.place(
+            lambda has_names=has_names: hkv.nnx.TrainState(
+                NnxModel(nnx.Rngs(0), has_names), optax.adam(0.01)
+            ),
+            placement,
+        )
+        if is_split and not is_annotated:
+            nnx.update(state, split(nnx.state(state), placement.mesh))
+        moments = state.optimizer.opt_state[0].mu["dense"]["kernel"]
+        step, losses = hkv.nnx.train_step(loss_fn, placement=placement), []
+        for batch in batches(placement):
+            losses.append(float(step(state, *batch).loss))
+        for variable in (state.model.dense.kernel, moments):
+            spec = variable.get_value().sharding.spec
+            assert spec == COLUMNS if is_split else not any(spec)
+        evaluate = hkv.nnx.run(lambda model, ids: model(ids), placement)
+        results.append((losses, evaluate(state.model, next(batches(placement))[0])))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-4)
+
+
+def test_annotations_along_the_axes_of_tables_leave_parameters_whole():
+    placement = placement_of("Auto")
+    model = hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("data", None)), placement)
+    assert model.dense.kernel.get_value().sharding.is_fully_replicated
+
+
+def test_parameters_that_are_split_as_tables_are_are_warned_of():
+    """Every step would gather them, and hand them back whole."""
+    placement = placement_of("Auto")
+    state = with_split(linen_state(placement), placement.mesh, P("data", None))
+    step = hkv.linen.train_step(loss_fn, placement=placement)
+    batch = next(batches(placement))
+    message = r"state.params\['dense'\]\['kernel'\] is split along \['data'\], as tables"
+    with pytest.warns(UserWarning, match=message) as caught:
+        state, _ = step(state, *batch)
+    assert [each.filename for each in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once, and whole now
+        step(state, *batch)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_table_of_one_device_in_pieces_is_warned_of(api):
+    """As by a loop that splits every array whose first axis can be split."""
+    mesh = placement_of("Auto").mesh
+
+    def put(leaf):
+        is_long = leaf.ndim > 0 and leaf.shape[0] % 2 == 0 and leaf.shape[0] > 2
+        return jax.device_put(leaf, NamedSharding(mesh, P("data") if is_long else P()))
+
+    ids, labels = np.zeros((EXAMPLES, 3), np.int32), np.zeros(EXAMPLES, np.float32)
+    if api == "linen":
+        make = hkv.linen.TrainState.create
+        state = make(Model(axis_name=None), jax.random.key(0), ids, tx=optax.adam(0.01))
+        state = jax.tree.map(put, state)
+    else:
+        model = NnxModel(nnx.Rngs(0), axis_name=None)
+        state = hkv.nnx.TrainState(model, optax.adam(0.01))
+        nnx.update(state, jax.tree.map(put, nnx.state(state)))
+    step = getattr(hkv, api).train_step(loss_fn)
+    with pytest.warns(UserWarning, match="a table of one device has its rows in pieces on 4 devi"):
+        step(state, ids, labels)
