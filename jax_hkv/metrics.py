@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
 from jax_hkv._compat import is_inside
+from jax_hkv.admission import Frequency
 from jax_hkv.index import LANES, Policy, total_of
 from jax_hkv.table import (
     Counts,
@@ -147,6 +148,9 @@ class Summary:
       epoch_quantiles: of the entries' own epochs, under EPOCH_LRU and EPOCH_LFU, whose scores put
         it before the rest (``epoch * 2**32 + rest``); else empty.
       count_quantiles: of the entries' counts, under LFU and EPOCH_LFU; else empty.
+      admits_unseen: of a table with :func:`jax_hkv.admission.frequency`, the share of keys never
+        seen before that it would let in at their first sighting, since others fill its sketch: call
+        :func:`jax_hkv.halve_sightings` before that is much; else None.
     """
 
     name: str
@@ -164,15 +168,17 @@ class Summary:
     clock: int
     epoch_quantiles: dict[float, int]
     count_quantiles: dict[float, int]
+    admits_unseen: float | None
 
     def __str__(self) -> str:
-        full = int(self.occupancy_histogram[LANES])
+        full, unseen = int(self.occupancy_histogram[LANES]), self.admits_unseen
         lines = {
             "table": f"{self.name}, {self.dtype}[{self.capacity:,}, {self.dim}]",
             "policy": f"{self.policy}, {self.choices} candidate bucket(s)",
             "entries": f"{self.size:,} (load factor {self.load_factor:.3f})",
             "full buckets": f"{full:,} of {int(self.occupancy_histogram.sum()):,}",
             "clock, epoch": f"{self.clock:,}, {self.epoch:,}",
+            **({} if unseen is None else {"admits unseen": f"{unseen:.4f}"}),
             **_shown("epoch", self.epoch_quantiles),
             **_shown("count", self.count_quantiles),
             **_shown("score", {} if self.epoch_quantiles else self.score_quantiles),
@@ -244,7 +250,16 @@ def summarize(table: Table) -> Summary:
         clock=int(_as_words(np.asarray(table.clock))),
         epoch_quantiles=epochs if table.policy.has_epochs else {},
         count_quantiles=counts,
+        admits_unseen=_admits_unseen(table),
     )
+
+
+def _admits_unseen(table: Table) -> float | None:
+    """The share of all cells' combinations that lack one sighting or none."""
+    if table.admission is None or not isinstance(table.admission.rule, Frequency):
+        return None
+    enough = table.admission.counters >= np.uint32(table.admission.rule.sightings - 1)
+    return float(np.prod(np.asarray(jnp.mean(enough, axis=1), np.float64)))
 
 
 def _shown(name: str, quantiles: dict[float, int]) -> dict[str, str]:

@@ -53,14 +53,14 @@ class AdmittingOracle(Oracle):
         if "threshold" in self.rule:
             draws = hash32([DRAW, *seed, *halves(self.time + 1), *halves(keys)])
             return draws < self.rule["threshold"]
-        counts = []
-        for row in range(self.rule["depth"]):
-            cells = hash32([row, *seed, *halves(keys)]) % np.uint64(self.rule["width"])
-            total = self.counters[row].astype(np.int64)
-            np.add.at(total, cells.astype(np.int64), occurrences)
-            self.counters[row] = np.minimum(total, self.rule["sightings"])
-            counts.append(self.counters[row][cells.astype(np.int64)])
-        return np.min(counts, axis=0) >= self.rule["sightings"]
+        depth, width, most = (self.rule[name] for name in ("depth", "width", "sightings"))
+        hashes = [hash32([row, *seed, *halves(keys)]) for row in range(depth)]
+        cells = [(own % np.uint64(width)).astype(np.int64) for own in hashes]
+        counted = [own[cell] for own, cell in zip(self.counters, cells, strict=True)]
+        seen = np.minimum(np.min(counted, axis=0).astype(np.int64) + occurrences, most)
+        for own, cell in zip(self.counters, cells, strict=True):
+            np.maximum.at(own, cell, seen.astype(np.uint32))
+        return seen >= most
 
     def find_or_insert(
         self,

@@ -207,6 +207,37 @@ def test_few_rare_keys_slip_into_a_wide_sketch(rng):
     assert inserted < 0.01 * 20_000
 
 
+@pytest.mark.parametrize(
+    ("sightings", "batches", "low", "high"),
+    [(2, 8, 0.13, 0.19), (3, 16, 0.002, 0.02), (3, 32, 0.43, 0.55), (5, 32, 0.0, 0.001)],
+)
+def test_a_summary_says_how_many_unseen_keys_a_full_sketch_lets_in(sightings, batches, low, high):
+    """As documented: 8 batches have as many keys, each seen once, as a row has counters."""
+    rng = np.random.default_rng(sightings)
+    rule = hkv.admission.frequency(sightings, width=8192)
+    table = hkv.create(2**16, 2, choices=2, admission=rule)
+    assert hkv.metrics.summarize(table).admits_unseen == 0
+    step = jax.jit(hkv.find_or_insert, donate_argnums=0)
+    for _ in range(batches):
+        keys = hkv.Keys.from_numpy(rng.integers(0, 2**64, 1024, np.uint64))
+        table, _ = step(table, keys)
+    share = hkv.metrics.summarize(table).admits_unseen
+    assert share is not None and low <= share <= high
+    keys = hkv.Keys.from_numpy(rng.integers(0, 2**64, 20_000, np.uint64))
+    _, result = hkv.find_or_insert(table, keys)
+    let_in = 1 - int(result.counts.not_admitted) / keys.size
+    assert abs(let_in - share) < 5 * np.sqrt(share / keys.size) + 1e-3
+    assert f"admits unseen    {share:.4f}" in str(hkv.metrics.summarize(table))
+    halved = hkv.metrics.summarize(hkv.halve_sightings(table)).admits_unseen
+    assert halved is not None and halved <= share / 4 + 1e-6
+
+
+def test_tables_without_a_sketch_have_no_share_of_unseen_keys():
+    for rule in (None, hkv.admission.probability(0.5)):
+        summary = hkv.metrics.summarize(hkv.create(128, 2, admission=rule))
+        assert summary.admits_unseen is None and "unseen" not in str(summary)
+
+
 def test_counters_stop_at_the_sightings_and_do_not_wrap():
     """A cell that others fill for years must not start again from zero."""
     table = hkv.create(128, 2, admission=hkv.admission.frequency(2**31 - 1, width=1, depth=1))
