@@ -649,7 +649,8 @@ def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
     left = sorted(set(trainable) - trained)
     remedy = (
         "call the model with train=True, and have it pass that on to its layers (a table that is "
-        "not to be trained needs no optimizer)"
+        "not to be trained needs no optimizer); around layers take Flax's transformations "
+        "(nn.remat, nnx.remat), not JAX's, of whose inside a step of nnx sees no lookup"
     )
     if left and not trained:
         raise ValueError(

@@ -77,6 +77,14 @@ def test_the_code_for_those_who_come_from_another_library_runs():
     run("docs/migration.md", blocks, {"__name__": "migration"})
 
 
+def test_the_language_model_learns_its_text():
+    """Its block checks what it claims."""
+    (block,) = blocks_of("docs/language-models.md", FENCED)
+    after = run("docs/language-models.md", [block], {"__name__": "language_models"})
+    table = after["state"].model.trigrams.rows.table.get_value()
+    assert table.dtype == "bfloat16" and 5_000 < int(jax_hkv.size(table)) < 50_000
+
+
 @pytest.mark.parametrize(("first", "needed"), [(0, "equinox"), (2, "keras"), (3, "jax")])
 def test_the_code_for_other_frameworks_runs(first, needed, tmp_path, monkeypatch, capsys):
     """Its blocks check what they claim; those of packages that no extra has, where they are."""
