@@ -63,6 +63,8 @@ class StepInfo(NamedTuple):
         lookup has displaced, one lookup (of one micro-batch) after the other. The first of equal
         keys is as it was before the step, later ones were brought by the step: import them in
         reverse order (:func:`jax_hkv.import_batch`).
+      grad_norm: with `max_norm`, the norm of all gradients, dense ones and rows, before it was
+        bounded (``float("inf")`` bounds nothing); else None.
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them;
     entries have a `count` for each, and go back into the same devices' parts.
@@ -75,6 +77,7 @@ class StepInfo(NamedTuple):
     finite: Bool[Array, ""] | None
     strict_overflow: dict[str, Int32[Array, ""]]
     evicted: dict[str, list[Entries]]
+    grad_norm: Float[Array, ""] | None
 
 
 _LATE = (
@@ -440,9 +443,15 @@ def prepared(
     devices: Devices,
     overflow: dict[str, Int32[Array, ""]],
     seen: tuple[Any, Any, Any],
-) -> tuple[Any, dict[Any, list[jax.Array]], Bool[Array, ""] | None, LossScale | None]:
-    """Gradients without the loss scale, clipped; whether the step is taken; the next loss scale."""
-    finite, (loss, statistics, before) = None, seen
+) -> tuple[
+    Any,
+    dict[Any, list[jax.Array]],
+    Bool[Array, ""] | None,
+    LossScale | None,
+    Float[Array, ""] | None,
+]:
+    """Gradients, not scaled but clipped; whether the step is taken; the next scale; the norm."""
+    finite, norm, (loss, statistics, before) = None, None, seen
     if scale is not None:
         is_kept = ~jnp.isnan(loss).any() & stay_finite(statistics, before)
         finite, is_kept = devices.every(jnp.stack([all_finite(dense, rows), is_kept]))
@@ -454,11 +463,11 @@ def prepared(
         finite &= is_kept
     if max_norm is not None:
         order = list(results)
-        dense, clipped, _ = clip_by_global_norm(
+        dense, clipped, norm = clip_by_global_norm(
             max_norm, dense, [results[name] for name in order], [rows[name] for name in order]
         )
         rows = dict(zip(order, clipped, strict=True))
-    return dense, rows, taken(finite, overflow), scale
+    return dense, rows, taken(finite, overflow), scale, norm
 
 
 def widened(tree: Any) -> Any:

@@ -634,7 +634,7 @@ def train_step(
         by_path = {"/".join(path): own for path, own in results.items()}
         overflow = _layers.strict_overflow(by_path)
         evicted = _layers.evicted(by_path, micro_batches)
-        dense, rows, finite, scale = _layers.prepared(
+        dense, rows, finite, scale, norm = _layers.prepared(
             *(devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow),
             (loss, {name: updated[name] for name in state.variables}, state.variables),
         )
@@ -662,7 +662,7 @@ def train_step(
             loss_scale=scale,
         )
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
-        return after, StepInfo(loss, aux, measured, counts, finite, overflow, evicted)
+        return after, StepInfo(loss, aux, measured, counts, finite, overflow, evicted, norm)
 
     if placement is None:
         jitted = jax.jit(step, donate_argnums=0) if donate else jax.jit(step)

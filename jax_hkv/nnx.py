@@ -565,7 +565,7 @@ def train_step(
         gradients = {where: own.gradients for where, own in rows.items()}
         overflow = _layers.strict_overflow(results)
         evicted = _layers.evicted(results, micro_batches)
-        dense, gradients, finite, scale = _layers.prepared(
+        dense, gradients, finite, scale, norm = _layers.prepared(
             *(devices.total(dense), gradients, results, scale, max_norm, devices, overflow),
             (loss, nnx.state(parts, _SKIPPED), before),
         )
@@ -586,7 +586,7 @@ def train_step(
         for own in rows.values():
             counts |= _layers.summed(own.counts, "")
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
-        return StepInfo(loss, aux, measured, counts, finite, overflow, evicted)
+        return StepInfo(loss, aux, measured, counts, finite, overflow, evicted, norm)
 
     def step_of_one(state: TrainState, *args: Any) -> StepInfo:
         info = step(state, *args)

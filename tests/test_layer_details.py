@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from test_layers import layer_step
+from test_layers import layer_step, state_of
 
 import jax_hkv as hkv
 from jax_hkv._namespaces import NumberOf
@@ -162,6 +162,10 @@ def test_the_bound_of_a_norm_is_that_of_gradients_without_their_loss_scale(api):
         return np.linalg.norm(hkv.find(table, ids)[1].values - hkv.initial_rows(table, ids))
 
     np.testing.assert_allclose([moved(1.0), moved(100.0)], [1.0, 8.0], rtol=1e-5)
+    state = state_of(api, getattr(hkv, api).Embed(256, DIM, optimizer=rate), ids, scale)
+    step = getattr(hkv, api).train_step(lambda call, ids: call(ids, train=True).sum(), max_norm=1.0)
+    info = step(state, ids)[1] if api == "linen" else step(state, ids)
+    np.testing.assert_allclose(info.grad_norm, 8.0, rtol=1e-5)
 
 
 def test_counts_of_a_table_are_summed_over_the_lookups_of_a_step():

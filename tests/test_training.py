@@ -593,16 +593,20 @@ def test_clipping_bounds_rows_and_dense_parameters_together(made):
             return jnp.sum(rows * self.param("w", nn.initializers.ones, (DIM,)))
 
     ids = made[0][0]["user"]
-    moved = {}
-    for bound in (None, 0.5):
+    moved, norms = {}, {}
+    for bound in (None, 0.5, np.inf):
         state = hkv.linen.TrainState.create(Sum(), jax.random.key(0), ids, tx=optax.sgd(1.0))
         step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True), max_norm=bound)
         table = table_of(state)
         first = np.asarray(hkv.initial_rows(table, np.unique(ids)))
-        after, _ = step(state, ids)
+        after, info = step(state, ids)
+        norms[bound] = info.grad_norm
         rows = np.asarray(hkv.find(table_of(after), np.unique(ids))[1].values)
         moved[bound] = np.concatenate([(rows - first).ravel(), np.ravel(after.params["w"]) - 1])
-    assert np.linalg.norm(moved[None]) > 5
+    assert np.linalg.norm(moved[None]) > 5 and norms[None] is None
+    np.testing.assert_array_equal(moved[np.inf], moved[None])
+    for bound in (0.5, np.inf):
+        np.testing.assert_allclose(norms[bound], np.linalg.norm(moved[None]), rtol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(moved[0.5]), 0.5, rtol=1e-4)
     factor = 0.5 / np.linalg.norm(moved[None])
     np.testing.assert_allclose(moved[0.5], moved[None] * factor, atol=2e-6)
