@@ -120,11 +120,7 @@ class FusedOptimizer:
         """
         check_one_device("optim.init", table)
         rule = self.rule
-        if rule.stochastic_rounding and table.dtype != jnp.bfloat16:
-            raise ValueError(
-                f"optim.init: stochastic_rounding is for bfloat16 rows, got a table of "
-                f"{table.dtype.name}: create it with dtype=jnp.bfloat16, or leave the option out"
-            )
+        _updates.check_rounding(table, rule.stochastic_rounding)
         row = (1,) if rule.is_rowwise else (1, table.dim)
         fresh = {name: jnp.full(row, start, rule.state_dtype) for name, start in rule.starts}
         count = {"count": jnp.zeros((1,), jnp.uint32)}

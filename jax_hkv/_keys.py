@@ -265,7 +265,7 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 
-def _threefry(key_low: Any, key_high: Any, low: Any, high: Any) -> tuple[Any, Any]:
+def threefry(key_low: Any, key_high: Any, low: Any, high: Any) -> tuple[Any, Any]:
     """Threefry-2x32 with 20 rounds, of words of NumPy or of JAX."""
     keys = key_low, key_high, key_low ^ key_high ^ np.uint32(_PARITY)
     low, high = low + keys[0], high + keys[1]
@@ -282,7 +282,7 @@ def _threefry(key_low: Any, key_high: Any, low: Any, high: Any) -> tuple[Any, An
 def _crossed(seed: Any, words: Sequence[Any]) -> tuple[Any, Any]:
     low, high = seed, np.uint32(len(words))
     for own in words:
-        crossed = _threefry(low, high, own[..., 0], own[..., 1])
+        crossed = threefry(low, high, own[..., 0], own[..., 1])
         low, high = crossed[0] ^ own[..., 0], crossed[1] ^ own[..., 1]
     return low, high
 

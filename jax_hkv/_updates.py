@@ -17,7 +17,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_rows
 from jax_hkv._compat import is_traced
 from jax_hkv._ffi import FLOATS
-from jax_hkv._keys import Keys, form_of
+from jax_hkv._keys import Keys, form_of, threefry
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result
 
@@ -62,6 +62,25 @@ def optimizer_rows(
         skipped=on_device(jnp.zeros((1,), jnp.uint32)),
         structure=structure,
     )
+
+
+def check_rounding(table: Table, is_stochastic: bool) -> None:
+    """Raises if rows are to be rounded stochastically that are not bfloat16."""
+    if is_stochastic and table.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"optim.init: stochastic_rounding is for bfloat16 rows, got a table of "
+            f"{table.dtype.name}: create it with dtype=jnp.bfloat16, or leave the option out"
+        )
+
+
+def rounded(rows: Float32[Array, "n dim"], keys: Keys, clock: UInt32[Array, 2], seed: int) -> Array:
+    """Rows of which bfloat16 holds every bit, rounded by chance (docs/semantics.md, section 7)."""
+    low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    element = jnp.arange(rows.shape[-1], dtype=jnp.uint32)
+    own = (keys.low ^ low)[:, None], (keys.high ^ high ^ clock[1])[:, None]
+    random = threefry(*own, clock[0], element)[0] >> np.uint32(16)
+    bits = (jax.lax.bitcast_convert_type(rows, jnp.uint32) + random) & np.uint32(0xFFFF0000)
+    return jnp.where(jnp.isfinite(rows), jax.lax.bitcast_convert_type(bits, jnp.float32), rows)
 
 
 def rows_of(table: Table, structure: Any) -> OptimizerRows:

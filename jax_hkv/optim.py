@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
-from jax_hkv._checks import as_bool, as_flag, as_float_dtype
+from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer
 from jax_hkv._fused import (
     FusedOptimizer,
     adagrad,
@@ -34,6 +34,7 @@ from jax_hkv._fused import (
     sgd,
 )
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
+from jax_hkv._keys import Keys
 from jax_hkv.table import (
     InsertResult,
     Table,
@@ -137,6 +138,8 @@ class SparseOptimizer:
     transformation: Transformation
     count_per_row: bool = False
     dtype: Any = np.dtype(np.float32)
+    stochastic_rounding: bool = False
+    seed: int = 0
 
     def init(self, table: Table) -> Table:
         """The table with this optimizer's rows, fresh for every slot.
@@ -147,10 +150,12 @@ class SparseOptimizer:
         Raises:
           TypeError: if it is no table of one device.
           ValueError: if a leaf of the optimizer's state is neither one value a row nor a scalar, if
-            a row's first state depends on the row, if a row's update depends on other rows, or if
-            the transformation does not take rows.
+            a row's first state depends on the row, if a row's update depends on other rows, if
+            the transformation does not take rows, or if rows are to be rounded stochastically that
+            are not bfloat16.
         """
         check_one_device("optim.init", table)
+        _updates.check_rounding(table, self.stochastic_rounding)
         structure = self._structure(table)
         with jax.ensure_compile_time_eval():
             state = self._init(jnp.zeros((1, table.dim), self.dtype))
@@ -227,7 +232,10 @@ class SparseOptimizer:
         new_rows, shared = before.structure.split(state)
         _check_state_dtypes(before.rows, new_rows)
 
-        table = scatter_values(table, batch.slots, None, (params + updates).astype(table.dtype))
+        after = params + updates
+        if self.stochastic_rounding:
+            after = _updates.rounded(after, Keys(batch.groups.keys), table.clock, self.seed)
+        table = scatter_values(table, batch.slots, None, after.astype(table.dtype))
         table = scatter_optimizer(table, batch.slots, None, new_rows)
         optimizer = table.optimizer
         assert optimizer is not None
@@ -290,7 +298,12 @@ def _failed(what: str, error: Exception) -> ValueError:
 
 
 def sparse(
-    transformation: Transformation, *, count_per_row: bool = False, dtype: Any = jnp.float32
+    transformation: Transformation,
+    *,
+    count_per_row: bool = False,
+    dtype: Any = jnp.float32,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
 ) -> SparseOptimizer:
     """Makes an optax transformation update the rows that a batch touched, and no others.
 
@@ -308,6 +321,10 @@ def sparse(
         unless memory is scarcer than exactness. In bfloat16 an accumulator stands still once it is
         256 times what a step adds; in float16 an eps of 1e-8 is 0, and a gradient of 0 makes Adam's
         row NaN.
+      stochastic_rounding: of bfloat16 rows, whose small updates are lost otherwise, by random bits
+        that are a function of `seed`, key, the table's clock and element: updates of one lookup
+        twice are rounded by the same bits.
+      seed: of these, 0 to 2**64 - 1.
 
     Raises:
       TypeError: naming the argument. What mixes rows, or takes none, `init` refuses.
@@ -323,7 +340,14 @@ def sparse(
     _check_sparse(transformation)
     kind = as_float_dtype("optim.sparse", "dtype", dtype)
     is_per_row = as_bool("optim.sparse", "count_per_row", count_per_row)
-    return SparseOptimizer(transformation, is_per_row, kind)
+    is_rounded = as_bool("optim.sparse", "stochastic_rounding", stochastic_rounding)
+    if is_rounded and kind != np.float32:
+        raise ValueError(
+            "optim.sparse: stochastic_rounding rounds what is computed in float32, got "
+            f"dtype={kind.name}: leave one of both out"
+        )
+    seed = as_integer("optim.sparse", "seed", seed, 0, 2**64 - 1)
+    return SparseOptimizer(transformation, is_per_row, kind, is_rounded, seed)
 
 
 def _is_native(optimizer: Any) -> bool:
