@@ -30,6 +30,11 @@ def update(
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
+    if "axis_name" in extra:
+        raise TypeError(
+            f"sharding.update: axis_name is none of its arguments, got {extra['axis_name']!r}: "
+            "gradients take the way of the lookup, which its result knows; leave it out"
+        )
     apply = _checks.as_flag("sharding.update", "apply", apply)
     pairs = _listed(result, row_gradients)
     overflowed = _overflowed(pairs)

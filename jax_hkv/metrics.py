@@ -256,9 +256,11 @@ def summarize(table: Table) -> Summary:
 
 def _admits_unseen(table: Table) -> float | None:
     """The share of all cells' combinations that lack one sighting or none."""
-    if table.admission is None or not isinstance(table.admission.rule, Frequency):
+    counters = None if table.admission is None else table.admission.counters
+    if table.admission is None or counters is None:
         return None
-    enough = table.admission.counters >= np.uint32(table.admission.rule.sightings - 1)
+    assert isinstance(table.admission.rule, Frequency)
+    enough = counters >= np.uint32(table.admission.rule.sightings - 1)
     return float(np.prod(np.asarray(jnp.mean(enough, axis=1), np.float64)))
 
 

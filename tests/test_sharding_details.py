@@ -584,3 +584,16 @@ def test_a_step_on_an_abstract_mesh_is_traced():
     ids = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=NamedSharding(placement.mesh, P("device")))
     after, rows = jax.eval_shape(step, table, ids)
     assert after.values.shape == (512, 4) and rows.values.shape == (2, 4)
+
+
+def test_an_axis_name_given_to_an_update_is_named():
+    placement = Placement(jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4]))
+    opt = hkv.optim.sgd(0.1)
+
+    def step(table, ids):
+        table, found = sharding.find_or_insert(table, ids, axis_name="device")
+        return sharding.update(opt, table, found, found.values, axis_name="device"), None
+
+    table = placement.create(lambda: opt.init(hkv.create(128, 4)))
+    with pytest.raises(TypeError, match="axis_name is none of its arguments, got 'device': grad"):
+        placement.step(step)(table, placement.put(np.arange(8, dtype=np.int32)))
