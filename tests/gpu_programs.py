@@ -386,6 +386,54 @@ def exchange_report(mesh, exchange, hotness) -> dict:
     }
 
 
+def split_tower_report(described) -> dict:
+    """What stands in a step whose table is split along one axis, a dense layer along another."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jax_hkv as hkv
+    from jax_hkv import testing
+
+    mesh = topologies.make_mesh(described("1x1x4"), (2, 2), ("device", "model"))
+    placement = hkv.sharding.Placement(mesh, axis_name="device")
+    optimizer = hkv.optim.adam(1e-3)
+
+    def step(state, words):
+        table, tower = state
+        keys = hkv.Keys(words)
+        table, found = hkv.sharding.find_or_insert(table, keys, axis_name="device")
+
+        def loss_of(tower, rows):
+            return jnp.mean(jnp.tanh(rows @ tower) ** 2)
+
+        gradients = jax.grad(loss_of, (0, 1))(tower, found.values)
+        table = hkv.sharding.update(optimizer, table, found, gradients[1])
+        return (table, tower - jax.lax.pmean(gradients[0], "device")), found.counts
+
+    def on_mesh(leaf, spec, parts=1):
+        shape = (parts * leaf.shape[0], *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    split = PartitionSpec("device")
+    own = shapes(jax.eval_shape(lambda: optimizer.init(hkv.create(CAPACITY, DIM))))
+    table = jax.tree.map(lambda leaf: on_mesh(leaf, split, placement.devices), own)
+    tower = jax.ShapeDtypeStruct((DIM, 4096), jnp.float32)
+    words = jax.ShapeDtypeStruct((EXCHANGE_BATCH, 2), jnp.uint32)
+    arguments = (table, on_mesh(tower, PartitionSpec(None, "model"))), on_mesh(words, split, 2)
+    compiled = placement.step(step).lower(*arguments).compile()
+    hlo = compiled.as_text() or ""
+    (_, after), _ = compiled.output_shardings
+    return {
+        "copies": testing.copies_in(hlo, own),
+        "gathers": lines_with("all-gather", hlo),
+        "tower": str(after.shard_shape(tower.shape)),
+        "alias": compiled.memory_analysis().alias_size_in_bytes,
+        "bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own)),
+    }
+
+
 LARGE = 400_000_000  # slots: 78 GiB, more than half of the memory
 
 
@@ -486,6 +534,7 @@ def main(dump: str) -> None:
         found[name] = report(dump, name, function, arguments, on_one_device)
     for name, *program in exchange_programs(described):
         found[name] = exchange_report(*program)
+    found["split_tower_step"] = split_tower_report(described)
     found["large_step"] = large_report(sharding)
     print(json.dumps(found))
 

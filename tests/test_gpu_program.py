@@ -313,3 +313,11 @@ def test_deltas_on_gpus_are_sent_for_every_position_and_presence_without_rows(co
 def test_a_second_round_on_gpus_stands_apart(compiled):
     assert moved(compiled, "two_rounds_exchange_step") == moved(compiled, "exchange_step")
     assert any(one["times"] is None for one in compiled["two_rounds_exchange_step"]["traffic"])
+
+
+def test_a_layer_that_is_split_along_another_axis_than_tables_stays_split(compiled):
+    """XLA gathers neither, and the table is updated in place."""
+    found = compiled["split_tower_step"]
+    assert found["gathers"] == [] and found["copies"] == []
+    assert found["tower"] == f"({gpu_programs.DIM}, 2048)"
+    assert found["alias"] >= found["bytes"]
