@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -108,6 +108,14 @@ def on_one_device() -> contextlib.AbstractContextManager[Any]:
     if jax.sharding.get_abstract_mesh().empty or not trace_state_clean():
         return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Computes what is known while tracing, on one device, whatever mesh is traced for."""
+    alone = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with alone, jax.ensure_compile_time_eval():
+        yield
 
 
 def of_one_device(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -74,12 +74,76 @@ def is_shared(leaf: Any) -> bool:
     return leaf.ndim == 0 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def splits_along(axes: tuple[str, ...], state: Any) -> tuple[P | None, ...]:
+    """How the leaves of a state are split along some axes; None of those of which nobody knows."""
+
+    def one(names: Any) -> Any:
+        each = names if isinstance(names, tuple) else (names,)
+        left = tuple(name for name in each if name in axes)
+        return left or None
+
+    return tuple(
+        None if is_traced(leaf) else P(*map(one, _spec_of(leaf))) for leaf in jax.tree.leaves(state)
+    )
+
+
+def _spec_of(leaf: Any) -> P:
+    """How a leaf is split by a mesh; one of the host is not."""
+    return getattr(getattr(leaf, "sharding", None), "spec", P())
+
+
+def settled(fn: Callable[..., Any], splits: Sequence[P | None] | None = None) -> Callable[..., Any]:
+    """A function on each device whose outputs are whole along axes that are left to XLA.
+
+    With `splits` its first argument's leaves are split so along these, and so are those of its
+    first output, which has the same form; what nobody knows of stays as XLA has it.
+    """
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, P()), tree)
+
+    @functools.wraps(fn)
+    def settling(*args: Any) -> Any:
+        outputs = fn(*args)
+        if splits is None:
+            return whole(outputs)
+        state, *others = outputs
+        leaves, form = jax.tree.flatten(state)
+        own = splits
+        if form != jax.tree.structure(args[0]):  # of new leaves nobody knows, but of tables
+            nodes = jax.tree.leaves(state, is_leaf=is_table)
+            sizes = [
+                (P() if is_table(node) else None, len(jax.tree.leaves(node))) for node in nodes
+            ]
+            own = [spec for spec, size in sizes for _ in range(size)]
+        leaves = [
+            leaf if spec is None else jax.lax.with_sharding_constraint(leaf, spec)
+            for leaf, spec in zip(leaves, own, strict=True)
+        ]
+        return (form.unflatten(leaves), *whole(others))
+
+    return settling
+
+
+def check_whole(call: str, state: Any, placement: Any) -> None:
+    """Raises if an array is split along another axis: a device has a part of it alone."""
+    axes, sizes = placement.axes, placement.mesh.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        names = [name for name in names_in(_spec_of(leaf)) if name not in axes]
+        if any(sizes.get(name, 1) > 1 for name in names):
+            raise ValueError(
+                f"{call}: state{jax.tree_util.keystr(path)} is split along {names}, which are none "
+                f"of the placement's axes {axes}, so that no device has it whole: give the tables "
+                "alone"
+            )
+
+
 def warn_of_split(call: str, state: Any, axes: tuple[str, ...]) -> None:
     """Warns of arrays beside the tables that are split along the same axes as these."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_table):
         is_array = isinstance(node, jax.Array) and not is_traced(node)
-        spec = getattr(node.sharding, "spec", ()) if is_array else ()
-        split = [name for name in names_in(spec) if name in axes]
+        names = [name for name in names_in(_spec_of(node)) if name in axes] if is_array else []
+        split = [name for name in names if node.sharding.mesh.shape[name] > 1]
         if split:
             warn(
                 f"{call}: state{jax.tree_util.keystr(path)} is split along {split}, as tables and "

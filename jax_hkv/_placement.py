@@ -18,12 +18,11 @@ from jax_hkv._checks import (
     as_integer,
     as_list,
     check_function,
-    check_held_once,
     check_mesh,
     check_not_cut,
     check_not_used_up,
 )
-from jax_hkv._compat import check_elements, is_traced, on_one_device, without_rematerialization
+from jax_hkv._compat import is_traced, on_one_device
 from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
     alike,
@@ -31,19 +30,19 @@ from jax_hkv._placed import (
     by_part,
     check_replicas,
     check_type,
+    check_whole,
     devices_of,
     explicit_of,
-    has_twins,
     is_entries,
-    is_from_host,
     is_of_each,
     is_shared,
     is_table,
     made_on,
     names_of_first,
+    settled,
     spec_of,
-    warn_of_split,
 )
+from jax_hkv._placement_calls import OTHER_MESH, BySplits, Checked, Pmapped
 from jax_hkv._reports import (
     first,
     together,
@@ -59,7 +58,6 @@ from jax_hkv.table import Entries, Table, check_table
 Mode = Literal["shard_map", "pmap"]
 State = TypeVar("State")
 
-_OTHER_MESH = "use the placement that it was made with, or move it by sharding.reshard"
 _MAKER = "without arguments that returns the state", "write lambda: jax_hkv.create(...)"
 
 
@@ -130,6 +128,13 @@ class Placement:
     def devices(self) -> int:
         """Parts of a table, and of a batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def _left(self) -> tuple[str, ...]:
+        """The axes that are left to XLA, of several devices and of type Auto."""
+        others = [name for name in self.mesh.axis_names if name not in self.axes]
+        left = [name for name in others if self.mesh.shape[name] > 1]
+        return tuple(name for name in left if name not in explicit_of(self.mesh, tuple(left)))
 
     @property
     def local_devices(self) -> list[Any]:
@@ -253,22 +258,23 @@ class Placement:
         donate = as_bool("Placement.step", "donate", donate)
         fn = on_parts(with_pair(fn), self.devices, self.axes)
         if self.mode == "pmap":
-            pmapped = _Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)
-            return _Checked(self, "Placement.step", pmapped, donate)
+            pmapped = Pmapped(self, "Placement.step", fn, with_one_report, donate=donate)
+            return Checked(self, "Placement.step", pmapped, donate)
 
-        def on_all(state: Any, *batch: Any) -> tuple[Any, Any]:
+        def on_all(splits: tuple[P | None, ...], state: Any, *batch: Any) -> tuple[Any, Any]:
             self.check_tables("Placement.step", state, ())
             specs = self.specs(state)
             split = self._split("Placement.step", batch)
             forms: list[Any] = []  # of the report: tracing finds it out
             outputs = self._mapped(
-                with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes))
+                with_entries_apart(fn, forms), (specs, *split), (specs, P(), P(self.axes)), splits
             )
             state, report, entries = outputs(state, *batch)
             return state, together(report, entries, forms[-1])
 
-        jitted = jax.jit(on_all, donate_argnums=(0,) if donate else ())
-        return _Checked(self, "Placement.step", jitted, donate)
+        donated = (1,) if donate else ()
+        jitted = jax.jit(on_all, static_argnums=0, donate_argnums=donated)
+        return Checked(self, "Placement.step", BySplits(jitted, self._left), donate)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """A compiled function that changes nothing: an evaluation.
@@ -287,14 +293,14 @@ class Placement:
         """
         fn = on_parts(with_leading_axes(fn), self.devices, self.axes)
         if self.mode == "pmap":
-            return _Checked(self, "Placement.run", _Pmapped(self, "Placement.run", fn))
+            return Checked(self, "Placement.run", Pmapped(self, "Placement.run", fn))
 
         def on_all(state: Any, *batch: Any) -> Any:
             self.check_tables("Placement.run", state, ())
             split = self._split("Placement.run", batch)
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
-        return _Checked(self, "Placement.run", jax.jit(on_all))
+        return Checked(self, "Placement.run", jax.jit(on_all))
 
     def put(self, batch: Any, *, micro_batches: int = 1) -> Any:
         """The batch of this process's devices, as steps take it.
@@ -436,7 +442,8 @@ class Placement:
                     "placement that it was made with (None stands for a table of one device)"
                 )
         if self.mode != "pmap":
-            check_mesh("Placement.shards", "state", tree, self.mesh, _OTHER_MESH, is_read=True)
+            check_mesh("Placement.shards", "state", tree, self.mesh, OTHER_MESH, is_read=True)
+            check_whole("Placement.shards", tree, self)
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
@@ -508,7 +515,7 @@ class Placement:
         """Raises if a state was used up, or lies on another mesh."""
         check_not_used_up(call, jax.tree.leaves(state))
         if self.mode != "pmap":
-            check_mesh(call, "state", state, self.mesh, _OTHER_MESH)
+            check_mesh(call, "state", state, self.mesh, OTHER_MESH)
 
     def replicas_agree(self, tree: Any) -> bool:
         """Whether devices hold the same bits of what they hold alike: all but tables split by keys.
@@ -574,10 +581,16 @@ class Placement:
         self.check_tables(call, state, (len(self.local_devices),) if stacked else ())
 
     def _mapped(
-        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, axes: Sequence[str] = ()
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        splits: tuple[P | None, ...] | None = None,
+        axes: Sequence[str] = (),
     ) -> Any:
         # Along other axes XLA splits what is split: parameters, and products with them.
         over = {"mesh": self.mesh, "axis_names": set(axes or self.axes), "check_vma": False}
+        fn = settled(fn, splits) if self._left and not axes else fn
         return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, **over)
 
 
@@ -593,101 +606,9 @@ def _digesting(
         return digest_over(leaves, split, placement.mesh.axis_names)
 
     if placement.mode == "pmap":
-        return _Pmapped(placement, "Placement.digests", one, first)
+        return Pmapped(placement, "Placement.digests", one, first)
     in_specs, every = ([spec for spec, _ in specs or ()],), placement.mesh.axis_names
-    return jax.jit(placement._mapped(one, in_specs, P(), every))
-
-
-class _Checked:
-    """A compiled function of (state, *batch) that looks first at what only the host sees."""
-
-    def __init__(self, placement: Placement, call: str, compiled: Any, donates: bool = False):
-        self._placement = placement
-        self._call = call
-        self._compiled = compiled
-        self._donates = donates
-        self._is_first = True
-
-    def __call__(self, state: Any, *batch: Any) -> Any:
-        leaves = jax.tree.leaves(state)
-        # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
-        check_not_used_up(self._call, leaves)
-        if self._donates and has_twins(leaves):
-            check_held_once(self._call, state, "state")
-        for leaf in jax.tree.leaves(batch):
-            check_not_cut(self._call, leaf)
-        check_elements(self._call, batch)
-        if self._placement.mode == "pmap":
-            self._placement.check_put(self._call, batch)
-        elif is_from_host(leaves):
-            state = self._placement._from_host(self._call, state)
-        elif self._is_first:
-            warn_of_split(self._call, state, self._placement.axes)
-        self._is_first = False
-        try:
-            with without_rematerialization():
-                return self._compiled(state, *batch)
-        except (ValueError, KeyError) as error:
-            if self._placement.mode != "pmap":
-                mesh, put = self._placement.mesh, "give placement.put(batch)"
-                check_mesh(self._call, "state", state, mesh, _OTHER_MESH, cause=error)
-                check_mesh(self._call, "arguments", batch, mesh, put, cause=error)
-            # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
-            if explicit_of(self._placement.mesh, self._placement.axes):
-                self._placement.check_put(self._call, batch, error)
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the compiled function has: `lower`, `trace`."""
-        if name.startswith("_"):  # copies ask before they have any attribute
-            raise AttributeError(name)
-        return getattr(self._compiled, name)
-
-
-class _Pmapped:
-    """A pmapped function of (state, *batch), and what is done with its outputs."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        call: str,
-        fn: Any,
-        finish: Any = None,
-        *,
-        donate: bool = False,
-    ):
-        self._placement = placement
-        self._call = call
-        self._fn = fn
-        self._finish = finish
-        self._donate = donate
-        self._compiled: dict[Any, Any] = {}
-
-    def __call__(self, state: Any, *batch: Any) -> Any:
-        with on_one_device():
-            outputs = self._of(state, batch)(state, *batch)
-            return outputs if self._finish is None else self._finish(outputs)
-
-    def lower(self, state: Any, *batch: Any) -> Any:
-        """As of jitted functions."""
-        with on_one_device():
-            return self._of(state, batch).lower(state, *batch)
-
-    def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
-        local = (len(self._placement.local_devices),)
-        self._placement.check_tables(self._call, state, local)
-        leaves, tree = jax.tree.flatten(batch)
-        axes = tuple(None if is_shared(leaf) else 0 for leaf in leaves)
-        if (tree, axes) not in self._compiled:
-            self._placement._check_counts(self._call, batch)
-            self._compiled[tree, axes] = jax.pmap(
-                self._fn,
-                axis_name=self._placement.axes[0],
-                in_axes=(0, *jax.tree.unflatten(tree, axes)),
-                devices=self._placement._pmapped,
-                donate_argnums=(0,) if self._donate else (),
-            )
-        return self._compiled[tree, axes]
+    return jax.jit(placement._mapped(one, in_specs, P(), axes=every))
 
 
 def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str = "") -> None:

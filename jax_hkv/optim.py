@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from jax_hkv import _updates
 from jax_hkv import index as _index
 from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer
+from jax_hkv._compat import at_once
 from jax_hkv._fused import (
     FusedOptimizer,
     adagrad,
@@ -157,7 +158,7 @@ class SparseOptimizer:
         check_one_device("optim.init", table)
         _updates.check_rounding(table, self.stochastic_rounding)
         structure = self._structure(table)
-        with jax.ensure_compile_time_eval():
+        with at_once():
             state = self._init(jnp.zeros((1, table.dim), self.dtype))
             other = self._init(jnp.ones((1, table.dim), self.dtype))
             _check_no_micro_steps(state)
@@ -525,7 +526,7 @@ def _check_rows_are_apart(
       kinds: of the arguments' leaves.
     """
     try:
-        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+        with at_once(), jax.debug_nans(False), jax.debug_infs(False):
             where = _where_rows_mix(transformation, dim, _of_kinds(tree, kinds))
     except Exception as error:
         if tree is None and isinstance(error, _MISSES_ARGUMENTS):

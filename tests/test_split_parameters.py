@@ -142,16 +142,13 @@ def test_parameters_that_are_split_along_another_axis_stay_split(kind):
 
 
 def test_no_parameter_and_no_table_is_gathered_in_such_a_step():
+    """But for updates of what came whole: the bias behind the split kernel, and the next kernel."""
     placement = placement_of("Auto")
     state = with_split(linen_state(placement), placement.mesh)
     step = hkv.linen.train_step(loss_fn, placement=placement)
     compiled = step.lower(state, *next(batches(placement))).compile()
-    gathered = [
-        line
-        for line in compiled.as_text().splitlines()
-        if re.search(r" all-gather(-start)?\(", line)
-    ]
-    assert gathered == []
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", compiled.as_text())
+    assert all(np.prod([int(size) for size in shape.split(",")]) == WIDTH for shape in gathered)
     own = [
         jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         for leaf in jax.tree.leaves(state.tables)
@@ -164,17 +161,18 @@ def test_no_parameter_and_no_table_is_gathered_in_such_a_step():
 
 
 def test_annotated_parameters_of_linen_are_split():
-    """By ``nn.get_sharding`` at once, or, on a mesh of Auto axes, by the first step."""
+    """By ``nn.get_sharding``; a state that is not put so stays whole."""
     placement = placement_of("Auto")
     losses, after = trained(linen_state(placement, is_annotated=True), placement)
-    assert {leaf.sharding.spec for leaf in kernels_of(after)} == {COLUMNS}
+    assert all(leaf.sharding.is_fully_replicated for leaf in kernels_of(after))
     state = linen_state(placement, is_annotated=True)
     parts = (state.params, state.opt_state)
     put = jax.device_put(parts, nn.get_sharding(parts, placement.mesh))
     state = dataclasses.replace(state, params=put[0], opt_state=put[1])
     assert {leaf.sharding.spec for leaf in kernels_of(state)} == {COLUMNS}
     again, after = trained(state, placement)
-    assert {leaf.sharding.spec for leaf in kernels_of(after)} == {COLUMNS} and again == losses
+    assert {leaf.sharding.spec for leaf in kernels_of(after)} == {COLUMNS}
+    np.testing.assert_allclose(again, losses, rtol=1e-5)
     np.testing.assert_allclose(losses, trained(linen_state(placement), placement)[0], rtol=1e-5)
 
 
@@ -249,3 +247,50 @@ def test_a_table_of_one_device_in_pieces_is_warned_of(api):
     step = getattr(hkv, api).train_step(loss_fn)
     with pytest.warns(UserWarning, match="a table of one device has its rows in pieces on 4 devi"):
         step(state, ids, labels)
+
+
+def test_what_came_whole_comes_back_whole():
+    """XLA would leave it split; the second step has the program of the first. Tables likewise."""
+    placement = placement_of("Auto")
+    state = with_split(linen_state(placement), placement.mesh)
+    before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    _, after = trained(state, placement)
+    for own, then in zip(jax.tree.leaves(after), before, strict=True):
+        assert own.sharding.is_equivalent_to(then, own.ndim)
+
+    def step(state, ids):
+        table, tower, bias = state
+        table = dataclasses.replace(table, values=table.values * tower[0, :DIM])
+        return (table, tower, bias + tower.sum(0)), tower.sum()
+
+    tower = jax.device_put(jnp.ones((2, WIDTH)), NamedSharding(placement.mesh, COLUMNS))
+    table = placement.create(lambda: hkv.create(256, DIM))
+    state, total = placement.step(step)(
+        (table, tower, jnp.zeros(WIDTH)), placement.put(np.arange(8))
+    )
+    assert state[0].values.sharding.spec == P("data") and state[1].sharding.spec == COLUMNS
+    assert state[2].sharding.is_fully_replicated and total.sharding.is_fully_replicated
+    with pytest.raises(
+        ValueError, match=r"Placement.shards: state\[1\] is split along \['model'\]"
+    ):
+        placement.shards(state)
+
+
+def test_a_table_that_is_given_optimizer_rows_comes_out_split_as_ever():
+    """The state has another form then, whose other leaves nobody knows of."""
+    placement = placement_of("Auto")
+    tower = jax.device_put(jnp.ones((2, WIDTH)), NamedSharding(placement.mesh, COLUMNS))
+    table = placement.create(lambda: hkv.create(256, DIM))
+    step = placement.step(lambda state, ids: ((ADAM.init(state[0]), state[1] + 1), None))
+    table, tower = step((table, tower), placement.put(np.arange(8)))[0]
+    assert all(leaf.sharding.spec == P("data") for leaf in jax.tree.leaves(table))
+    assert len(jax.tree.leaves(table.optimizer)) == 6 and tower.shape == (2, WIDTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_of_optax_are_prepared_on_such_meshes(kind):
+    """What they are asked while tracing knows of no mesh."""
+    placement = placement_of(kind)
+    opt = hkv.optim.sparse(optax.adam(0.1))
+    table = placement.create(lambda: opt.init(hkv.create(256, DIM)))
+    assert sorted(table.optimizer.rows) == ["0.mu", "0.nu"]

@@ -1,0 +1,139 @@
+"""Compiled functions of a placement, which look first at what only the host sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_hkv._checks import check_held_once, check_mesh, check_not_cut, check_not_used_up
+from jax_hkv._compat import check_elements, on_one_device, without_rematerialization
+from jax_hkv._placed import (
+    explicit_of,
+    has_twins,
+    is_from_host,
+    is_shared,
+    splits_along,
+    warn_of_split,
+)
+
+OTHER_MESH = "use the placement that it was made with, or move it by sharding.reshard"
+
+
+class BySplits:
+    """A jitted function of how its state is split along axes that are left to XLA, state, *batch.
+
+    Args:
+      jitted: that function; the first argument is static.
+      axes: which are left.
+    """
+
+    def __init__(self, jitted: Any, axes: tuple[str, ...]):
+        self._jitted = jitted
+        self._axes = axes
+
+    def _of(self, state: Any) -> Any:
+        return splits_along(self._axes, state) if self._axes else None
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        return self._jitted(self._of(state), state, *batch)
+
+    def lower(self, state: Any, *batch: Any) -> Any:
+        """As of jitted functions."""
+        return self._jitted.lower(self._of(state), state, *batch)
+
+    def trace(self, state: Any, *batch: Any) -> Any:
+        """As of jitted functions."""
+        return self._jitted.trace(self._of(state), state, *batch)
+
+
+class Checked:
+    """A compiled function of (state, *batch) that looks first at what only the host sees."""
+
+    def __init__(self, placement: Any, call: str, compiled: Any, donates: bool = False):
+        self._placement = placement
+        self._call = call
+        self._compiled = compiled
+        self._donates = donates
+        self._is_first = True
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        leaves = jax.tree.leaves(state)
+        # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
+        check_not_used_up(self._call, leaves)
+        if self._donates and has_twins(leaves):
+            check_held_once(self._call, state, "state")
+        for leaf in jax.tree.leaves(batch):
+            check_not_cut(self._call, leaf)
+        check_elements(self._call, batch)
+        if self._placement.mode == "pmap":
+            self._placement.check_put(self._call, batch)
+        elif is_from_host(leaves):
+            state = self._placement._from_host(self._call, state)
+        elif self._is_first:
+            warn_of_split(self._call, state, self._placement.axes)
+        self._is_first = False
+        try:
+            with without_rematerialization():
+                return self._compiled(state, *batch)
+        except (ValueError, KeyError) as error:
+            if self._placement.mode != "pmap":
+                mesh, put = self._placement.mesh, "give placement.put(batch)"
+                check_mesh(self._call, "state", state, mesh, OTHER_MESH, cause=error)
+                check_mesh(self._call, "arguments", batch, mesh, put, cause=error)
+            # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
+            if explicit_of(self._placement.mesh, self._placement.axes):
+                self._placement.check_put(self._call, batch, error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the compiled function has: `lower`, `trace`."""
+        if name.startswith("_"):  # copies ask before they have any attribute
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+
+class Pmapped:
+    """A pmapped function of (state, *batch), and what is done with its outputs."""
+
+    def __init__(
+        self,
+        placement: Any,
+        call: str,
+        fn: Any,
+        finish: Any = None,
+        *,
+        donate: bool = False,
+    ):
+        self._placement = placement
+        self._call = call
+        self._fn = fn
+        self._finish = finish
+        self._donate = donate
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        with on_one_device():
+            outputs = self._of(state, batch)(state, *batch)
+            return outputs if self._finish is None else self._finish(outputs)
+
+    def lower(self, state: Any, *batch: Any) -> Any:
+        """As of jitted functions."""
+        with on_one_device():
+            return self._of(state, batch).lower(state, *batch)
+
+    def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
+        local = (len(self._placement.local_devices),)
+        self._placement.check_tables(self._call, state, local)
+        leaves, tree = jax.tree.flatten(batch)
+        axes = tuple(None if is_shared(leaf) else 0 for leaf in leaves)
+        if (tree, axes) not in self._compiled:
+            self._placement._check_counts(self._call, batch)
+            self._compiled[tree, axes] = jax.pmap(
+                self._fn,
+                axis_name=self._placement.axes[0],
+                in_axes=(0, *jax.tree.unflatten(tree, axes)),
+                devices=self._placement._pmapped,
+                donate_argnums=(0,) if self._donate else (),
+            )
+        return self._compiled[tree, axes]
