@@ -103,7 +103,8 @@ class Exchange:
                 f"jax_hkv: no mesh axis {self.axes} is bound here: a table over several devices is "
                 "used inside jax.shard_map or jax.pmap over that axis; "
                 "jax_hkv.sharding.Placement(mesh).step(fn) and .run(fn) run a function so, and "
-                "train_step(..., placement=placement) a step of a model"
+                "train_step(..., placement=placement) a step of a model, along the placement's own "
+                "axes alone"
             ) from error
 
     @property

@@ -76,13 +76,11 @@ def as_one(
         members = [number for number, own in enumerate(kinds) if own == kind]
         together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
         assert together.weights is not None
-        first = 0
-        for number in members:
+        sizes = [batches[number][0].sources.shape[0] for number in members]
+        # Not by slices, whose derivative is a sum of as many padded arrays.
+        for number, own in zip(members, jax.lax.split(together.weights, sizes), strict=True):
             bags, valid = batches[number]
-            last = first + bags.sources.shape[0]
-            own = jax.lax.slice_in_dim(together.weights, first, last)
             weighed[number] = (bags._replace(weights=own), valid)
-            first = last
     return _joined(weighed)
 
 

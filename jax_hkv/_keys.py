@@ -53,10 +53,7 @@ class Keys:
           TypeError: if the array does not hold integers.
           ValueError: if a list's own lists are of unequal lengths.
         """
-        array = _integers(ids)
-        wide = np.ascontiguousarray(array.astype("<u8"))  # which extends the sign
-        words = wide.view("<u4").reshape(*array.shape, 2)
-        return cls(_read_only(words.astype(np.uint32, copy=False)))
+        return cls(_wide_words(_integers(ids, "Keys.from_numpy: ids")))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
@@ -160,7 +157,10 @@ class Keys:
         for number, own in enumerate(ids):
             is_on_host = _is_integer(own) or isinstance(own, (np.ndarray, np.generic))
             name = f"ids[{number}]"
-            parts.append(cls.from_numpy(own) if is_on_host else as_keys(call, name, own))
+            if is_on_host:
+                parts.append(cls(_wide_words(_integers(own, f"{call}: {name}"))))
+            else:
+                parts.append(as_keys(call, name, own))
         _check_fit(call, "ids", *(part.shape for part in parts))
         words = [part.words for part in parts]
         if not all(isinstance(own, np.ndarray) for own in words):
@@ -279,6 +279,13 @@ def threefry(key_low: Any, key_high: Any, low: Any, high: Any) -> tuple[Any, Any
     return low, high
 
 
+def _wide_words(integers: np.ndarray) -> np.ndarray:
+    """Their words; signed ones are sign-extended."""
+    wide = np.ascontiguousarray(integers.astype("<u8"))
+    words = wide.view("<u4").reshape(*integers.shape, 2)
+    return _read_only(words.astype(np.uint32, copy=False))
+
+
 def _crossed(seed: Any, words: Sequence[Any]) -> tuple[Any, Any]:
     low, high = seed, np.uint32(len(words))
     for own in words:
@@ -329,12 +336,12 @@ OF_FLOATS = (
 )
 
 
-def _integers(ids: Any) -> np.ndarray:
-    """What a caller gave as ids, as an array of integers."""
-    check_unmasked("Keys.from_numpy: ids", ids)
+def _integers(ids: Any, label: str) -> np.ndarray:
+    """What a caller gave as ids, as an array of integers; errors begin with what it is."""
+    check_unmasked(label, ids)
     if is_traced(ids):
         raise TypeError(
-            f"Keys.from_numpy: ids must be on the host, got {ids.dtype}{list(ids.shape)} traced "
+            f"{label} must be on the host, got {ids.dtype}{list(ids.shape)} traced "
             "inside of jit: operations take integers of up to 32 bits as they are; make Keys of "
             "wider ones before, and pass them in"
         )
@@ -342,7 +349,7 @@ def _integers(ids: Any) -> np.ndarray:
         array = np.asarray(ids)
     except ValueError as error:
         raise ValueError(
-            f"Keys.from_numpy: ids must have one shape, got {error}: bags of unequal lengths are "
+            f"{label} must have one shape, got {error}: bags of unequal lengths are "
             "jax_hkv.Jagged.from_lists(ids)"
         ) from None
     if array.dtype.kind in "iu":
@@ -373,7 +380,7 @@ def _integers(ids: Any) -> np.ndarray:
         remedy = OF_FLOATS
     else:
         remedy = "hash or cast them to int64 or uint64 first"
-    raise TypeError(f"Keys.from_numpy: ids must hold integers, got dtype {array.dtype}: {remedy}")
+    raise TypeError(f"{label} must hold integers, got dtype {array.dtype}: {remedy}")
 
 
 def is_missing(value: Any) -> bool:

@@ -64,7 +64,7 @@ class StepInfo(NamedTuple):
         keys is as it was before the step, later ones were brought by the step: import them in
         reverse order (:func:`jax_hkv.import_batch`).
       grad_norm: with `max_norm`, the norm of all gradients, dense ones and rows, before it was
-        bounded (``float("inf")`` bounds nothing); else None.
+        bounded (``float("inf")`` bounds nothing), NaN where one of them is; else None.
 
     Over several devices everything is that of all of them, and `aux` has a leading axis for them;
     entries have a `count` for each, and go back into the same devices' parts.

@@ -12,6 +12,7 @@ from flax import nnx
 from jax_hkv._checks import check_function
 from jax_hkv._digest import names_in
 from jax_hkv._placement import Placement, check_placement
+from jax_hkv._warnings import warn
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -84,14 +85,40 @@ def place(make: Callable[[], Model], placement: Placement) -> Model:
 
     Args:
       make: returns it; called once for all devices, so that layers with an axis name know theirs.
-      placement: where; tables are split, everything else is copied.
+      placement: where; tables are split, everything else is copied, and then, along axes of the
+        mesh that are none of the placement's, split as it is annotated (``nnx.with_partitioning``).
+
+    Raises:
+      TypeError, ValueError: naming the argument, or the parameter that cannot be split so.
     """
+    return nnx.merge(*_made("nnx.place", make, placement, is_made=True))
+
+
+def abstract(make: Callable[[], nnx.Module], placement: Placement) -> tuple[Any, Any]:
+    """What ``nnx.split`` returns of what :func:`place` would make: shapes, with nothing made.
+
+    Orbax restores arrays into the shapes, and ``nnx.merge(graph, arrays)`` is the state then.
+
+    Args:
+      make: see :func:`place`.
+      placement: where, by shard_map.
+
+    Raises:
+      TypeError, ValueError: as :func:`place`; with "pmap", as :meth:`Placement.abstract`.
+    """
+    return _made("nnx.abstract", make, placement, is_made=False)
+
+
+def _made(
+    call: str, make: Callable[[], Any], placement: Placement, *, is_made: bool
+) -> tuple[Any, Any]:
+    """The form and the arrays, or their shapes, of what a function makes on each device."""
     if isinstance(make, nnx.Module) or not callable(make):
         raise TypeError(
-            "nnx.place: make must be a function without arguments that returns the model, got "
+            f"{call}: make must be a function without arguments that returns the model, got "
             f"{type(make).__name__}: write lambda: Model(...)"
         )
-    check_placement("nnx.place", placement)
+    check_placement(call, placement)
     graphs = []
 
     def values() -> Any:
@@ -100,27 +127,49 @@ def place(make: Callable[[], Model], placement: Placement) -> Model:
         return state
 
     with nnx.use_eager_sharding(False):  # on one device, of which there are all
-        state = placement.create(values)
-    return nnx.merge(graphs[-1], _as_annotated(state, placement))
+        state = placement.create(values) if is_made else placement.abstract(values)
+    return graphs[-1], _as_annotated(call, state, placement)
 
 
-def _as_annotated(state: Any, placement: Placement) -> Any:
+def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
     """A state whose parameters are split along other axes than the tables as they are annotated."""
     if placement.mode == "pmap":
         return state
-    others = set(placement.mesh.axis_names) - set(placement.axes)
 
-    def put(leaf: Any, sharding: Any) -> Any:
-        names = names_in(sharding.spec)
-        return jax.device_put(leaf, sharding) if names and others.issuperset(names) else leaf
+    def one(path: Any, variable: Any, shardings: Any) -> Any:
+        sharding, leaf = shardings.get_value(), variable.get_value()
+        names = names_in(getattr(sharding, "spec", ()))
+        # What an optimizer keeps of a parameter's rows alone has its annotation, too.
+        if not names or len(sharding.spec) > leaf.ndim:
+            return variable
+        where = "/".join(str(getattr(key, "key", key)) for key in path)
+        if any(name in placement.axes for name in names):
+            warn(
+                f"{call}: {where} is annotated to be split along {list(names)}, and tables and "
+                f"batches are along {list(placement.axes)}: it is whole on each device; split "
+                "parameters along another axis of the mesh"
+            )
+            return variable
+        try:
+            sharding.shard_shape(leaf.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{call}: {where} must be of a shape that its annotation splits evenly, got "
+                f"{list(leaf.shape)} for {sharding.spec} on a mesh {dict(placement.mesh.shape)}: "
+                "take another width, or annotate another axis"
+            ) from error
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            own: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        else:
+            own = jax.device_put(leaf, sharding)
+        return variable.replace(own)
 
-    def one(variable: Any, shardings: Any) -> Any:
-        sharding = shardings.get_value()
-        is_split = isinstance(sharding, jax.sharding.NamedSharding)
-        return variable.replace(put(variable.get_value(), sharding)) if is_split else variable
-
-    shardings = nnx.get_named_sharding(state, placement.mesh)
-    return jax.tree.map(one, state, shardings, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(
+        one,
+        state,
+        nnx.get_named_sharding(state, placement.mesh),
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
 
 
 def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:

@@ -142,8 +142,9 @@ def warn_of_split(call: str, state: Any, axes: tuple[str, ...]) -> None:
     """Warns of arrays beside the tables that are split along the same axes as these."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_table):
         is_array = isinstance(node, jax.Array) and not is_traced(node)
+        sharding: Any = node.sharding if is_array else None
         names = [name for name in names_in(_spec_of(node)) if name in axes] if is_array else []
-        split = [name for name in names if node.sharding.mesh.shape[name] > 1]
+        split = [name for name in names if sharding.mesh.shape[name] > 1]
         if split:
             warn(
                 f"{call}: state{jax.tree_util.keystr(path)} is split along {split}, as tables and "

@@ -87,10 +87,19 @@ def _is_of_one(axis: str) -> bool:
         return False
 
 
+def _is_bound(axis: str) -> bool:
+    """Whether there is such an axis here; whoever asks for one that is not is told of that."""
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
 def warn_of_axes(call: str, replicas: bool | int, axes: tuple[str, ...]) -> None:
     """Warns where keys go along other axes than those that a Placement spreads tables over."""
     devices, spread = _SPREAD.get()
-    if devices > 1 and not agree(replicas, axes, spread):
+    if devices > 1 and all(map(_is_bound, axes)) and not agree(replicas, axes, spread):
         warn(
             f"{call}: axis_name names the axes {axes}, but the Placement of this function spreads "
             f"tables over {spread}: keys are sought on devices that do not have them, and the same "

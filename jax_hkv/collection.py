@@ -43,10 +43,9 @@ _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 
 
 class Part(NamedTuple):
-    """Where a feature's rows lie among those of its group."""
+    """The rows of a feature, which stand in their order among those of its group."""
 
     feature: str
-    first: int
     shape: tuple[int, ...]
 
 
@@ -576,10 +575,12 @@ class Collection:
         """
         outputs = {}
         for group, own_parts in zip(self.groups, parts, strict=True):
-            for name, first, shape in own_parts:
-                last = first + math.prod(shape)
-                own = jax.lax.slice_in_dim(rows[group.name], first, last)
-                outputs[name] = own.reshape(*shape, own.shape[-1])
+            if not own_parts:
+                continue
+            # Its derivative is one concatenation; that of slices a sum of as many padded arrays.
+            sizes = [math.prod(part.shape) for part in own_parts]
+            for part, own in zip(own_parts, jax.lax.split(rows[group.name], sizes), strict=True):
+                outputs[part.feature] = own.reshape(*part.shape, own.shape[-1])
         return {f.name: outputs[f.name] for f in self.features if f.name in outputs}
 
     def check_tables(self, call: str, tables: Mapping[str, Any]) -> None:
@@ -648,14 +649,12 @@ def _agreement(config: TableConfig) -> Any:
 def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part, ...], bool]:
     """All features of a group as one batch of bags, a bag for each row; whether any has weights."""
     batches, layouts, parts = [], [], []
-    rows = 0
     features = [feature for feature in group.features if feature.name in inputs]
     for feature in features:
         own, layout = bags_of(f"feature {feature.name!r}", inputs[feature.name], feature.combiner)
         batches.append(own)
         layouts.append(layout)
-        parts.append(Part(feature.name, rows, layout.batch))
-        rows += math.prod(layout.batch)
+        parts.append(Part(feature.name, layout.batch))
     bags, valid = as_one(
         [(own.bags, own.valid) for own in batches],
         combiners=tuple(feature.combiner or "sum" for feature in features),

@@ -33,7 +33,7 @@ from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
-from jax_hkv._nnx_devices import Placed, cacheable, place, run
+from jax_hkv._nnx_devices import Placed, abstract, cacheable, place, run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
     LOOKUP,
@@ -68,6 +68,7 @@ __all__ = [
     "StepInfo",
     "TableVariable",
     "TrainState",
+    "abstract",
     "place",
     "run",
     "train_step",

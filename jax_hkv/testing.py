@@ -78,7 +78,8 @@ def table_copies(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 def _is_array(leaf: Any) -> bool:
     """Whether JAX takes it for one."""
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+    is_one = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return is_one or isinstance(leaf, (bool, int, float, complex))
 
 
 def _part_of(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

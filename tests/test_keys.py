@@ -575,7 +575,8 @@ def test_an_id_is_the_same_in_a_cross_whichever_way_it_came():
     ("ids", "options", "error", "message"),
     [
         ([], {}, ValueError, "ids must be one array at least"),
-        ([np.ones(2)], {}, TypeError, "ids must hold integers"),
+        ([np.ones(2)], {}, TypeError, r"Keys.cross: ids\[0\] must hold integers"),
+        ([3, np.ma.array([1])], {}, TypeError, r"Keys.cross: ids\[1\] must not be a masked array"),
         ([jnp.ones(2)], {}, TypeError, r"Keys.cross: ids\[0\] must hold integers"),
         ([np.arange(2), np.arange(3)], {}, ValueError, "Keys.cross: ids must have shapes"),
         ([np.arange(2)], {"seed": -1}, ValueError, r"seed must be from 0 to 2\*\*32 - 1, got -1"),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -49,12 +50,14 @@ class Model(nn.Module):
 class NnxModel(nnx.Module):
     """The same in nnx."""
 
-    def __init__(self, rngs, is_annotated=False, names=tuple(COLUMNS), axis_name="data"):
+    def __init__(
+        self, rngs, is_annotated=False, names=tuple(COLUMNS), inputs=3 * DIM, axis_name="data"
+    ):
         self.embed = hkv.nnx.Embed(2048, DIM, optimizer=ADAM, axis_name=axis_name)
         init = nnx.initializers.lecun_normal()
         if is_annotated:
             init = nnx.with_partitioning(init, names)
-        self.dense = nnx.Linear(3 * DIM, WIDTH, kernel_init=init, rngs=rngs)
+        self.dense = nnx.Linear(inputs, WIDTH, kernel_init=init, rngs=rngs)
         self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
 
     def __call__(self, ids, train=False):
@@ -207,8 +210,59 @@ def test_parameters_of_nnx_are_split(kind, is_annotated):
 
 def test_annotations_along_the_axes_of_tables_leave_parameters_whole():
     placement = placement_of("Auto")
-    model = hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("data", None)), placement)
+    message = r"nnx.place: dense/kernel is annotated to be split along \['data'\], and tables"
+    with pytest.warns(UserWarning, match=message):
+        model = hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("data", None)), placement)
     assert model.dense.kernel.get_value().sharding.is_fully_replicated
+
+
+def test_annotations_that_do_not_fit_are_named_or_left_out():
+    """Of factored moments, which have a parameter's annotation but not its shape, the latter."""
+    placement = placement_of("Auto")
+    with pytest.raises(ValueError, match=r"nnx.place: dense/kernel must be of a shape that its an"):
+        hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("model", None), 5), placement)
+    tx = optax.adafactor(0.01, min_dim_size_to_factor=2)
+    state = hkv.nnx.place(lambda: hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), True), tx), placement)
+    assert state.model.dense.kernel.get_value().sharding.spec == COLUMNS
+    train_step = hkv.nnx.train_step(loss_fn, placement=placement)
+    losses = [float(train_step(state, *batch).loss) for batch in batches(placement)]
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orbax_restores_annotated_parameters_split(kind, tmp_path):
+    """Into what `abstract` tells, of which nothing is made."""
+    placement = placement_of(kind)
+
+    def make():
+        return hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), True), optax.adam(0.01))
+
+    state = hkv.nnx.place(make, placement)
+    train_step = hkv.nnx.train_step(loss_fn, placement=placement)
+    every = list(batches(placement))
+    train_step(state, *every[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.split(state)[1])
+    graph, shapes = hkv.nnx.abstract(make, placement)
+    with ocp.StandardCheckpointer() as checkpointer:
+        resumed = nnx.merge(graph, checkpointer.restore(tmp_path / "state", shapes))
+    assert resumed.model.dense.kernel.get_value().sharding.spec == COLUMNS
+    losses = [float(train_step(own, *every[1]).loss) for own in (state, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_an_axis_that_a_step_is_not_manual_along_is_named():
+    placement = placement_of("Auto")
+    step = placement.step(
+        lambda table, ids: hkv.sharding.find_or_insert(table, ids, axis_name=("data", "model"))
+    )
+    table = placement.create(lambda: hkv.create(256, DIM))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(
+            NameError, match=r"no mesh axis .* along the placement's own axes alone"
+        ):
+            step(table, placement.put(np.arange(8)))
 
 
 def test_parameters_that_are_split_as_tables_are_are_warned_of():
