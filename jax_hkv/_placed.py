@@ -75,16 +75,22 @@ def is_shared(leaf: Any) -> bool:
 
 
 def splits_along(axes: tuple[str, ...], state: Any) -> tuple[P | None, ...]:
-    """How the leaves of a state are split along some axes; None of those of which nobody knows."""
+    """How the leaves of a state are split along some axes, tables never; None: nobody knows."""
 
     def one(names: Any) -> Any:
         each = names if isinstance(names, tuple) else (names,)
-        left = tuple(name for name in each if name in axes)
-        return left or None
+        return tuple(name for name in each if name in axes) or None
 
-    return tuple(
-        None if is_traced(leaf) else P(*map(one, _spec_of(leaf))) for leaf in jax.tree.leaves(state)
-    )
+    splits: list[P | None] = []
+    for node in jax.tree.leaves(state, is_leaf=is_table):
+        if is_table(node):
+            splits += [P()] * len(jax.tree.leaves(node))
+            continue
+        own = [] if is_traced(node) else [*map(one, _spec_of(node))]
+        while own and own[-1] is None:  # P() and P(None) are the same, and one program
+            own.pop()
+        splits.append(None if is_traced(node) else P(*own))
+    return tuple(splits)
 
 
 def _spec_of(leaf: Any) -> P:
@@ -111,11 +117,7 @@ def settled(fn: Callable[..., Any], splits: Sequence[P | None] | None = None) ->
         leaves, form = jax.tree.flatten(state)
         own = splits
         if form != jax.tree.structure(args[0]):  # of new leaves nobody knows, but of tables
-            nodes = jax.tree.leaves(state, is_leaf=is_table)
-            sizes = [
-                (P() if is_table(node) else None, len(jax.tree.leaves(node))) for node in nodes
-            ]
-            own = [spec for spec, size in sizes for _ in range(size)]
+            own = splits_along((), state)
         leaves = [
             leaf if spec is None else jax.lax.with_sharding_constraint(leaf, spec)
             for leaf, spec in zip(leaves, own, strict=True)

@@ -348,3 +348,47 @@ def test_transformations_of_optax_are_prepared_on_such_meshes(kind):
     opt = hkv.optim.sparse(optax.adam(0.1))
     table = placement.create(lambda: opt.init(hkv.create(256, DIM)))
     assert sorted(table.optimizer.rows) == ["0.mu", "0.nu"]
+
+
+def test_a_step_in_a_program_of_the_callers_leaves_tables_as_ever():
+    """There nobody knows how parameters are split; random keys and counts pass through, too."""
+    placement = placement_of("Auto")
+
+    def step(state, ids):
+        table, tower, key = state
+        table, found = hkv.sharding.find_or_insert(table, ids, axis_name="data")
+        table = dataclasses.replace(table, values=table.values * tower[0, :DIM])
+        return (table, tower + 1, jax.random.split(key)[0]), found.counts
+
+    table = placement.create(lambda: hkv.create(256, DIM))
+    tower = jax.device_put(jnp.ones((2, WIDTH)), NamedSharding(placement.mesh, COLUMNS))
+    state, one = (table, tower, jax.random.key(0)), placement.step(step, donate=False)
+    batch = placement.put(np.arange(8, dtype=np.int32))
+    alone, counts = one(state, batch)
+    assert int(counts.inserted) == 8 and alone[1].sharding.spec == COLUMNS
+    twice, _ = jax.jit(
+        lambda state, ids: jax.lax.scan(lambda own, _: one(own, ids), state, None, 2)
+    )(state, batch)
+    for own in (alone[0], twice[0]):
+        assert all(leaf.sharding.spec == P("data") for leaf in jax.tree.leaves(own))
+    np.testing.assert_array_equal(twice[1], 3)
+    step = placement.step(lambda state, ids: (state, state[2]), donate=False)
+    assert jax.random.key_data(step(state, batch)[1]).tolist() == [0, 0]
+
+
+def test_a_second_step_has_the_program_of_the_first():
+    placement = placement_of("Auto")
+    traces = []
+
+    def counting(apply, ids, labels):
+        traces.append(1)
+        return loss_fn(apply, ids, labels)
+
+    state = with_split(linen_state(placement), placement.mesh)
+    step = hkv.linen.train_step(counting, placement=placement)
+    every = list(batches(placement))
+    state, _ = step(state, *every[0])
+    first = len(traces)
+    for batch in every[1:]:
+        state, _ = step(state, *batch)
+    assert len(traces) == first
