@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
 
 from jax_hkv import initializers
 from jax_hkv._changes import Changes
@@ -25,7 +26,8 @@ from jax_hkv._namespaces import (
 )
 from jax_hkv._options import Combiner
 from jax_hkv._sharded import ShardedResult
-from jax_hkv.index import Policy, Status, all_of, take, tally, total_of
+from jax_hkv._table_counts import TableCounts, of_one
+from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.pooled import COMBINERS
 from jax_hkv.table import Counts, InsertResult, Settings, Table, check_dim, create
@@ -323,7 +325,7 @@ class Group:
         kept = np.concatenate([*positions, np.zeros(0, np.int64)])
         return kept, np.concatenate([*words, np.zeros(0, np.uint64)])
 
-    def counts(self, result: InsertResult | ShardedResult) -> dict[str, Counts]:
+    def counts(self, result: InsertResult | ShardedResult) -> Mapping[str, Counts]:
         """What became of the distinct ids of each table.
 
         Here `evicted` is how many entries a table's ids displaced, of whatever table of the group.
@@ -331,25 +333,16 @@ class Group:
         if isinstance(result, ShardedResult):
             return result.by_table
         if len(self.tables) == 1:
-            return {self.tables[0].name: result.counts}
+            return of_one(self.tables[0].name, result.counts)
         groups = result.groups
         status = take(result.status.reshape(-1), groups.first)
         number = NumberOf(self.bits)(Keys(groups.keys))
         kinds = len(Status)
         size = len(self.tables) * kinds
         code = jnp.where(all_of(groups), number * kinds + status, size)
-        counted = tally(code, size)
-        return {
-            config.name: Counts(
-                unique=_sum_of(own, *Status),
-                hits=_sum_of(own, Status.FOUND),
-                inserted=_sum_of(own, Status.INSERTED, Status.EVICTED),
-                evicted=_sum_of(own, Status.EVICTED),
-                refused=_sum_of(own, Status.REFUSED),
-                not_admitted=_sum_of(own, Status.NOT_ADMITTED),
-            )
-            for config, own in zip(self.tables, counted.reshape(-1, kinds), strict=True)
-        }
+        counted = tally(code, size).reshape(-1, kinds, 1)
+        names = tuple(config.name for config in self.tables)
+        return TableCounts(jnp.sum(counted * _IS_OF_KIND, axis=1, dtype=jnp.int32), names)
 
     def exchange_of(self, axis_name: Any) -> Exchange | None:
         """The exchange of an axis name, of the replicas that the tables ask for, if they do."""
@@ -378,6 +371,15 @@ class Group:
             raise type(error)(f"Collection: tables {names}: {error}") from error
 
 
-def _sum_of(counted: Int32[Array, " kinds"], *kinds: Status) -> Int32[Array, ""]:
-    """Of some kinds. On a GPU one cut out of the array is a copy; all sums XLA makes together."""
-    return total_of(jnp.where(np.isin(np.arange(len(Status)), kinds), counted, 0))
+# Which statuses each of Counts is a sum of.
+_STATUSES_OF = {
+    "unique": tuple(Status),
+    "hits": (Status.FOUND,),
+    "inserted": (Status.INSERTED, Status.EVICTED),
+    "evicted": (Status.EVICTED,),
+    "refused": (Status.REFUSED,),
+    "not_admitted": (Status.NOT_ADMITTED,),
+}
+_IS_OF_KIND = np.array(
+    [[status in _STATUSES_OF[kind] for kind in Counts._fields] for status in Status], np.int32
+)

@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -73,7 +73,7 @@ class StepInfo(NamedTuple):
     loss: Float[Array, ""]
     aux: Any
     tables: dict[str, metrics.Metrics]
-    counts: dict[str, Counts]
+    counts: Mapping[str, Counts]
     finite: Bool[Array, ""] | None
     strict_overflow: dict[str, Int32[Array, ""]]
     evicted: dict[str, list[Entries]]
@@ -671,14 +671,3 @@ def check_trained(trainable: Iterable[str], looked_up: Iterable[str]) -> None:
             f"train_step: loss_fn looked up {sorted(trained)} in training, but not {left}, which "
             f"stay as they are. If that is not meant, {remedy}"
         )
-
-
-def summed(parts: list[dict[str, Counts]], scope: str) -> dict[str, Counts]:
-    """The counts of all lookups of a training step, by path; a scan may have stacked them."""
-    totals: dict[str, Counts] = {}
-    for part in parts:
-        for name, own in metrics.totals_of(part).items():
-            where = f"{scope}/{name}" if scope else name
-            before = totals.get(where)
-            totals[where] = own if before is None else jax.tree.map(jnp.add, before, own)
-    return totals

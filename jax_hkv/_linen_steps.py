@@ -15,8 +15,9 @@ from jaxtyping import Array, Int32
 
 from jax_hkv import _layers, _pins
 from jax_hkv._checks import as_bool
+from jax_hkv._table_counts import TableCounts
 from jax_hkv.optim import Optimizer
-from jax_hkv.table import Counts, Table, check_dim
+from jax_hkv.table import Table, check_dim
 
 TABLES = "tables"
 LOOKUPS = "lookups"
@@ -36,12 +37,12 @@ class Lookup:
 
     Attributes:
       result: of the lookup; rows of an output in bfloat16 are in it.
-      counts: of the tables that are in its table.
+      counts: of the tables of a collection that are in its table.
       optimizer: static, who updates its table.
     """
 
     result: Any
-    counts: dict[str, Counts]
+    counts: TableCounts | None
     optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
 
 
@@ -88,7 +89,7 @@ class Layer(nn.Module):
         is_seen = is_given or self.is_mutable_collection(PERTURBATIONS)
         if optimizer is not None and not is_seen:
             _layers.warn_of_no_update(type(self).__name__, "linen")
-        self.sow(LOOKUPS, name, Lookup(result, counts or {}, optimizer))
+        self.sow(LOOKUPS, name, Lookup(result, counts, optimizer))
         return self.perturb(rows, result.values, PERTURBATIONS)
 
 

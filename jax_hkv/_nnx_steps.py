@@ -11,8 +11,9 @@ import jax
 from flax import nnx
 
 from jax_hkv import _layers, _micro_batches, _pins, _trees
+from jax_hkv._table_counts import TableCounts
 from jax_hkv.optim import Optimizer
-from jax_hkv.table import Counts, Table
+from jax_hkv.table import Table
 
 # For Flax's transformations, whatever the caller has set (``nnx.set_graph_mode``): layers record
 # lookups as attributes, for which a tree has no room. Older versions of Flax know only this.
@@ -60,7 +61,7 @@ class Looked(NamedTuple):
     """What a training lookup returned, and the counts of the tables that are in its table."""
 
     result: Any
-    counts: dict[str, Counts]
+    counts: TableCounts | None
 
 
 class Lookup(nnx.Variable):
@@ -142,7 +143,7 @@ class Layer(nnx.Module):
             return result.values
         number = len(self._lookups(attribute))
         turn = take_turn(getattr(self, attribute), result)  # layers that share a table go by it
-        lookup = Lookup(Looked(result, counts or {}), turn=turn)
+        lookup = Lookup(Looked(result, counts), turn=turn)
         setattr(self, LOOKUP.format(attribute, number), lookup)
         perturbation = getattr(self, ROWS.format(attribute, number), None)
         return result.values if perturbation is None else result.values + perturbation.get_value()

@@ -8,7 +8,7 @@ alone (the clock aside), and a second one, with room for all, stands in a branch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,7 +58,7 @@ from jax_hkv.table import (
 
 State = TypeVar("State")
 
-Measure = Callable[[InsertResult], dict[str, Counts]]
+Measure = Callable[[InsertResult], Mapping[str, Counts]]
 
 
 class Route(NamedTuple):
@@ -110,7 +110,7 @@ class ShardedResult(NamedTuple):
     status: Int32[Array, "*batch"]
     counts: Counts
     overflow: Int32[Array, ""]
-    by_table: dict[str, Counts]
+    by_table: Mapping[str, Counts]
     groups: Groups | None
     bags: Bags | None
     exchange: Exchange
@@ -191,7 +191,7 @@ class _Seen(NamedTuple):
     values: jax.Array
     status: jax.Array
     counts: Counts
-    by_table: dict[str, Counts]
+    by_table: Mapping[str, Counts]
     evicted: Entries | None
     scores: Keys | None
 

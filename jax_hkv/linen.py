@@ -33,7 +33,15 @@ from flax.core.scope import union_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jax_hkv import _layers, _micro_batches, _sharded, _state_dicts, initializers, pooled
+from jax_hkv import (
+    _layers,
+    _micro_batches,
+    _sharded,
+    _state_dicts,
+    _table_counts,
+    initializers,
+    pooled,
+)
 from jax_hkv._checks import as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
@@ -67,7 +75,7 @@ from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Index, Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Counts, OptimizerRows, Settings, Table
+from jax_hkv.table import OptimizerRows, Settings, Table
 
 __all__ = [
     "LOOKUPS",
@@ -646,9 +654,12 @@ def train_step(
             "/".join(path): devices.measured(tables[path], results[path], "/".join(path))
             for path in lookups
         }
-        counts: dict[str, Counts] = {}
-        for path, kept in lookups.items():
-            counts |= _layers.summed([lookup.counts for lookup in kept], "/".join(path[:-1]))
+        counts = _table_counts.total(
+            lookup.counts.under("/".join(path[:-1]))
+            for path, kept in lookups.items()
+            for lookup in kept
+            if lookup.counts is not None
+        )
         after = dataclasses.replace(
             state,
             step=state.step + 1,

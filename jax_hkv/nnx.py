@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
-from jax_hkv import _layers, _micro_batches, _sharded, initializers, pooled
+from jax_hkv import _layers, _micro_batches, _sharded, _table_counts, initializers, pooled
 from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
@@ -55,10 +55,11 @@ from jax_hkv._nnx_steps import (
 )
 from jax_hkv._options import Combiner
 from jax_hkv._placement import Placement
+from jax_hkv._table_counts import TableCounts
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
 from jax_hkv.optim import LossScale, Optimizer
-from jax_hkv.table import Counts, Settings, Table
+from jax_hkv.table import Settings, Table
 
 __all__ = [
     "Embed",
@@ -367,7 +368,7 @@ class RowGradients(NamedTuple):
 
     results: list[Any]
     gradients: list[jax.Array]
-    counts: list[dict[str, Counts]]
+    counts: list[TableCounts | None]
 
 
 def value_and_grad(
@@ -427,7 +428,7 @@ def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
         own, looked = found[where], lookup.get_value()
         own.results.append(looked.result)
         own.gradients.append(flat[path_text((*path, ROWS.format(attribute, number)))])
-        own.counts.append({path_text((*path, name)): part for name, part in looked.counts.items()})
+        own.counts.append(looked.counts and looked.counts.under(path_text(path)))
     return found
 
 
@@ -583,9 +584,7 @@ def train_step(
         measured = {
             where: devices.measured(tables[where], own, where) for where, own in results.items()
         }
-        counts: dict[str, Counts] = {}
-        for own in rows.values():
-            counts |= _layers.summed(own.counts, "")
+        counts = _table_counts.total(each for own in rows.values() for each in own.counts if each)
         loss, aux = devices.mean(jnp.mean(loss)), devices.stacked(aux)
         return StepInfo(loss, aux, measured, counts, finite, overflow, evicted, norm)
 
