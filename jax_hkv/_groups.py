@@ -342,7 +342,7 @@ class Group:
         code = jnp.where(all_of(groups), number * kinds + status, size)
         counted = tally(code, size).reshape(-1, kinds, 1)
         names = tuple(config.name for config in self.tables)
-        return TableCounts(jnp.sum(counted * _IS_OF_KIND, axis=1, dtype=jnp.int32), names)
+        return TableCounts(jnp.sum(counted * _IS_OF_KIND[None], axis=1, dtype=jnp.int32), names)
 
     def exchange_of(self, axis_name: Any) -> Exchange | None:
         """The exchange of an axis name, of the replicas that the tables ask for, if they do."""

@@ -162,7 +162,8 @@ class Keys:
             else:
                 parts.append(as_keys(call, name, own))
         _check_fit(call, "ids", *(part.shape for part in parts))
-        words = [part.words for part in parts]
+        most = max(part.ndim for part in parts)  # whoever has no rank promoted asks for this
+        words = [part.words[(None,) * (most - part.ndim)] for part in parts]
         if not all(isinstance(own, np.ndarray) for own in words):
             return cls(_crossed_by_jax(np.uint32(seed), words))
         with np.errstate(over="ignore"):  # numbers of NumPy, unlike its arrays, tell of carries
