@@ -75,7 +75,7 @@ def of_one(name: str, counts: Counts) -> TableCounts:
 def total(parts: Iterable[TableCounts]) -> Mapping[str, Counts]:
     """The sums of those of several lookups; a scan may have stacked them."""
     flat = [
-        (part.names, jnp.sum(part.numbers.reshape(-1, len(part.names), _KINDS), axis=0))
+        (part.names, jnp.sum(part.numbers.reshape(-1, len(part.names), _KINDS), 0, jnp.int32))
         for part in parts
     ]
     if not flat:

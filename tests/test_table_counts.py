@@ -65,6 +65,9 @@ def test_totals_are_sums_by_name():
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf, leaf]), first)
     assert total([stacked])["a"] == hkv.Counts(*(3 * number for number in range(6)))
     assert total([]) == {}
+    with jax.enable_x64(True):
+        for parts in ([first], [first, second], [stacked]):
+            assert total(parts).numbers.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
