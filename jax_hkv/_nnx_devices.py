@@ -91,7 +91,7 @@ def place(make: Callable[[], Model], placement: Placement) -> Model:
     Raises:
       TypeError, ValueError: naming the argument, or the parameter that cannot be split so.
     """
-    return nnx.merge(*_made("nnx.place", make, placement, is_made=True))
+    return nnx.merge(*_made("nnx.place", make, placement, Placement.create))
 
 
 def abstract(make: Callable[[], nnx.Module], placement: Placement) -> tuple[Any, Any]:
@@ -106,11 +106,14 @@ def abstract(make: Callable[[], nnx.Module], placement: Placement) -> tuple[Any,
     Raises:
       TypeError, ValueError: as :func:`place`; with "pmap", as :meth:`Placement.abstract`.
     """
-    return _made("nnx.abstract", make, placement, is_made=False)
+    return _made("nnx.abstract", make, placement, Placement.abstract)
 
 
 def _made(
-    call: str, make: Callable[[], Any], placement: Placement, *, is_made: bool
+    call: str,
+    make: Callable[[], Any],
+    placement: Placement,
+    on_all: Callable[[Placement, Callable[[], Any]], Any],
 ) -> tuple[Any, Any]:
     """The form and the arrays, or their shapes, of what a function makes on each device."""
     if isinstance(make, nnx.Module) or not callable(make):
@@ -127,7 +130,7 @@ def _made(
         return state
 
     with nnx.use_eager_sharding(False):  # on one device, of which there are all
-        state = placement.create(values) if is_made else placement.abstract(values)
+        state = on_all(placement, values)
     return graphs[-1], _as_annotated(call, state, placement)
 
 
@@ -142,7 +145,7 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
         # What an optimizer keeps of a parameter's rows alone has its annotation, too.
         if not names or len(sharding.spec) > leaf.ndim:
             return variable
-        where = "/".join(str(getattr(key, "key", key)) for key in path)
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
         if any(name in placement.axes for name in names):
             warn(
                 f"{call}: {where} is annotated to be split along {list(names)}, and tables and "

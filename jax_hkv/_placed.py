@@ -140,13 +140,12 @@ def check_whole(call: str, state: Any, placement: Any) -> None:
             )
 
 
-def warn_of_split(call: str, state: Any, axes: tuple[str, ...]) -> None:
+def warn_of_split(call: str, state: Any, placement: Any) -> None:
     """Warns of arrays beside the tables that are split along the same axes as these."""
+    axes = [name for name in placement.axes if placement.mesh.shape[name] > 1]
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_table):
-        is_array = isinstance(node, jax.Array) and not is_traced(node)
-        sharding: Any = node.sharding if is_array else None
-        names = [name for name in names_in(_spec_of(node)) if name in axes] if is_array else []
-        split = [name for name in names if sharding.mesh.shape[name] > 1]
+        names = () if is_traced(node) else names_in(_spec_of(node))
+        split = [name for name in names if name in axes]
         if split:
             warn(
                 f"{call}: state{jax.tree_util.keystr(path)} is split along {split}, as tables and "

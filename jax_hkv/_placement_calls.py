@@ -71,7 +71,7 @@ class Checked:
         elif is_from_host(leaves):
             state = self._placement._from_host(self._call, state)
         elif self._is_first:
-            warn_of_split(self._call, state, self._placement.axes)
+            warn_of_split(self._call, state, self._placement)
         self._is_first = False
         try:
             with without_rematerialization():

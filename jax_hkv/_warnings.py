@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from jax_hkv._compat import is_inside
+
 Result = TypeVar("Result")
 
 _OWN_FRAMES = ("jax_hkv.", "flax.", "jax.", "optax.", "equinox.", "contextlib")
@@ -81,25 +83,14 @@ def agree(replicas: bool | int, axes: tuple[str, ...], spread: tuple[str, ...]) 
 
 def _is_of_one(axis: str) -> bool:
     """Whether an axis has one device, so that it matters not who names it."""
-    try:
-        return jax.lax.axis_size(axis) == 1
-    except NameError:  # whoever asks for an axis that is not bound is told of that
-        return False
-
-
-def _is_bound(axis: str) -> bool:
-    """Whether there is such an axis here; whoever asks for one that is not is told of that."""
-    try:
-        jax.lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
+    return is_inside((axis,)) and jax.lax.axis_size(axis) == 1
 
 
 def warn_of_axes(call: str, replicas: bool | int, axes: tuple[str, ...]) -> None:
     """Warns where keys go along other axes than those that a Placement spreads tables over."""
     devices, spread = _SPREAD.get()
-    if devices > 1 and all(map(_is_bound, axes)) and not agree(replicas, axes, spread):
+    # Whoever asks for an axis that is not bound is told of that.
+    if devices > 1 and is_inside(axes) and not agree(replicas, axes, spread):
         warn(
             f"{call}: axis_name names the axes {axes}, but the Placement of this function spreads "
             f"tables over {spread}: keys are sought on devices that do not have them, and the same "

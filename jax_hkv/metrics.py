@@ -27,7 +27,7 @@ from jax_hkv.table import (
 )
 from jax_hkv.whole_table import load_factor
 
-__all__ = ["QUANTILES", "Metrics", "Summary", "of", "summarize", "totals_of"]
+__all__ = ["QUANTILES", "Metrics", "Summary", "of", "summarize"]
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -93,7 +93,7 @@ def of(
             )
     totals = no_counts()
     for each in results:  # a scan may have stacked them
-        totals = jax.tree.map(jnp.add, totals, totals_of(each.counts))
+        totals = jax.tree.map(jnp.add, totals, _totals_of(each.counts))
     if overflow is None:
         overflows = [getattr(each, "overflow", None) for each in results]
         overflow = sum(total_of(own) for own in overflows if own is not None)
@@ -112,8 +112,8 @@ def of(
     )
 
 
-def totals_of(counts: Any) -> Any:
-    """The sums of a tree of stacked counts, hundreds of them, in few kernels.
+def _totals_of(counts: Any) -> Any:
+    """The sums of a tree of stacked counts in few kernels.
 
     One by one each would be a kernel of its own, and cut out of one array of sums a copy; sums of
     two numbers XLA makes together.
@@ -256,11 +256,11 @@ def summarize(table: Table) -> Summary:
 
 def _admits_unseen(table: Table) -> float | None:
     """The share of all cells' combinations that lack one sighting or none."""
-    counters = None if table.admission is None else table.admission.counters
-    if table.admission is None or counters is None:
+    own = table.admission
+    if own is None or own.counters is None:
         return None
-    assert isinstance(table.admission.rule, Frequency)
-    enough = counters >= np.uint32(table.admission.rule.sightings - 1)
+    assert isinstance(own.rule, Frequency)
+    enough = own.counters >= np.uint32(own.rule.sightings - 1)
     return float(np.prod(np.asarray(jnp.mean(enough, axis=1), np.float64)))
 
 

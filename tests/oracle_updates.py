@@ -81,9 +81,30 @@ def stochastic_bfloat16(rows: Array, keys: Array, steps: Array, seed: int, dtype
     seeded = mix(keys ^ mix(np.array([seed], np.uint64) + GOLDEN))
     base = mix(seeded ^ mix(steps.astype(np.uint64) + GOLDEN))
     element = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * GOLDEN
-    random = (mix(base[:, None] + element) >> np.uint64(48)).astype(np.uint32)
-    bits = ((rows.view(np.uint32) + random) >> np.uint32(16)).astype(np.uint16).view(dtype)
-    return np.where(np.isfinite(rows), bits, round_to(rows, dtype))
+    random = mix(base[:, None] + element) >> np.uint64(48)
+    return rounded_by(random, rows, dtype)
+
+
+def rounded_by(random: Array, rows: Array, dtype: Any) -> Array:
+    """float32 rows, rounded by 16 random bits for each element."""
+    bits = (rows.view(np.uint32) + random.astype(np.uint32)) >> np.uint32(16)
+    return np.where(np.isfinite(rows), bits.astype(np.uint16).view(dtype), round_to(rows, dtype))
+
+
+def threefry(key: Any, counter: Any) -> Array:
+    """Threefry-2x32 with 20 rounds (Salmon et al., 2011), cut to 32 bits after each step."""
+    low = np.uint64(2**32 - 1)
+    keys = [*key, key[0] ^ key[1] ^ np.uint64(0x1BD11BDA)]
+    x, y = (counter[0] + keys[0]) & low, (counter[1] + keys[1]) & low
+    turns = [13, 15, 26, 6, 17, 29, 16, 24] * 2 + [13, 15, 26, 6]
+    for number, turn in enumerate(map(np.uint64, turns), 1):
+        x = (x + y) & low
+        y = (((y << turn) | (y >> (np.uint64(32) - turn))) & low) ^ x
+        if number % 4 == 0:
+            block = number // 4
+            x = (x + keys[block % 3]) & low
+            y = (y + keys[(block + 1) % 3] + np.uint64(block)) & low
+    return np.stack([x, y])
 
 
 def pooled_sums(rows: Array, distinct: Distinct, sources: Array, weights: Array | None) -> Array:

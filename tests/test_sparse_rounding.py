@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracle_updates import rounded_by, threefry
 
 import jax_hkv as hkv
 
@@ -23,22 +24,6 @@ def opt_of(rate=1.0, **options):
     return hkv.optim.sparse(optax.sgd(rate), stochastic_rounding=True, **options)
 
 
-def threefry(key, counter):
-    """The first word of Threefry-2x32-20, in 64-bit arithmetic cut to 32 bits."""
-    mask = np.uint64(2**32 - 1)
-    keys = [*key, key[0] ^ key[1] ^ np.uint64(0x1BD11BDA)]
-    x, y = (counter[0] + keys[0]) & mask, (counter[1] + keys[1]) & mask
-    turns = [13, 15, 26, 6, 17, 29, 16, 24] * 2 + [13, 15, 26, 6]
-    for number, turn in enumerate(map(np.uint64, turns), 1):
-        x = (x + y) & mask
-        y = (((y << turn) | (y >> (np.uint64(32) - turn))) & mask) ^ x
-        if number % 4 == 0:
-            block = number // 4
-            x = (x + keys[block % 3]) & mask
-            y = (y + keys[(block + 1) % 3] + np.uint64(block)) & mask
-    return x
-
-
 def rounded(rows, keys, clock, seed):
     """As docs/semantics.md, section 7, says."""
     low, high = np.uint64(32), np.uint64(2**32 - 1)
@@ -46,9 +31,8 @@ def rounded(rows, keys, clock, seed):
     words[1] = words[1] ^ np.uint64(clock >> 32)
     element = np.arange(rows.shape[1], dtype=np.uint64)
     key = [word[:, None] for word in words]
-    random = threefry(key, (np.uint64(clock % 2**32), element)) >> np.uint64(16)
-    bits = ((rows.view(np.uint32) + random.astype(np.uint32)) >> np.uint32(16)).astype(np.uint16)
-    return bits.view(jnp.bfloat16)
+    random = threefry(key, (np.uint64(clock % 2**32), element))[0] >> np.uint64(16)
+    return rounded_by(random, rows, np.dtype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
