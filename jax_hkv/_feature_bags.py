@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,81 +10,63 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import pooled
-from jax_hkv._checks import as_flat_mask, as_mask, as_scores, flat_mask
-from jax_hkv._keys import Keys, as_keys
+from jax_hkv._bags import Bagged, Given, Layout, joined_bags, joined_valid
+from jax_hkv._checks import as_flat_mask, as_mask, as_scores
+from jax_hkv._keys import Keys, check_keys
+from jax_hkv._namespaces import joined_in_namespaces
 from jax_hkv._options import Combiner
-from jax_hkv.features import (
-    Bagged,
-    Jagged,
-    Layout,
-    Padded,
-    as_bagged,
-    each_a_bag,
-    each_id_of,
-    unpadded,
-)
+from jax_hkv.features import Jagged, Padded, as_given, as_weights, each_id_of, unpadded
 from jax_hkv.index import Policy
-from jax_hkv.table import Bags, jitted
+from jax_hkv.table import jitted
 
 
-def _joined(
-    batches: Sequence[tuple[Bags, jax.Array | None]],
-) -> tuple[Bags, Bool[Array, " n"] | None]:
-    """Bags one after the other, and which of their positions are valid."""
-    sources, splits = [], []
-    positions = rows = 0
-    for bags, _ in batches:
-        sources.append(bags.sources + jnp.int32(rows))
-        splits.append(bags.splits[:-1] + jnp.int32(positions))
-        positions += bags.sources.shape[0]
-        rows += bags.splits.shape[0] - 1
-    splits.append(jnp.array([positions], jnp.int32))
-    weights = None
-    if any(bags.weights is not None for bags, _ in batches):
-        weights = jnp.concatenate([bags.factors for bags, _ in batches])
-    joined = Bags(jnp.concatenate(sources), jnp.concatenate(splits), weights)
-    return joined, _joined_masks(batches)
-
-
-def _joined_masks(batches: Sequence[tuple[Bags, jax.Array | None]]) -> Bool[Array, " n"] | None:
-    if all(valid is None for _, valid in batches):
-        return None
-    return jnp.concatenate([flat_mask(valid, bags.sources.shape) for bags, valid in batches])
-
-
-@jitted("combiners", "is_each_a_bag")
+@jitted("layouts", "combiners", "numbers", "bits")
 def as_one(
-    batches: list[tuple[Bags, jax.Array | None]],
-    combiners: tuple[str, ...],
-    is_each_a_bag: bool,
-) -> tuple[Bags | None, Bool[Array, " n"] | None]:
-    """Joined, with the weights of their combiners: batches of a kind are weighed together.
+    batches: list[Given],
+    layouts: tuple[Layout, ...],
+    combiners: tuple[Combiner, ...],
+    numbers: tuple[int, ...],
+    bits: int,
+) -> Bagged:
+    """The bags of features of a group as one batch, with the weights of their combiners.
 
-    Where each id has a bag of its own, without a weight, no combiner changes its row, and the bags
-    are None.
+    Features of a kind are weighed together. Where each id has a bag of its own, without a weight,
+    no combiner changes its row, and the bags are None.
+
+    Args:
+      batches: of :func:`bags_of`, one for each feature.
+      layouts: theirs.
+      combiners: theirs.
+      numbers: of their tables.
+      bits: of keys that hold a number.
     """
-    if is_each_a_bag:
-        return None, _joined_masks(batches)
+    keys = joined_in_namespaces([batch.keys for batch in batches], numbers, bits)
+    if all(layout.is_each_a_bag for layout in layouts):
+        return Bagged(keys, joined_valid(batches, layouts), None)
     kinds = [
-        (combiner, bags.weights is not None)
-        for combiner, (bags, _) in zip(combiners, batches, strict=True)
+        (combiner, batch.weights is not None)
+        for combiner, batch in zip(combiners, batches, strict=True)
     ]
     weighed = list(batches)
     for kind in dict.fromkeys(kinds):
         if kind == ("sum", False):
             continue
         members = [number for number, own in enumerate(kinds) if own == kind]
-        together = pooled.effective(*_joined([batches[n] for n in members]), combiner=kind[0])
-        assert together.weights is not None
-        sizes = [batches[number][0].sources.shape[0] for number in members]
+        own_layouts = [layouts[number] for number in members]
+        own_batches = [batches[number] for number in members]
+        is_masked = any(batch.valid is not None for batch in own_batches)
+        bags, valid = joined_bags(own_batches, own_layouts)
+        weights = pooled.effective(bags, valid, combiner=kind[0], is_masked=is_masked).weights
+        assert weights is not None
         # Not by slices, whose derivative is a sum of as many padded arrays.
-        for number, own in zip(members, jax.lax.split(together.weights, sizes), strict=True):
-            bags, valid = batches[number]
-            weighed[number] = (bags._replace(weights=own), valid)
-    return _joined(weighed)
+        sizes = [layout.positions for layout in own_layouts]
+        for number, own in zip(members, jax.lax.split(weights, sizes), strict=True):
+            weighed[number] = batches[number]._replace(weights=own)
+    bags, valid = joined_bags(weighed, layouts)
+    return Bagged(keys, valid, bags)
 
 
-def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Bagged, Layout]:
+def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Given, Layout]:
     """The bags of one feature, with the weights as they were given."""
     weights, valid = None, None
     if isinstance(ids, Padded):
@@ -95,17 +77,18 @@ def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Bagged, Lay
         each = each_id_of(call, ids, weights, valid)
         ids, valid, weights = each.ids, each.valid, each.weights
     if isinstance(ids, Jagged):
-        return as_bagged(call, ids, weights, valid)
-    keys = as_keys(call, "ids", ids)
-    valid = as_mask(call, "valid", valid, keys.shape)
+        return as_given(call, ids, weights, valid)
+    keys = check_keys(call, "ids", ids)
     if weights is not None and weights.shape != keys.shape:
         raise TypeError(
             f"{call}: weights must be float32{list(keys.shape)}, one for each id, got "
             f"{weights.dtype}{list(weights.shape)}: reshape them"
         )
-    if combiner is None or keys.ndim == 1:  # every id is a bag of its own
-        keys, valid, weights = map(each_a_bag, (keys, valid, weights))
-    return as_bagged(call, keys, weights, valid)
+    if combiner is not None and len(keys.shape) != 1:
+        return as_given(call, keys, weights, valid)
+    mask = as_mask(call, "valid", valid, keys.shape)
+    given = Given(keys, mask, as_weights(call, weights, keys.shape), None)
+    return given, Layout((*keys.shape, 1), keys.shape, weights is not None)  # bags of one id
 
 
 def joined_scores(

@@ -326,8 +326,8 @@ def _batch_bags(
     size = _batch_size(operands, dims)
     names = [argument.name for argument in signature.operands]
     clock, values, *others = operands
-    assert names[:4] == ["clock", "values", "slots", "splits"]
-    slots, splits, *per_position = [
+    assert names[:5] == ["clock", "values", "slots", "splits", "ends"]
+    slots, splits, ends, *per_position = [
         _stacked(x, dim, size) for x, dim in zip(others, dims[2:], strict=True)
     ]
     count, rows = slots.shape[1], 0
@@ -337,13 +337,15 @@ def _batch_bags(
         rows, values = values.shape[1], _flat(values)
     _check_count(signature, size, count, rows)
     slots = jax.numpy.where(slots >= 0, slots + number * rows, slots)
-    # Behind the last bag of each comes one of its padding, which is dropped.
-    bags = splits.shape[1]
-    splits = _flat(jax.numpy.clip(splits, 0, count) + number * count)
-    splits = jax.numpy.pad(splits, (0, 1), constant_values=size * count)
-    arguments = [clock, values, _flat(slots), splits, *(_flat(x) for x in per_position)]
+    bags = splits.shape[1] - 1
+    ends = ends if ends.shape[1] else splits[:, 1:]
+    begins, ends = [
+        _flat(jax.numpy.clip(x, 0, count) + number * count) for x in (splits[:, :-1], ends)
+    ]
+    splits = jax.numpy.pad(begins, (0, 1), constant_values=size * count)
+    arguments = [clock, values, _flat(slots), splits, ends, *(_flat(x) for x in per_position)]
     clock, pooled = primitive.bind(*arguments, **params)
-    return [clock, pooled.reshape(size, bags, *pooled.shape[1:])[:, :-1]], [None, 0]
+    return [clock, pooled.reshape(size, bags, *pooled.shape[1:])], [None, 0]
 
 
 def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:

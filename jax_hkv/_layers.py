@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
+from jax_hkv._bags import Bagged, Layout
 from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
 from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
@@ -29,14 +30,7 @@ from jax_hkv._mapped import mapped
 from jax_hkv._placed import warn_of_torn
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
-from jax_hkv.features import (
-    Bagged,
-    Jagged,
-    Layout,
-    Padded,
-    each_id_of,
-    unpadded,
-)
+from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table, check_dim

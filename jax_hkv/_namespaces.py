@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, keys_of
 
 _WORD_BITS = 32
 # Odd factors that spread the bits of a number over a word (Steele, Lea, Flood 2014; Murmur3).
@@ -70,19 +71,30 @@ def in_namespace(keys: Keys, number: int | np.ndarray, bits: int) -> Keys:
     return Keys(jnp.stack([keys.low ^ (above * _SPREAD_LOW), high], axis=-1))
 
 
-def joined_in_namespaces(keys: Sequence[Keys], numbers: Sequence[int], bits: int) -> Keys:
-    """Flat keys of several tables, one after the other, with the numbers of their tables.
+def joined_in_namespaces(ids: Sequence[Any], numbers: Sequence[int], bits: int) -> Keys:
+    """The ids of several tables as flat keys, one after the other, with the tables' numbers.
 
-    Those of one length are numbered together: XLA makes a GPU's kernel of each of many small ones.
+    Those of one form are numbered together: XLA makes a GPU's kernel of each of many small ones.
+
+    Args:
+      ids: as :func:`jax_hkv._keys.check_keys` let them pass, of any shapes.
+      numbers: of their tables.
+      bits: of keys that hold a number.
     """
     words = []
-    pairs = zip(keys, numbers, strict=True)
-    for _, of_length in itertools.groupby(pairs, lambda pair: pair[0].shape):
-        own, own_numbers = zip(*of_length, strict=True)
-        together = Keys(jnp.stack([each.words for each in own]))
-        numbered = in_namespace(together, np.array(own_numbers)[:, None], bits)
+    pairs = zip([_flat(own) for own in ids], numbers, strict=True)
+    for _, of_form in itertools.groupby(pairs, lambda pair: (pair[0].shape, pair[0].dtype)):
+        own, own_numbers = zip(*of_form, strict=True)
+        together = jnp.stack(own)
+        keys = Keys(together) if together.ndim == 3 else keys_of(together)
+        numbered = in_namespace(keys, np.array(own_numbers)[:, None], bits)
         words.append(numbered.words.reshape(-1, 2))
     return Keys(jnp.concatenate(words))
+
+
+def _flat(ids: Any) -> Any:
+    """Integers ``[n]``, or the words of keys ``[n, 2]``."""
+    return ids.words.reshape(-1, 2) if isinstance(ids, Keys) else ids.reshape(-1)
 
 
 def outside_namespace(keys: Keys, bits: int) -> Keys:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jax_hkv import _checks, _inserts, pooled, whole_table
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
+from jax_hkv._bags import Bagged
 from jax_hkv._compat import agreed, vary
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._hops import (
@@ -41,7 +42,6 @@ from jax_hkv._keys import Keys, as_keys, check_fixed
 from jax_hkv._options import Fill
 from jax_hkv._warnings import lookup_of_layer, warn_of_axes
 from jax_hkv.admission import Frequency
-from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT, Groups, Status, is_new
 from jax_hkv.operations import ROWS_NAME
 from jax_hkv.table import (
@@ -521,9 +521,9 @@ def arrived_bags(plan: Plan, arrived: Items, bag_count: int) -> Bags:
     lengths = lengths.reshape(last.peers, -1)
     starts = jnp.cumsum(lengths, axis=1) - lengths
     starts = starts + (_rows.positions(last.peers) * jnp.int32(last.places))[:, None]
-    # The last bag of a peer ends with what it sent no key for, which is masked.
     splits = jnp.concatenate([starts.reshape(-1), jnp.full((1,), last.room, jnp.int32)])
-    return Bags(sources, splits, arrived.weights)
+    # Behind the last bag of a peer is what it sent no key for.
+    return Bags(sources, splits, arrived.weights, (starts + lengths).reshape(-1))
 
 
 def _home_rows(

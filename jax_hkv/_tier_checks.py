@@ -18,7 +18,7 @@ from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._placed import is_saved
 from jax_hkv._tiers import Tiers
 from jax_hkv._warnings import warn_of_part
-from jax_hkv.features import Jagged, Padded
+from jax_hkv.features import Jagged, Padded, as_bagged
 from jax_hkv.table import Table, check_one_device, forms_of
 from jax_hkv.table import check_table as check_is_table
 
@@ -80,7 +80,7 @@ def check_no_mask(
 
 def in_bags(call: str, bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
     """The keys of bags, and which are no padding."""
-    batch, _ = bags_of(call, bags, "sum")
+    batch = as_bagged(*bags_of(call, bags, "sum"))
     return batch.keys, batch.valid
 
 

@@ -27,16 +27,16 @@ from jax_hkv import (
     pooled,
     whole_table,
 )
+from jax_hkv._bags import Bagged
 from jax_hkv._checks import as_bool, as_integer, as_mask, as_row_dtype, check_function
 from jax_hkv._feature_bags import as_one, bags_of, joined_masks, joined_scores
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._keys import Keys
-from jax_hkv._namespaces import NumberOf, joined_in_namespaces
+from jax_hkv._namespaces import NumberOf
 from jax_hkv._options import Fill
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
-from jax_hkv.features import Bagged
 from jax_hkv.table import Table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -655,15 +655,12 @@ def _batch(group: Group, inputs: Mapping[str, Any]) -> tuple[Bagged, tuple[Part,
         batches.append(own)
         layouts.append(layout)
         parts.append(Part(feature.name, layout.batch))
-    bags, valid = as_one(
-        [(own.bags, own.valid) for own in batches],
+    batch = as_one(
+        batches,
+        layouts=tuple(layouts),
         combiners=tuple(feature.combiner or "sum" for feature in features),
-        is_each_a_bag=all(layout.is_each_a_bag for layout in layouts),
-    )
-    keys = joined_in_namespaces(
-        [own.keys for own in batches],
-        [group.number(feature.table) for feature in features],
-        group.bits,
+        numbers=tuple(group.number(feature.table) for feature in features),
+        bits=group.bits,
     )
     is_weighted = any(layout.is_weighted for layout in layouts)
-    return Bagged(keys, valid, bags), tuple(parts), is_weighted
+    return batch, tuple(parts), is_weighted

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
+from jax_hkv._bags import Bagged, Given, Layout, joined_bags
 from jax_hkv._compat import is_traced, match_varying, replicated
 from jax_hkv._host_bags import (
     MASKED_LENGTHS,
@@ -32,7 +33,7 @@ from jax_hkv._keys import (
     keys_of,
 )
 from jax_hkv.index import MAX_SLOTS
-from jax_hkv.table import Bags, jitted
+from jax_hkv.table import jitted
 
 
 @jax.tree_util.register_dataclass
@@ -299,41 +300,7 @@ def _packed(
     return Jagged(Keys.from_numpy(np.pad(ids, padding)), splits, factors)
 
 
-class Bagged(NamedTuple):
-    """Ids in the form that lookups work on: flat, with the bag of each.
-
-    Attributes:
-      keys: ``[n]``.
-      valid: ``bool[n]``; padding is not. None: all are.
-      bags: who is in which bag, with the weights as they were given. None: each id has a bag of its
-        own, without a weight, so that there is nothing to add up.
-    """
-
-    keys: Keys
-    valid: Bool[Array, " n"] | None
-    bags: Bags | None
-
-
-class Layout(NamedTuple):
-    """The form of what a caller gave.
-
-    Attributes:
-      ids: their shape.
-      batch: the shape of the batch of bags.
-      is_weighted: whether there were weights, which may be differentiated.
-    """
-
-    ids: tuple[int, ...]
-    batch: tuple[int, ...]
-    is_weighted: bool
-
-    @property
-    def is_each_a_bag(self) -> bool:
-        """Whether each id has a bag of its own, without a weight."""
-        return self.ids == (*self.batch, 1) and not self.is_weighted
-
-
-def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+def as_given(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Given, Layout]:
     """What a caller gave as bags of ids, checked."""
     if isinstance(ids, Padded):
         ids, valid, weights = unpadded(call, ids, valid, weights)
@@ -349,20 +316,21 @@ def as_bagged(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Bagged, La
         )
     mask = _checks.as_mask(call, "valid", valid, keys.shape)
     factors = as_weights(call, weights, keys.shape)
-    return _dense(keys, mask, factors), Layout(keys.shape, keys.shape[:-1], weights is not None)
+    layout = Layout(keys.shape, keys.shape[:-1], weights is not None)
+    return Given(keys, mask, factors, None), layout
 
 
-@jitted()
-def _dense(given: Any, valid: jax.Array | None, weights: jax.Array | None) -> Bagged:
-    *batch, hotness = given.shape
-    bags = dense_bags(tuple(batch), hotness, weights)
-    return Bagged(*_checks.flat_batch(given, valid), bags)
+@jitted("layout")
+def as_bagged(given: Given, layout: Layout) -> Bagged:
+    """Ids and the bag of each, with the weights as they were given."""
+    bags, valid = joined_bags([given], [layout])
+    return Bagged(keys_of(given.keys).reshape(-1), valid, bags)
 
 
-def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Bagged, Layout]:
+def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Given, Layout]:
     keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
     layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
-    return _jagged(keys, splits, factors, mask), layout
+    return Given(keys, mask, factors, splits), layout
 
 
 def each_a_bag(given: Any) -> Any:
@@ -411,15 +379,6 @@ def _checked_jagged(
     splits = as_splits(call, "ids.row_splits", given.row_splits, keys.shape[0])
     mask = _checks.as_mask(call, "valid", valid, keys.shape)
     return keys, splits, as_weights(call, given.weights, keys.shape), mask
-
-
-@jitted()
-def _jagged(
-    given: Any, splits: jax.Array, weights: jax.Array | None, valid: jax.Array | None
-) -> Bagged:
-    bags = jagged_bags(splits, given.shape[0], weights)
-    is_in_bag = bags.sources < splits.shape[0] - 1
-    return Bagged(keys_of(given), is_in_bag if valid is None else is_in_bag & valid, bags)
 
 
 def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array, " n"] | None:
@@ -477,24 +436,6 @@ def _check_form_of_splits(call: str, argument: str, splits: Any) -> Any:
             "it with np.concatenate([[0], np.cumsum(lengths)]), or use Jagged.from_lists"
         )
     return dtype
-
-
-def dense_bags(batch: tuple[int, ...], hotness: int, weights: jax.Array | None) -> Bags:
-    """Bags of `hotness` positions each."""
-    count = math.prod(batch)
-    numbers = jax.lax.iota(jnp.int32, count * hotness)
-    splits = jax.lax.iota(jnp.int32, count + 1) * jnp.int32(hotness)
-    return Bags(numbers // jnp.int32(max(hotness, 1)), splits, weights)
-
-
-def jagged_bags(splits: jax.Array, count: int, weights: jax.Array | None) -> Bags:
-    """Bags of `count` positions by their row splits; padding is in bag `batch`, which is none."""
-    # The bag of a position is the number of splits at or before it, which integers count in any
-    # order: no search.
-    ends = jnp.zeros((count,), jnp.int32).at[splits[1:]].add(1, mode="drop")
-    sources = jnp.cumsum(ends, dtype=jnp.int32)
-    is_before = jax.lax.iota(jnp.int32, count) < splits[0]  # of traced splits, which nobody checks
-    return Bags(jnp.where(is_before, splits.shape[0] - 1, sources), splits, weights)
 
 
 class Unique(NamedTuple):

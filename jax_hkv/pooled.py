@@ -20,13 +20,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
+from jax_hkv._bags import Bagged, Given, Layout, joined_bags
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys, check_fixed, form_of
 from jax_hkv._options import Combiner, Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
-from jax_hkv.features import Bagged
 from jax_hkv.index import NO_SLOT
 from jax_hkv.initializers import Initializer
 from jax_hkv.operations import ROWS_NAME, after_read
@@ -105,9 +105,7 @@ def find_pooled(
 
 
 @jitted("initial", "dtype", "layout")
-def _find_bags(
-    table: Table, batch: Bagged, initial: bool, dtype: Any, layout: features.Layout
-) -> Any:
+def _find_bags(table: Table, batch: Bagged, initial: bool, dtype: Any, layout: Layout) -> Any:
     clock, values, slots = _find(table, batch, initial=initial, dtype=dtype)
     rows = values.reshape(*layout.batch, table.dim)
     return clock, PooledFindResult(rows, (slots >= 0).reshape(layout.ids))
@@ -186,7 +184,7 @@ def _find_or_insert_bags(
     pinned: jax.Array | None,
     dtype: Any,
     evicted: bool,
-    layout: features.Layout,
+    layout: Layout,
 ) -> Any:
     options = {"initial": True, "dtype": dtype, "evicted": evicted}
     table, result = _find_or_insert(table, batch, scores, admit, pinned, **options)
@@ -382,16 +380,11 @@ def _pool(
 ) -> jax.Array:
     *shape, dim = rows.shape
     mask = None if valid is None else valid.reshape(-1)
-    if splits is None:
-        batch = shape[:-1]
-        bags = features.dense_bags(tuple(batch), shape[-1], weights)
-    else:
-        batch = [splits.shape[0] - 1]
-        bags = features.jagged_bags(splits, shape[0], weights)
-        is_in_bag = bags.sources < batch[0]
-        mask = is_in_bag if mask is None else mask & is_in_bag
-    bags = effective(bags, mask, combiner=combiner)
-    return _pool_given(rows.reshape(-1, dim), bags, mask).reshape(*batch, dim)
+    batch = shape[:-1] if splits is None else [splits.shape[0] - 1]
+    layout = Layout(tuple(shape), tuple(batch), weights is not None)
+    bags, counted = joined_bags([Given(None, mask, weights, splits)], [layout])
+    bags = effective(bags, counted, combiner=combiner, is_masked=mask is not None)
+    return _pool_given(rows.reshape(-1, dim), bags, counted).reshape(*batch, dim)
 
 
 def check_combiner(call: str, combiner: Any) -> None:
@@ -408,24 +401,31 @@ def check_combiner(call: str, combiner: Any) -> None:
 
 def as_batch(
     call: str, combiner: Combiner, ids: Any, weights: Any, valid: Any
-) -> tuple[Bagged, features.Layout]:
+) -> tuple[Bagged, Layout]:
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
-    batch, layout = features.as_bagged(call, ids, weights, valid)
+    given, layout = features.as_given(call, ids, weights, valid)
+    batch = features.as_bagged(given, layout)
     assert batch.bags is not None
-    return batch._replace(bags=effective(batch.bags, batch.valid, combiner=combiner)), layout
+    options = {"combiner": combiner, "is_masked": given.valid is not None}
+    return batch._replace(bags=effective(batch.bags, batch.valid, **options)), layout
 
 
-@jitted("combiner")
-def effective(bags: Bags, valid: jax.Array | None, combiner: Combiner) -> Bags:
-    """Bags whose weighted sum is what the combiner says: weights over the bag's divisor."""
+@jitted("combiner", "is_masked")
+def effective(
+    bags: Bags, valid: jax.Array | None, combiner: Combiner, is_masked: bool = True
+) -> Bags:
+    """Bags whose weighted sum is what the combiner says: weights over the bag's divisor.
+
+    Without a mask `valid` is False for padding alone.
+    """
     given = bags.weights
     if given is not None and valid is not None:
         given = jnp.where(valid, given, 0.0)
     if combiner == "sum":
         return bags._replace(weights=given)
     if given is None:
-        divisors = _valid_ids(bags, valid).astype(jnp.float32)
+        divisors = _valid_ids(bags, valid if is_masked else None).astype(jnp.float32)
     else:
         # Squares are taken natively as well: XLA's may drop subnormal ones.
         factors = None if combiner == "mean" else given
@@ -457,10 +457,10 @@ def _quotients_jvp(root: bool, primals: Any, tangents: Any) -> tuple[jax.Array, 
 def _valid_ids(bags: Bags, valid: jax.Array | None) -> jax.Array:
     """How many valid ids each bag has."""
     if valid is None:
-        return jnp.diff(bags.splits)
+        return jnp.diff(bags.splits) if bags.ends is None else bags.ends - bags.splits[:-1]
     before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(valid, dtype=jnp.int32)])
-    at_splits = _index.take(before, bags.splits)
-    return at_splits[1:] - at_splits[:-1]
+    ends = bags.splits[1:] if bags.ends is None else bags.ends
+    return _index.take(before, ends) - _index.take(before, bags.splits[:-1])
 
 
 # --- Sums over bags, and their derivatives -------------------------------------------------------
@@ -488,7 +488,8 @@ def _sum_rows(
     slots = _rows.positions(rows.shape[0])
     slots = slots if valid is None else jnp.where(valid, slots, NO_SLOT)
     clock = jnp.zeros((2,), jnp.uint32)
-    return _rows.pool(clock, rows, slots, bags.splits, weights=weights, name="rows")[1]
+    options = {"ends": bags.ends, "weights": weights, "name": "rows"}
+    return _rows.pool(clock, rows, slots, bags.splits, **options)[1]
 
 
 def _sum_rows_forward(rows: Any, weights: Any, bags: Bags, valid: Any) -> Any:
@@ -542,6 +543,7 @@ class _Stored(NamedTuple):
     values: jax.Array
     slots: jax.Array
     splits: jax.Array
+    ends: jax.Array | None
     keys: Keys
     valid: jax.Array | None
 
@@ -573,7 +575,7 @@ def pool_stored(
 ) -> tuple[Table, jax.Array]:
     """The weighted sum of each bag's rows in a table; valid keys without one may add first rows."""
     source = _Source(table.initializer, table.seed, table.name, initial, dtype)
-    stored = _Stored(table.index.clock, table.values, slots, bags.splits, keys, valid)
+    stored = _Stored(table.index.clock, table.values, slots, bags.splits, bags.ends, keys, valid)
     clock, values = _pool_slots(source, stored, bags)
     return with_clock(table, clock), checkpoint_name(values, ROWS_NAME)
 
@@ -587,7 +589,8 @@ def pool_by_slot(
     """
     source = _Source(Initializer(0), 0, "rows", False, dtype)
     clock = jnp.zeros((2,), jnp.uint32)
-    stored = _Stored(clock, rows, slots, bags.splits, Keys(jnp.zeros((0, 2), jnp.uint32)), None)
+    no_keys = Keys(jnp.zeros((0, 2), jnp.uint32))
+    stored = _Stored(clock, rows, slots, bags.splits, bags.ends, no_keys, None)
     return checkpoint_name(_pool_slots(source, stored, bags)[1], ROWS_NAME)
 
 
@@ -603,6 +606,7 @@ def _pool_slots(source: _Source, stored: _Stored, bags: Bags) -> tuple[jax.Array
 def _read_bags(source: _Source, stored: _Stored, weights: jax.Array | None) -> Any:
     return _rows.pool(
         *(stored.clock, stored.values, stored.slots, stored.splits),
+        ends=stored.ends,
         weights=weights,
         initial=source.initial(stored),
         dtype=source.dtype,

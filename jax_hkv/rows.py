@@ -83,12 +83,13 @@ def pool(
     slots: Int32[Array, " n"],
     splits: Int32[Array, " b+1"],
     *,
+    ends: Int32[Array, " b"] | None = None,
     weights: Float32[Array, " n"] | None = None,
     initial: tuple[Initializer, int, Keys, Mask] | None = None,
     dtype: Any = None,
     name: str,
 ) -> tuple[Clock, Float[Array, "b ..."]]:
-    """The sum of the rows of each bag, positions ``splits[j]`` to ``splits[j + 1] - 1``.
+    """The sum of the rows of each bag, positions ``splits[j]`` to ``ends[j] - 1``.
 
     The sum is that of docs/semantics.md, section 8; an empty one is zero.
 
@@ -96,7 +97,8 @@ def pool(
       clock: of the table.
       values: rows by slot.
       slots: of the rows of positions; those without a slot are left out, unless:
-      splits: where bags begin and end.
+      splits: where bags begin and, of the last one, end.
+      ends: where bags end; None: where the next one begins.
       weights: factors of the rows.
       initial: initializer, seed, keys, and which positions without a slot add a first row.
       dtype: of the sums, which are made in float32 and then rounded; None: float32.
@@ -109,6 +111,7 @@ def pool(
         values,
         slots,
         splits,
+        jnp.zeros((0,), jnp.int32) if ends is None else ends,
         jnp.zeros((0,), jnp.float32) if weights is None else weights,
         jnp.zeros((0, 2), jnp.uint32) if keys is None else keys.words,
         flags(mask),

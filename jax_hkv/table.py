@@ -240,14 +240,18 @@ class Bags(NamedTuple):
     is ``weights[i] * d_pooled[sources[i]]``.
 
     Attributes:
-      sources: the bag of each position; `b`, which is none, for padding.
-      splits: bag `j` is positions ``splits[j]`` to ``splits[j + 1] - 1``.
+      sources: the bag of each position; of padding the next one, or `b`, which is none.
+      splits: where bags begin and, of the last one, end: bag `j` is positions ``splits[j]`` to
+        ``splits[j + 1] - 1``.
       weights: the given ones over the divisor of the bag's combiner; None: all are one.
+      ends: where bags end that have padding behind them: bag `j` is positions ``splits[j]`` to
+        ``ends[j] - 1``. None: where the next one begins.
     """
 
     sources: Int32[Array, " n"]
     splits: Int32[Array, " b+1"]
     weights: Float32[Array, " n"] | None
+    ends: Int32[Array, " b"] | None = None
 
     @property
     def factors(self) -> Float32[Array, " n"]:

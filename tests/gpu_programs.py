@@ -133,6 +133,7 @@ def programs():
     yield "collection_step", *collection_step()
     yield "concurrent_step", *collection_step()
     yield "single_ids_step", *collection_step(most_ids=1)
+    yield "jagged_step", *collection_step(jagged=True)
     yield "evicting_step", *collection_step(return_evicted=True)
     yield "micro_batches_step", *collection_step(micro_batches=4)
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
@@ -202,7 +203,14 @@ def programs():
 
 
 def collection_step(
-    capacity=CAPACITY, hidden=(), *, most_ids=4, donate=False, return_evicted=False, **options
+    capacity=CAPACITY,
+    hidden=(),
+    *,
+    most_ids=4,
+    jagged=False,
+    donate=False,
+    return_evicted=False,
+    **options,
 ):
     """A step of a Flax model of 26 features over 26 tables of one dim, with fused Adam."""
     import flax.linen as nn
@@ -213,10 +221,11 @@ def collection_step(
     import jax_hkv as hkv
 
     names = [f"feature_{number}" for number in range(26)]
+    combiners = ("sum", "mean", "sqrtn" if jagged else None)
     optimizer = hkv.optim.adam(1e-3)
     collection = hkv.Collection(
         [hkv.TableConfig(name, capacity // 26, DIM, optimizer=optimizer) for name in names],
-        [hkv.Feature(name, name, ("sum", "mean", None)[n % 3]) for n, name in enumerate(names)],
+        [hkv.Feature(name, name, combiners[n % 3]) for n, name in enumerate(names)],
     )
 
     class Model(nn.Module):
@@ -233,10 +242,13 @@ def collection_step(
     def loss_fn(apply, inputs, labels):
         return jnp.mean(optax.sigmoid_binary_cross_entropy(apply(inputs, train=True), labels))
 
-    inputs = {
-        name: hkv.Keys(jax.ShapeDtypeStruct((BATCH, 1 + n % most_ids, 2), jnp.uint32))
-        for n, name in enumerate(names)
-    }
+    def input_of(n):
+        if not jagged:
+            return hkv.Keys(jax.ShapeDtypeStruct((BATCH, 1 + n % most_ids, 2), jnp.uint32))
+        ids = hkv.Keys(jax.ShapeDtypeStruct((2 * BATCH + n % 2, 2), jnp.uint32))
+        return hkv.Jagged(ids, jax.ShapeDtypeStruct((BATCH + 1,), jnp.int32))
+
+    inputs = {name: input_of(n) for n, name in enumerate(names)}
     create = functools.partial(hkv.linen.TrainState.create, Model(), tx=optax.adam(1e-3))
     state = shapes(jax.eval_shape(create, jax.random.key(0), inputs))
     step = hkv.linen.train_step(loss_fn, donate=donate, **options)  # the report donates by itself

@@ -47,6 +47,7 @@ STRAIGHT = [
     "collection_step",
     "concurrent_step",
     "single_ids_step",
+    "jagged_step",
     "evicting_step",
     "shard_map_step",
     "leading_axis_step",
@@ -73,6 +74,7 @@ KERNELS |= {"insert_and_evict_1": 1, "export_batch": 2}
 KERNELS |= {"assign_1": 1, "erase_1": 1, "find_touch_1": 1, "export_keys": 3, "import_batch": 3}
 KERNELS |= {"train_step": 11, "shard_map_step": 11, "collection_step": 27, "micro_batches_step": 60}
 KERNELS |= {"single_ids_step": 22, "evicting_step": 29, "concurrent_step": 27}
+KERNELS |= {"jagged_step": 42}
 LOOPS = [
     "scan_of_steps",
     "micro_batches_step",
@@ -203,7 +205,8 @@ def test_only_splits_and_sketches_are_scattered_by_xla(compiled):
     """Its scatters are atomics, and those on one address wait for each other."""
     scattering = {name for name, found in compiled.items() if found.get("scatters")}
     pooled = {f"find_or_insert_pooled_{choices}" for choices in (1, 2)}
-    assert scattering == pooled | {f"admitting_insert_{choices}" for choices in (1, 2)}
+    admitting = {f"admitting_insert_{choices}" for choices in (1, 2)}
+    assert scattering == pooled | admitting | {"jagged_step"}
 
 
 def test_a_step_with_tables_of_half_the_memory_computes_nothing_twice(compiled):

@@ -89,6 +89,7 @@ struct PoolRows {
   RowsView values;
   Array<Slot> slots;
   Array<int32_t> splits;
+  Array<int32_t> ends;  // of bags with padding behind them; none: each bag ends where the next begins
   Array<float> weights;
   Array<Words> keys;
   Array<bool> initial;
@@ -101,6 +102,7 @@ struct PoolRows {
     binder.in_floats("values", values, "S ...");
     binder.in("slots", slots, "n");
     binder.in("splits", splits, "b+1");
+    binder.in("ends", ends, "b?");
     binder.in("weights", weights, "n?");
     binder.in("keys", keys, "n? 2");
     binder.in("initial", initial, "n?");
@@ -114,15 +116,22 @@ struct PoolRows {
     int64_t positions;
     const Slot* slots;
     const int32_t* splits;
+    const int32_t* ends;  // null: the splits that follow
     const float* weights;  // null: all are one
     const Words* keys;  // null: there are no first rows
     Mask initial;
     RowsView pooled;
 
     // Splits come from data: wrong ones make wrong sums, but nothing is read outside the batch.
-    HKV_HOST_DEVICE int64_t begin_of(int64_t bag) const {
-      const int64_t split = splits[bag] < 0 ? 0 : splits[bag];
-      return split < positions ? split : positions;
+    HKV_HOST_DEVICE int64_t within(int64_t split) const {
+      const int64_t from_first = split < 0 ? 0 : split;
+      return from_first < positions ? from_first : positions;
+    }
+
+    HKV_HOST_DEVICE int64_t begin_of(int64_t bag) const { return within(splits[bag]); }
+
+    HKV_HOST_DEVICE int64_t end_of(int64_t bag) const {
+      return within(ends == nullptr ? splits[bag + 1] : ends[bag]);
     }
 
     HKV_HOST_DEVICE bool has_row(Slot slot) const { return slot >= 0 && slot < values.count; }
@@ -136,7 +145,7 @@ struct PoolRows {
     HKV_HOST_DEVICE Slot only_slot(int64_t bag) const {
       if (!copies_rows()) return kNoSlot;
       const int64_t begin = begin_of(bag);
-      if (begin_of(bag + 1) - begin != 1) return kNoSlot;
+      if (end_of(bag) - begin != 1) return kNoSlot;
       return has_row(slots[begin]) ? slots[begin] : kNoSlot;
     }
   };
@@ -180,7 +189,7 @@ struct PoolRows {
     template <Group G>
     HKV_HOST_DEVICE void add_up(const G& group, int64_t bag) const {
       const int64_t begin = state.begin_of(bag);
-      const int64_t end = state.begin_of(bag + 1);
+      const int64_t end = state.end_of(bag);
       const RowsView& pooled = state.pooled;
       for_each_block<G>(group, pooled.width, [&]<int kBlock>(int64_t column, int columns) {
         if constexpr (G::size() == 1) {
@@ -308,6 +317,7 @@ struct PoolRows {
                       slots.rows,
                       slots.data,
                       splits.data,
+                      ends.data_or_null(),
                       weights.data_or_null(),
                       keys.data_or_null(),
                       {initial.data_or_null()},

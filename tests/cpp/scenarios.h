@@ -454,6 +454,7 @@ class Scenario {
       weights.push_back(static_cast<float>(random_.real() - 0.3));
     }
     machines_.set("splits", Buffer::of(splits));
+    machines_.set("ends", Buffer::of(std::vector<int32_t>()));
     machines_.set("pool_weights", Buffer::of(weights));
     const Names names = {{"slots", "stale_slots"},
                          {"keys", "initial_keys"},
@@ -461,11 +462,43 @@ class Scenario {
                          {"pooled", "pooled_bags"}};
     call<PoolRows>(init, names);
     call_cast<PoolRows>(init, names, "pooled_bags");
+    pool_with_padding(init, splits);
     std::vector<float> divisors(weights.rbegin(), weights.rend());
     for (float& divisor : divisors) divisor = random_.chance(0.1) ? 0.0f : divisor * divisor;
     machines_.set("pool_divisors", Buffer::of(divisors));
     call<DivideWeights>({{"root", random_.chance(0.5) ? 1 : 0}},
                         {{"weights", "pool_weights"}, {"divisors", "pool_divisors"}});
+  }
+
+  // Bags with padding behind them are every second one of those whose padding is a bag, too.
+  void pool_with_padding(const Attributes& init, const std::vector<int32_t>& splits) {
+    std::vector<int32_t> ends, apart;
+    for (size_t bag = 0; bag + 1 < splits.size(); ++bag) {
+      const int64_t length = std::max(splits[bag + 1] - splits[bag], 0);
+      ends.push_back(splits[bag] + static_cast<int32_t>(random_.below(length + 1)));
+      apart.insert(apart.end(), {splits[bag], ends.back()});
+    }
+    apart.push_back(splits.back());
+    machines_.set("ends", Buffer::of(ends));
+    Names names = {{"slots", "stale_slots"},
+                   {"keys", "initial_keys"},
+                   {"weights", "pool_weights"},
+                   {"pooled", "bags_before_padding"}};
+    call<PoolRows>(init, names);
+    machines_.set("splits_apart", Buffer::of(apart));
+    machines_.set("ends", Buffer::of(std::vector<int32_t>()));
+    names["splits"] = "splits_apart";
+    names["pooled"] = "bags_and_padding";
+    call<PoolRows>(init, names);
+    const Buffer& apart_rows = machines_["bags_and_padding"];
+    const Buffer& rows = machines_["bags_before_padding"];
+    const size_t row_bytes = rows.rows == 0 ? 0 : rows.bytes.size() / static_cast<size_t>(rows.rows);
+    for (size_t bag = 0; bag < ends.size(); ++bag) {
+      checks_.expect(std::equal(rows.bytes.begin() + static_cast<std::ptrdiff_t>(bag * row_bytes),
+                                rows.bytes.begin() + static_cast<std::ptrdiff_t>((bag + 1) * row_bytes),
+                                apart_rows.bytes.begin() + static_cast<std::ptrdiff_t>(2 * bag * row_bytes)),
+                     where_ + ": a bag with padding behind it differs from one without");
+    }
   }
 
   void erase() {

@@ -1,0 +1,163 @@
+"""Bags of ids as lookups work on them: those of one batch or of several, as one batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jax_hkv import index as _index
+from jax_hkv._checks import flat_mask
+from jax_hkv._keys import Keys
+from jax_hkv.table import Bags
+
+
+class Layout(NamedTuple):
+    """The form of what a caller gave.
+
+    Attributes:
+      ids: their shape.
+      batch: the shape of the batch of bags.
+      is_weighted: whether there were weights, which may be differentiated.
+    """
+
+    ids: tuple[int, ...]
+    batch: tuple[int, ...]
+    is_weighted: bool
+
+    @property
+    def is_each_a_bag(self) -> bool:
+        """Whether each id has a bag of its own, without a weight."""
+        return self.ids == (*self.batch, 1) and not self.is_weighted
+
+    @property
+    def positions(self) -> int:
+        """How many there are, with masked ones and padding."""
+        return math.prod(self.ids)
+
+    @property
+    def bags(self) -> int:
+        """How many there are."""
+        return math.prod(self.batch)
+
+    @property
+    def hotness(self) -> int:
+        """Positions of a bag, where all have as many."""
+        return self.positions // max(self.bags, 1)
+
+
+class Given(NamedTuple):
+    """Ids as a caller gave them, checked.
+
+    Attributes:
+      keys: Keys or integers, of the layout's shape.
+      valid: ``bool`` of that shape; None: all.
+      weights: flat; None: ones.
+      splits: of bags of any length, whose ids are flat; None: all bags have as many ids.
+    """
+
+    keys: Any
+    valid: Bool[Array, "*ids"] | None
+    weights: Float32[Array, " n"] | None
+    splits: Int32[Array, " batch+1"] | None
+
+
+class Bagged(NamedTuple):
+    """Ids in the form that lookups work on: flat, with the bag of each.
+
+    Attributes:
+      keys: ``[n]``.
+      valid: ``bool[n]``; padding is not. None: all are.
+      bags: who is in which bag, with the weights as they were given. None: each id has a bag of its
+        own, without a weight, so that there is nothing to add up.
+    """
+
+    keys: Keys
+    valid: Bool[Array, " n"] | None
+    bags: Bags | None
+
+
+def joined_bags(
+    batches: Sequence[Given], layouts: Sequence[Layout]
+) -> tuple[Bags, Bool[Array, " n"] | None]:
+    """The bags of batches, one batch after the other, and which positions are valid (None: all)."""
+    begins, ends = [], []
+    positions = 0
+    for splits, own_layouts in _runs([batch.splits for batch in batches], layouts):
+        counts = np.array([layout.positions for layout in own_layouts], np.int32)[:, None]
+        first = positions + np.cumsum(counts, axis=0, dtype=np.int32) - counts
+        own = _dense_splits(own_layouts[0])[None] if splits is None else splits
+        own = jnp.clip(own, 0, counts) + first  # traced ones are not checked
+        begins.append(own[:, :-1].reshape(-1))
+        ends.append(own[:, 1:].reshape(-1))
+        positions += int(counts.sum())
+    splits = jnp.concatenate([*begins, jnp.array([positions], jnp.int32)])
+    valid, weights = joined_valid(batches, layouts), _joined_weights(batches, layouts)
+    if all(batch.splits is None for batch in batches):
+        return Bags(_dense_sources(layouts), splits, weights), valid
+    # The bag of a position is the number of ends at or before it, which integers count in any
+    # order: no search. Of padding it is the next bag, which begins behind it.
+    counted = jnp.zeros((positions,), jnp.int32).at[jnp.concatenate(ends)].add(1, mode="drop")
+    sources = jnp.cumsum(counted, dtype=jnp.int32)
+    is_in_bag = _index.take(splits, sources) <= jax.lax.iota(jnp.int32, positions)
+    valid = is_in_bag if valid is None else valid & is_in_bag
+    return Bags(sources, splits, weights, jnp.concatenate(ends)), valid
+
+
+def joined_valid(batches: Sequence[Given], layouts: Sequence[Layout]) -> Bool[Array, " n"] | None:
+    """The masks of batches, one after the other; None: all positions are valid."""
+    if all(batch.valid is None for batch in batches):
+        return None
+    pairs = zip(batches, layouts, strict=True)
+    return jnp.concatenate([flat_mask(batch.valid, layout.ids) for batch, layout in pairs])
+
+
+def _joined_weights(
+    batches: Sequence[Given], layouts: Sequence[Layout]
+) -> Float32[Array, " n"] | None:
+    if all(batch.weights is None for batch in batches):
+        return None
+    pairs = zip([batch.weights for batch in batches], layouts, strict=True)
+    return jnp.concatenate(
+        [
+            jnp.ones((layout.positions,), jnp.float32) if weights is None else weights
+            for weights, layout in pairs
+        ]
+    )
+
+
+def _dense_splits(layout: Layout) -> Int32[Array, " bags+1"]:
+    return jax.lax.iota(jnp.int32, layout.bags + 1) * jnp.int32(layout.hotness)
+
+
+def _dense_sources(layouts: Sequence[Layout]) -> Int32[Array, " n"]:
+    sources, bags = [], 0
+    for _, own in _runs([None] * len(layouts), layouts):
+        numbers = jax.lax.iota(jnp.int32, len(own) * own[0].positions)
+        sources.append(numbers // jnp.int32(max(own[0].hotness, 1)) + jnp.int32(bags))
+        bags += len(own) * own[0].bags
+    return jnp.concatenate(sources)
+
+
+def _runs(
+    splits: Sequence[jax.Array | None], layouts: Sequence[Layout]
+) -> Iterator[tuple[Int32[Array, "k bags+1"] | None, list[Layout]]]:
+    """Splits and layouts of batches that stand side by side, with as many bags each.
+
+    Where there are no splits the bags have as many ids, too. XLA makes kernels of what is done with
+    each of many batches: what is done with a run is done at once.
+    """
+
+    def form(pair: tuple[jax.Array | None, Layout]) -> tuple[int, int | None]:
+        own, layout = pair
+        return layout.bags, layout.hotness if own is None else None
+
+    for _, run in itertools.groupby(zip(splits, layouts, strict=True), form):
+        own, same = zip(*run, strict=True)
+        yield None if own[0] is None else jnp.stack(own), list(same)
