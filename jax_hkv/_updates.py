@@ -73,12 +73,12 @@ def check_rounding(table: Table, is_stochastic: bool) -> None:
         )
 
 
-def rounded(rows: Float32[Array, "n dim"], keys: Keys, clock: UInt32[Array, 2], seed: int) -> Array:
+def rounded(rows: Float32[Array, "n dim"], keys: Keys, step: UInt32[Array, ""], seed: int) -> Array:
     """Rows of which bfloat16 holds every bit, rounded by chance (docs/semantics.md, section 7)."""
     low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
     element = jnp.arange(rows.shape[-1], dtype=jnp.uint32)[None]
-    own = (keys.low ^ low)[:, None], (keys.high ^ high ^ clock[1])[:, None]
-    random = threefry(*own, clock[0], element)[0] >> np.uint32(16)
+    own = (keys.low ^ low)[:, None], (keys.high ^ high)[:, None]
+    random = threefry(*own, step, element)[0] >> np.uint32(16)
     bits = (jax.lax.bitcast_convert_type(rows, jnp.uint32) + random) & np.uint32(0xFFFF0000)
     return jnp.where(jnp.isfinite(rows), jax.lax.bitcast_convert_type(bits, jnp.float32), rows)
 

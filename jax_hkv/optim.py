@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 _ROW, _SHARED = "row", "shared"
+_ROUNDINGS = "roundings"
 
 # By keyword, or out of the dictionary of all.
 _MISSES_ARGUMENTS = (TypeError, KeyError)
@@ -110,9 +111,12 @@ class _Structure:
 
     tree: Any
     kinds: tuple[tuple[str, str], ...]  # of each leaf: its name, and whether rows share it
+    counts_roundings: bool = False  # beside them: how often rows were rounded by chance
 
     def __str__(self) -> str:
-        return f"{', '.join(f'{name} ({kind})' for name, kind in self.kinds)} of {self.tree}"
+        leaves = [f"{name} ({kind})" for name, kind in self.kinds]
+        leaves += [f"{_ROUNDINGS} ({_SHARED})"] * self.counts_roundings
+        return f"{', '.join(leaves)} of {self.tree}"
 
     def join(self, row: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
         for name, leaf in shared.items():
@@ -163,6 +167,8 @@ class SparseOptimizer:
             other = self._init(jnp.ones((1, table.dim), self.dtype))
             _check_no_micro_steps(state)
             fresh, shared = structure.split(state)
+            if self.stochastic_rounding:
+                shared[_ROUNDINGS] = jnp.zeros((1,), jnp.uint32)
             of_ones, _ = structure.split(other)
             for name, leaf in fresh.items():
                 if not np.array_equal(np.asarray(leaf), np.asarray(of_ones[name]), equal_nan=True):
@@ -235,7 +241,10 @@ class SparseOptimizer:
 
         after = params + updates
         if self.stochastic_rounding:
-            after = _updates.rounded(after, Keys(batch.groups.keys), table.clock, self.seed)
+            count = before.shared[_ROUNDINGS]
+            shared[_ROUNDINGS] = count + (count < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
+            rounding = Keys(batch.groups.keys), shared[_ROUNDINGS][0], self.seed
+            after = _updates.rounded(after.astype(jnp.float32), *rounding)
         table = scatter_values(table, batch.slots, None, after.astype(table.dtype))
         table = scatter_optimizer(table, batch.slots, None, new_rows)
         optimizer = table.optimizer
@@ -281,7 +290,7 @@ class SparseOptimizer:
                 _names(leaves), leaves, jax.tree.leaves(three), strict=True
             )
         ]
-        return _Structure(jax.tree.structure(two), tuple(kinds))
+        return _Structure(jax.tree.structure(two), tuple(kinds), self.stochastic_rounding)
 
 
 def _failed(what: str, error: Exception) -> ValueError:
@@ -323,8 +332,8 @@ def sparse(
         256 times what a step adds; in float16 an eps of 1e-8 is 0, and a gradient of 0 makes Adam's
         row NaN.
       stochastic_rounding: of bfloat16 rows, whose small updates are lost otherwise, by random bits
-        that are a function of `seed`, key, the table's clock and element: updates of one lookup
-        twice are rounded by the same bits.
+        that are a function of `seed`, key, how many updates there were, which the table counts,
+        and element.
       seed: of these, 0 to 2**64 - 1.
 
     Raises:
