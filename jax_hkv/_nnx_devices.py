@@ -138,27 +138,37 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
     """A state whose parameters are split along other axes than the tables as they are annotated."""
     if placement.mode == "pmap":
         return state
+    mesh = placement.mesh
+    own_axes = [name for name in placement.axes if mesh.shape[name] > 1]
+    left_whole = []
 
-    def one(path: Any, variable: Any, shardings: Any) -> Any:
-        sharding, leaf = shardings.get_value(), variable.get_value()
-        names = names_in(getattr(sharding, "spec", ()))
+    def one(path: Any, variable: Any, specs: Any) -> Any:
+        spec, leaf = specs.get_value(), variable.get_value()
+        names = names_in(spec or ())
         # What an optimizer keeps of a parameter's rows alone has its annotation, too.
-        if not names or len(sharding.spec) > leaf.ndim:
+        if not names or len(spec) > leaf.ndim:
             return variable
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        if any(name in placement.axes for name in names):
-            warn(
-                f"{call}: {where} is annotated to be split along {list(names)}, and tables and "
-                f"batches are along {list(placement.axes)}: it is whole on each device; split "
-                "parameters along another axis of the mesh"
+        unknown = [name for name in names if name not in mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"{call}: {where} must be annotated with axes of the mesh, {list(mesh.shape)}, got "
+                f"{list(names)}: make the mesh with {unknown[0]!r}, of one device if parameters "
+                "are not to be split, or say by rules which axis a logical name is "
+                "(nnx.with_partitioning(..., sharding_rules=))"
             )
+        if any(name in own_axes for name in names):
+            left_whole.append((where, names))
             return variable
+        sharding = jax.sharding.NamedSharding(mesh, spec)
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
+            if not isinstance(variable, nnx.Param):  # an optimizer's, of another shape
+                return variable
             raise ValueError(
                 f"{call}: {where} must be of a shape that its annotation splits evenly, got "
-                f"{list(leaf.shape)} for {sharding.spec} on a mesh {dict(placement.mesh.shape)}: "
+                f"{list(leaf.shape)} for {spec} on a mesh {dict(mesh.shape)}: "
                 "take another width, or annotate another axis"
             ) from error
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -167,12 +177,21 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
             own = jax.device_put(leaf, sharding)
         return variable.replace(own)
 
-    return jax.tree_util.tree_map_with_path(
+    annotated = jax.tree_util.tree_map_with_path(
         one,
         state,
-        nnx.get_named_sharding(state, placement.mesh),
+        nnx.get_partition_spec(state),
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )
+    if left_whole:
+        where, names = left_whole[0]
+        others = f" (and {len(left_whole) - 1} more)" if left_whole[1:] else ""
+        warn(
+            f"{call}: {where}{others} is annotated to be split along {list(names)}, and tables and "
+            f"batches are along {own_axes}: it is whole on each device; split parameters along "
+            "another axis of the mesh"
+        )
+    return annotated
 
 
 def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:

@@ -119,7 +119,9 @@ def settled(fn: Callable[..., Any], splits: Sequence[P | None] | None = None) ->
         if form != jax.tree.structure(args[0]):  # of new leaves nobody knows, but of tables
             own = splits_along((), state)
         leaves = [
-            leaf if spec is None else jax.lax.with_sharding_constraint(leaf, spec)
+            leaf
+            if spec is None or leaf.ndim < len(spec)  # a step may sum an axis away
+            else jax.lax.with_sharding_constraint(leaf, spec)
             for leaf, spec in zip(leaves, own, strict=True)
         ]
         return (form.unflatten(leaves), *whole(others))

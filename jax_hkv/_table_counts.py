@@ -34,7 +34,12 @@ class TableCounts(Mapping[str, Counts]):
     def __getitem__(self, name: str) -> Counts:
         """The counts of a table: of an array that is known, all come to the host together."""
         if name not in self.names:
-            raise KeyError(name)
+            raise KeyError(f"{name!r}: there are counts of the tables {list(self.names)}")
+        if self.numbers.shape[-2:] != (len(self.names), _KINDS):
+            raise ValueError(
+                f"info.counts: numbers must be [..., {len(self.names)}, {_KINDS}], of each table "
+                f"its counts, got {list(self.numbers.shape)}: stack them along leading axes"
+            )
         number = self.names.index(name)
         if isinstance(self.numbers, jax.ShapeDtypeStruct):
             shape: Any = jax.ShapeDtypeStruct(self.numbers.shape[:-2], self.numbers.dtype)

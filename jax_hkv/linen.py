@@ -686,5 +686,6 @@ def train_step(
 
 
 _state_dicts.register(
-    Table, Index, OptimizerRows, Admission, Keys, Jagged, Padded, TrainState, LossScale
+    *(Table, Index, OptimizerRows, Admission, Keys, Jagged, Padded, TrainState, LossScale),
+    _table_counts.TableCounts,
 )

@@ -55,9 +55,11 @@ class NnxModel(nnx.Module):
     ):
         self.embed = hkv.nnx.Embed(2048, DIM, optimizer=ADAM, axis_name=axis_name)
         init = nnx.initializers.lecun_normal()
+        bias_init = nnx.initializers.zeros_init()
         if is_annotated:
             init = nnx.with_partitioning(init, names)
-        self.dense = nnx.Linear(inputs, WIDTH, kernel_init=init, rngs=rngs)
+            bias_init = nnx.with_partitioning(bias_init, names[-1:])
+        self.dense = nnx.Linear(inputs, WIDTH, kernel_init=init, bias_init=bias_init, rngs=rngs)
         self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
 
     def __call__(self, ids, train=False):
@@ -216,12 +218,42 @@ def test_annotations_along_the_axes_of_tables_leave_parameters_whole():
     assert model.dense.kernel.get_value().sharding.is_fully_replicated
 
 
+def test_parameters_that_stay_whole_are_warned_of_once():
+    placement = placement_of("Auto")
+
+    def make():
+        return hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), True, ("data", None)), optax.adam(0.01))
+
+    with pytest.warns(UserWarning) as warned:
+        hkv.nnx.place(make, placement)
+    messages = [str(each.message) for each in warned]
+    assert len(messages) == 1 and "dense/kernel (and 2 more) is annotated" in messages[0], messages
+
+
+def test_an_axis_of_one_device_splits_nothing():
+    """Neither is it warned of, nor does it keep a parameter from its split along another axis."""
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    placement = hkv.sharding.Placement(mesh, axis_name="data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("data", "model")), placement)
+    assert model.dense.kernel.get_value().addressable_shards[0].data.shape == (12, WIDTH // 4)
+
+
+@pytest.mark.parametrize("make", [hkv.nnx.place, hkv.nnx.abstract])
+def test_an_annotation_with_an_axis_that_the_mesh_lacks_is_named(make):
+    placement = hkv.sharding.Placement(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    message = r"dense/bias must be annotated with axes of the mesh, \['data'\], got \['model'\]"
+    with pytest.raises(ValueError, match=rf"nnx.{make.__name__}: {message}.*make the mesh with"):
+        make(lambda: NnxModel(nnx.Rngs(0), True), placement)
+
+
 def test_annotations_that_do_not_fit_are_named_or_left_out():
     """Of factored moments, which have a parameter's annotation but not its shape, the latter."""
     placement = placement_of("Auto")
     with pytest.raises(ValueError, match=r"nnx.place: dense/kernel must be of a shape that its an"):
         hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("model", None), 5), placement)
-    tx = optax.adafactor(0.01, min_dim_size_to_factor=2)
+    tx = optax.adafactor(0.01, min_dim_size_to_factor=2)  # keeps [1] where it has no moment
     state = hkv.nnx.place(lambda: hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), True), tx), placement)
     assert state.model.dense.kernel.get_value().sharding.spec == COLUMNS
     train_step = hkv.nnx.train_step(loss_fn, placement=placement)
@@ -328,6 +360,15 @@ def test_what_came_whole_comes_back_whole():
         ValueError, match=r"Placement.shards: state\[1\] is split along \['model'\]"
     ):
         placement.shards(state)
+
+
+def test_a_leaf_that_loses_its_split_axis_comes_back_whole():
+    placement = placement_of("Auto")
+    table = placement.create(lambda: hkv.create(256, DIM))
+    weights = jax.device_put(jnp.ones((8, 8)), NamedSharding(placement.mesh, COLUMNS))
+    step = placement.step(lambda state, _: ((state[0], state[1].sum(1)), None))
+    (_, sums), _ = step((table, weights), placement.put(np.zeros(2, np.float32)))
+    assert sums.tolist() == [8.0] * 8
 
 
 def test_a_table_that_is_given_optimizer_rows_comes_out_split_as_ever():

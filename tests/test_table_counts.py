@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 
 import jax_hkv as hkv
 import jax_hkv.linen
@@ -28,7 +28,7 @@ def test_counts_are_a_mapping_from_names():
     assert [*counts] == ["a", "b", "c"] and len(counts) == 3 and "b" in counts and "d" not in counts
     assert counts["b"] == hkv.Counts(*range(6, 12)) and int(counts["c"].not_admitted) == 17
     assert dict(counts.items())["a"].hits == 1
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"'d': there are counts of the tables \['a', 'b', 'c'\]"):
         counts["d"]
     assert "names=('a', 'b', 'c')" in repr(counts)
     assert [*counts.under("layer/embed")] == ["layer/embed/a", "layer/embed/b", "layer/embed/c"]
@@ -44,6 +44,15 @@ def test_counts_are_read_inside_of_programs_and_of_shapes():
     assert isinstance(fetched.numbers, np.ndarray) and fetched["b"] == counts["b"]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), counts)
     assert stacked["b"].hits.tolist() == [7, 7]
+    behind = jax.vmap(lambda _: counts, out_axes=1)(jnp.arange(7))
+    with pytest.raises(ValueError, match=r"numbers must be \[..., 3, 6\].*got \[3, 7, 6\]"):
+        behind["b"]
+
+
+def test_counts_are_written_by_flax():
+    counts = counts_of("abc")
+    again = serialization.from_bytes(counts_of("abc", 0 * NUMBERS), serialization.to_bytes(counts))
+    assert dict(again) == dict(counts)
 
 
 def test_counts_of_one_table_are_its_own():
@@ -68,6 +77,19 @@ def test_totals_are_sums_by_name():
     with jax.enable_x64(True):
         for parts in ([first], [first, second], [stacked]):
             assert total(parts).numbers.dtype == jnp.int32
+
+
+def test_counts_of_a_group_stay_32_bits_wide():
+    with jax.enable_x64(True):
+        collection = hkv.Collection(
+            [hkv.TableConfig(name, 128, 4, optimizer=SGD) for name in "ab"],
+            [hkv.Feature(name, name) for name in "ab"],
+        )
+        (group,) = collection.groups
+        inputs = {name: np.arange(3, dtype=np.int32) for name in "ab"}
+        _, found = collection.lookup(collection.create(), inputs, train=True)
+        counts = group.counts(found.results[group.name])
+    assert counts.numbers.dtype == jnp.int32 and int(counts["b"].inserted) == 3
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
