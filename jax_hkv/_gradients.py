@@ -121,11 +121,45 @@ def _square_norm(call: str, result: Any, row_gradients: Any) -> Float[Array, ""]
 def all_finite(*trees: Any) -> Bool[Array, ""]:
     """Whether every number of every leaf is finite: what an update's `apply` wants to know.
 
+    Gradients of rows may have others where no row gets them (the norm of a masked position's zeros,
+    say), which a ``train_step`` takes no notice of; nor does the norm that
+    :func:`clip_by_global_norm` returns, ``apply=all_finite(norm)``.
+
     Example:
       >>> bool(all_finite({"w": jnp.ones(3)}, [jnp.array([jnp.inf])]))
       False
     """
     return _all([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)])
+
+
+def of_rows(results: Sequence[Any], gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Gradients of lookups, zero where no row gets them: of masked and refused keys, empty bags.
+
+    Args:
+      results: of the lookups; a scan may have stacked them.
+      gradients: as many.
+    """
+    return [
+        jnp.where(_have_rows(result, own.shape[:-1])[..., None], own, jnp.zeros((), own.dtype))
+        for result, own in zip(results, gradients, strict=True)
+    ]
+
+
+def _have_rows(result: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
+    """Whether the key of each position, or any of each bag, has a row."""
+    slots = _sharded.slots_like(result.status) if _sharded.is_sharded(result) else result.slots
+    have_rows, bags = slots >= 0, result.bags
+    if bags is None:
+        return have_rows.reshape(shape)
+    *stack, positions = bags.sources.shape
+    counts = jnp.cumsum(have_rows.reshape(*stack, positions), axis=-1, dtype=jnp.int32)
+    before = jnp.concatenate([jnp.zeros((*stack, 1), jnp.int32), counts], axis=-1)
+    ends = bags.splits[..., 1:] if bags.ends is None else bags.ends
+    at_begin, at_end = (
+        jnp.take_along_axis(before, jnp.clip(places, 0, positions), axis=-1)
+        for places in (bags.splits[..., :-1], ends)
+    )
+    return (at_end > at_begin).reshape(shape)
 
 
 def stay_finite(new: Any, old: Any) -> Bool[Array, ""]:

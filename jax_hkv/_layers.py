@@ -22,7 +22,13 @@ from jax_hkv._bags import Bagged, Layout
 from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
 from jax_hkv._compat import came_from, is_traced, without_rematerialization
 from jax_hkv._exchange import as_exchange
-from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm, stay_finite
+from jax_hkv._gradients import (
+    LossScale,
+    all_finite,
+    clip_by_global_norm,
+    of_rows,
+    stay_finite,
+)
 from jax_hkv._host_checks import check_host
 from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
@@ -448,7 +454,8 @@ def prepared(
     finite, norm, (loss, statistics, before) = None, None, seen
     if scale is not None:
         is_kept = ~jnp.isnan(loss).any() & stay_finite(statistics, before)
-        finite, is_kept = devices.every(jnp.stack([all_finite(dense, rows), is_kept]))
+        trained = [of_rows(results[name], own) for name, own in rows.items()]
+        finite, is_kept = devices.every(jnp.stack([all_finite(dense, trained), is_kept]))
         inverse = 1.0 / scale.scale
         dense, rows = jax.tree.map(
             lambda leaf: leaf * inverse.astype(leaf.dtype), widened((dense, rows))

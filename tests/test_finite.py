@@ -82,3 +82,79 @@ def test_a_step_whose_loss_or_statistics_alone_are_not_finite_is_skipped(api, wh
     jax.tree.map(np.testing.assert_array_equal, kept(state), before)
     state, info = run(state, ids, dense, zero)
     assert info.finite
+
+
+class _Norms:
+    """Norms of rows, whose gradient is not a number where rows are zeros."""
+
+    def __call__(self, ids, valid, train=False):
+        rows = self.embed(ids, valid=valid, train=train)
+        has_ids = valid if rows.ndim == 3 else valid.any(axis=-1)
+        return jnp.sum(jnp.where(has_ids, jnp.linalg.norm(rows, axis=-1), 0))
+
+
+class _LinenNorms(_Norms, nn.Module):
+    layer: str
+    axis_name: str | None = None
+
+    def setup(self):
+        kind = getattr(hkv.linen, self.layer)
+        self.embed = kind(256, 2, optimizer=hkv.optim.sgd(1e-3), axis_name=self.axis_name)
+
+
+class _NnxNorms(_Norms, nnx.Module):
+    def __init__(self, layer, axis_name=None):
+        kind = getattr(hkv.nnx, layer)
+        self.embed = kind(256, 2, optimizer=hkv.optim.sgd(1e-3), axis_name=axis_name)
+
+
+IDS = np.arange(24, dtype=np.int32).reshape(8, 3)
+IN_BAGS = np.arange(8)[:, None] % 4 > np.arange(3)  # of every fourth bag no id
+
+
+def norms_state(api, layer, placement=None):
+    scale, axis_name = hkv.optim.LossScale.create(2.0**10), placement and placement.axis_name
+
+    def make():
+        if api == "nnx":
+            return hkv.nnx.TrainState(_NnxNorms(layer, axis_name), optax.sgd(0.1), scale)
+        model = _LinenNorms(layer, axis_name)
+        args = (jax.random.key(0), IDS[:2], IN_BAGS[:2])
+        return hkv.linen.TrainState.create(model, *args, tx=optax.sgd(0.1), loss_scale=scale)
+
+    if placement is None:
+        return make()
+    return placement.create(make) if api == "linen" else hkv.nnx.place(make, placement)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("layer", ["Embed", "EmbedBag"])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"placement": 2}], ids=str)
+def test_gradients_that_no_row_gets_may_be_no_numbers(api, layer, options):
+    """Of masked ids and empty bags; with those of rows the scale skips the step."""
+    put = np.asarray
+    if "placement" in options:
+        if len(jax.devices()) < 2:
+            pytest.skip("it wants two devices")
+        mesh = jax.make_mesh((2,), ("device",), devices=jax.devices()[:2])
+        options = {"placement": hkv.sharding.Placement(mesh)}
+        put = options["placement"].put
+    state = norms_state(api, layer, options.get("placement"))
+
+    def loss(model, ids, valid, factor):
+        return model(ids, valid, train=True) * factor.sum()
+
+    step = getattr(hkv, api).train_step(loss, **options)
+
+    def run(state, factor):
+        batch = put(IDS), put(IN_BAGS), put(np.full((8,), factor, np.float32))
+        return step(state, *batch) if api == "linen" else (state, step(state, *batch))
+
+    losses = []
+    for _ in range(4):
+        state, info = run(state, 1.0)
+        losses.append(float(info.loss))
+        assert info.finite
+    assert losses[-1] < losses[0]
+    state, info = run(state, np.inf)
+    assert not info.finite
