@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_hkv import index as _index
 from jax_hkv._checks import flat_mask
+from jax_hkv._compat import is_fixed
 from jax_hkv._keys import Keys
 from jax_hkv.table import Bags
 
@@ -49,7 +50,7 @@ class Layout(NamedTuple):
     @property
     def hotness(self) -> int:
         """Positions of a bag, where all have as many."""
-        return self.positions // max(self.bags, 1)
+        return self.ids[-1]
 
 
 class Given(NamedTuple):
@@ -88,16 +89,15 @@ def joined_bags(
 ) -> tuple[Bags, Bool[Array, " n"] | None]:
     """The bags of batches, one batch after the other, and which positions are valid (None: all)."""
     begins, ends = [], []
-    positions = 0
+    positions: Any = 0  # as all sizes here it may be symbolic
     for splits, own_layouts in _runs([batch.splits for batch in batches], layouts):
-        counts = np.array([layout.positions for layout in own_layouts], np.int32)[:, None]
-        first = positions + np.cumsum(counts, axis=0, dtype=np.int32) - counts
+        counts = [layout.positions for layout in own_layouts]
+        *firsts, positions = itertools.accumulate(counts, initial=positions)
         own = _dense_splits(own_layouts[0])[None] if splits is None else splits
-        own = jnp.clip(own, 0, counts) + first  # traced ones are not checked
+        own = jnp.clip(own, 0, _column(counts)) + _column(firsts)  # traced ones are not checked
         begins.append(own[:, :-1].reshape(-1))
         ends.append(own[:, 1:].reshape(-1))
-        positions += int(counts.sum())
-    splits = jnp.concatenate([*begins, jnp.array([positions], jnp.int32)])
+    splits = jnp.concatenate([*begins, _column([positions])[:, 0]])
     valid, weights = joined_valid(batches, layouts), _joined_weights(batches, layouts)
     if all(batch.splits is None for batch in batches):
         return Bags(_dense_sources(layouts), splits, weights), valid
@@ -130,6 +130,13 @@ def _joined_weights(
             for weights, layout in pairs
         ]
     )
+
+
+def _column(numbers: Sequence[Any]) -> Int32[Array, "k 1"]:
+    """Sizes one below the other. Native calls refuse those that int32 does not count."""
+    if is_fixed(tuple(numbers)):
+        return jnp.asarray(np.array(numbers, np.int64).astype(np.int32)[:, None])
+    return jnp.stack([jnp.int32(number) for number in numbers])[:, None]
 
 
 def _dense_splits(layout: Layout) -> Int32[Array, " bags+1"]:
