@@ -67,11 +67,7 @@ class Keys:
           TypeError, ValueError: naming the argument.
         """
         call = "Keys.concatenate"
-        if not isinstance(parts, Sequence):
-            raise TypeError(f"{call}: parts must be a list of Keys, got {type(parts).__name__}")
-        words = [as_keys(call, f"parts[{number}]", part).words for number, part in enumerate(parts)]
-        if not words:
-            raise ValueError(f"{call}: parts must be Keys, at least one, got none")
+        words = _words_of_parts(call, parts)
         shapes = [list(part.shape[:-1]) for part in words]
         ndim = len(shapes[0])
         if ndim == 0 or any(len(shape) != ndim for shape in shapes):
@@ -79,17 +75,37 @@ class Keys:
                 f"{call}: parts must have equally many axes, one at least, got the shapes "
                 f"{shapes}: reshape them"
             )
-        if not _is_integer(axis) or not -ndim <= axis < ndim:
-            raise ValueError(
-                f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis!r}: give an integer"
-            )
-        along = axis % ndim
+        along = _as_axis(call, axis, ndim)
         if len({(*shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
             raise ValueError(
                 f"{call}: parts must agree in all axes but {axis}, got the shapes {shapes}"
             )
-        on_host = all(isinstance(part, np.ndarray) for part in words)
-        return cls(_read_only((np if on_host else jnp).concatenate(words, along)))
+        return cls(_read_only(_namespace(words).concatenate(words, along)))
+
+    @classmethod
+    def stack(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
+        """One beside the other along a new axis, as ``jnp.stack``: the batches of a scan, say.
+
+        Args:
+          parts: Keys of one shape, at least one.
+          axis: of the result, from ``-ndim`` to ``ndim - 1`` of its number of axes.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+
+        Example:
+          >>> Keys.stack([Keys.from_numpy([5, 6]), Keys.from_numpy([7, 8])]).to_numpy().tolist()
+          [[5, 6], [7, 8]]
+        """
+        call = "Keys.stack"
+        words = _words_of_parts(call, parts)
+        shapes = [list(part.shape[:-1]) for part in words]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(
+                f"{call}: parts must have one shape, got the shapes {shapes}: pad them to one"
+            )
+        along = _as_axis(call, axis, len(shapes[0]) + 1)
+        return cls(_read_only(_namespace(words).stack(words, along)))
 
     @classmethod
     def where(cls, condition: Any, keys: Any, others: Any) -> Keys:
@@ -229,7 +245,7 @@ class Keys:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise TypeError(
             "Keys are no array: take .to_numpy() (uint64 on the host) or .words (uint32[..., 2]), "
-            "and join Keys with Keys.concatenate(parts)"
+            "and join Keys with Keys.concatenate(parts) or Keys.stack(parts)"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -420,6 +436,29 @@ def check_fixed(call: str, argument: str, shape: tuple[Any, ...]) -> None:
             "train=True); export a program of others for each size of a batch, and fill batches up "
             "to one of them with ids that valid= masks"
         )
+
+
+def _words_of_parts(call: str, parts: Any) -> list[Any]:
+    """The words of Keys that are to be joined."""
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"{call}: parts must be a list of Keys, got {type(parts).__name__}")
+    words = [as_keys(call, f"parts[{number}]", part).words for number, part in enumerate(parts)]
+    if not words:
+        raise ValueError(f"{call}: parts must be Keys, at least one, got none")
+    return words
+
+
+def _as_axis(call: str, axis: Any, ndim: int) -> int:
+    if not _is_integer(axis) or not -ndim <= axis < ndim:
+        raise ValueError(
+            f"{call}: axis must be from {-ndim} to {ndim - 1}, got {axis!r}: give an integer"
+        )
+    return axis % ndim
+
+
+def _namespace(words: Sequence[Any]) -> Any:
+    """NumPy for what is all on the host, else jax.numpy."""
+    return np if all(isinstance(part, np.ndarray) for part in words) else jnp
 
 
 def keys_of(ids: Any) -> Keys:

@@ -136,6 +136,28 @@ def test_keys_are_chosen_as_numbers_are(rng, where):
         )
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("axis", [0, 1, 3, -1, -4])
+def test_stacked_keys_are_their_numbers_stacked(where, axis):
+    keys = WHERE[where]
+    stacked = hkv.Keys.stack([keys, keys[:], keys], axis)
+    np.testing.assert_array_equal(stacked.to_numpy(), np.stack([IDS] * 3, axis))
+    assert isinstance(stacked.words, np.ndarray) == (where == "host")
+    assert hkv.Keys.stack([keys[0, 0, 0]] * 2).shape == (2,)
+
+
+def test_parts_that_cannot_be_stacked_are_named():
+    flat, deep = hkv.Keys.from_numpy([1, 2]), hkv.Keys.from_numpy([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"Keys\.stack: parts must have one shape.*\[2\], \[1, 3"):
+        hkv.Keys.stack([flat, deep])
+    with pytest.raises(ValueError, match=r"Keys\.stack: axis must be from -2 to 1, got 2"):
+        hkv.Keys.stack([flat, flat], 2)
+    with pytest.raises(ValueError, match=r"Keys\.stack: parts must be Keys, at least one"):
+        hkv.Keys.stack([])
+    with pytest.raises(TypeError, match=r"Keys\.stack: parts must be a list of Keys, got Keys"):
+        hkv.Keys.stack(flat)  # pyright: ignore[reportArgumentType]
+
+
 def test_wrong_parts_of_a_concatenation_are_named():
     with pytest.raises(ValueError, match=r"Keys\.concatenate: parts must be .*at least one"):
         hkv.Keys.concatenate([])
@@ -149,6 +171,7 @@ MISTAKES = {
     "np.asarray": lambda keys: np.asarray(keys),
     "jnp.asarray": lambda keys: jnp.asarray(keys),
     "np.concatenate": lambda keys: np.concatenate([keys, keys]),
+    "np.stack": lambda keys: np.stack([keys, keys]),
     "a sum": lambda keys: np.arange(3) + keys,
 }
 
