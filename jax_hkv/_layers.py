@@ -193,11 +193,15 @@ def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:
 
 
 class Found(NamedTuple):
-    """What a lookup of single ids gave: rows, slots (-1 for none), and a result in training."""
+    """What a lookup of single ids gave: rows, slots (-1 for none), and a result in training.
+
+    `offered` are the rows that were given for unseen ids, if any.
+    """
 
     values: jax.Array
     slots: jax.Array
     result: Any
+    offered: Any
 
 
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
@@ -230,12 +234,16 @@ def look_up(
     *,
     train: bool,
     valid: Any,
+    values: Any,
     **training: Any,
 ) -> tuple[Table, Found]:
     """Looks up single ids, over the devices of an axis if there is one.
 
-    `training` are options of a lookup that trains.
+    `values` are rows for unseen ids, or None, and `training` options of a lookup that trains.
     """
+    offered = None
+    if values is not None:
+        offered = _operations.rows_of("Embed", values, table, ids)
     exchange = as_exchange(axis_name)
     options: dict[str, Any] = {"valid": valid, "dtype": dtype}
     operations: Any = _operations
@@ -244,6 +252,7 @@ def look_up(
         operations = sharding
     if train:
         options |= training
+        options["values"] = None if offered is None else jax.lax.stop_gradient(offered)
     else:
         options["fill"] = "initial"
     is_right = table.replicas is True and not train
@@ -252,9 +261,9 @@ def look_up(
         table, result = lookup(table, ids, **options)
     if not train:
         slots = jnp.where(result.found, jnp.int32(0), NO_SLOT)
-        return table, Found(result.values, slots, None)
+        return table, Found(result.values, slots, None, offered)
     slots = result.slots if exchange is None else _sharded.slots_like(result.status)
-    return table, Found(result.values, slots, result)
+    return table, Found(result.values, slots, result, offered)
 
 
 def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tuple[Bagged, Layout]:
@@ -278,11 +287,12 @@ def look_up_features(layer: Any, tables: Any, inputs: Any, **options: Any) -> An
     return layer.collection.lookup(tables, inputs, fill=fill, **own, **options)
 
 
-def with_unseen(rows: jax.Array, slots: jax.Array, valid: Any, unseen: Any) -> jax.Array:
-    """Rows, where ids have none: the given row (None: their own); zeros where masked."""
+def with_unseen(rows: jax.Array, found: Found, valid: Any, unseen: Any) -> jax.Array:
+    """Rows, where ids have none: the given row (None: those offered); zeros where masked."""
+    unseen = found.offered if unseen is None else unseen
     if unseen is None:
         return rows
-    absent = slots < 0
+    absent = found.slots < 0
     own = absent if valid is None else absent & jnp.asarray(valid)
     replaced = jnp.where(own[..., None], jnp.asarray(unseen, rows.dtype), 0)
     return jnp.where(absent[..., None], replaced, rows)

@@ -144,6 +144,7 @@ class Embed(Layer):
         valid: Any = None,
         scores: Any = None,
         admit: Any = None,
+        values: Any = None,
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -155,6 +156,9 @@ class Embed(Layer):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
           admit: ``bool`` of the ids' shape: of training, which positions let new ids in; None: all.
+          values: ``[*ids, features]`` of the table's type: of unseen ids, instead of the initial
+            rows, which they are inserted with (not differentiated), or, with ``unseen="initial"``,
+            stand for without being inserted.
         """
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         variable = self._table("table", self.features, self._create)
@@ -166,6 +170,7 @@ class Embed(Layer):
             rows_dtype(self, train=is_training, usual=variable.value.dtype),
             train=is_training,
             valid=valid,
+            values=values,
             scores=scores,
             admit=admit,
             pinned=self._pinned(variable) if is_training else None,
@@ -177,7 +182,7 @@ class Embed(Layer):
         else:
             self._store(variable, table)
             rows = found.values
-        rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
+        rows = _layers.with_unseen(rows, found, valid, self._unseen_row())
         return _layers.cast(self, rows)
 
     def _unseen_row(self) -> Any:

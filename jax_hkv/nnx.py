@@ -154,6 +154,7 @@ class Embed(Layer):
         valid: Any = None,
         scores: Any = None,
         admit: Any = None,
+        values: Any = None,
     ) -> Float[Array, "*batch features"]:
         """Embeddings of ids.
 
@@ -164,6 +165,9 @@ class Embed(Layer):
           valid: ``bool`` of the ids' shape; masked positions get zeros.
           scores: for training under CUSTOM, or as counts; see :func:`jax_hkv.find_or_insert`.
           admit: ``bool`` of the ids' shape: of training, which positions let new ids in; None: all.
+          values: ``[*ids, features]`` of the table's type: of unseen ids, instead of the initial
+            rows, which they are inserted with (not differentiated), or, with ``unseen="initial"``,
+            stand for without being inserted.
         """
         train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
@@ -175,6 +179,7 @@ class Embed(Layer):
             _arguments.rows_dtype(self, train=train, usual=own.dtype),
             train=train,
             valid=valid,
+            values=values,
             scores=scores,
             admit=admit,
             pinned=pinned(self.table),
@@ -182,7 +187,7 @@ class Embed(Layer):
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
-        rows = _layers.with_unseen(rows, found.slots, valid, self._unseen_row())
+        rows = _layers.with_unseen(rows, found, valid, self._unseen_row())
         return _layers.cast(self, rows)
 
     def _own(self) -> Table:

@@ -556,7 +556,8 @@ def assign(
     Args:
       table: to change.
       keys: of any shape.
-      values: rows, or None to leave them alone. Rows alone do not change scores.
+      values: rows, or None to leave them alone. Rows alone do not change scores, so that
+        :func:`jax_hkv.sharding.export_changes` does not see them.
       scores: scores (CUSTOM) or counts (LFU, EPOCH_LFU), or None to leave them alone.
       valid: see :func:`find`.
 

@@ -85,6 +85,18 @@ def test_the_language_model_learns_its_text():
     assert table.dtype == "bfloat16" and 5_000 < int(jax_hkv.size(table)) < 50_000
 
 
+def test_the_models_of_graphs_learn():
+    """Their blocks check what they claim."""
+    blocks = blocks_of("docs/graphs.md", FENCED)
+    assert len(blocks) == 3 and all("assert" in block for block in blocks)
+    after = run("docs/graphs.md", blocks, {"__name__": "graphs"})
+    entities = after["state"].model.entities.table.get_value()
+    assert int(jax_hkv.size(entities)) == after["ENTITIES"]
+    nodes = after["graph"].model.nodes.table.get_value()
+    keys = jax_hkv.Keys.from_numpy(after["ids"][after["late"]])
+    assert not jax_hkv.contains(nodes, keys)[1].any()
+
+
 @pytest.mark.parametrize(("first", "needed"), [(0, "equinox"), (2, "keras"), (3, "jax")])
 def test_the_code_for_other_frameworks_runs(first, needed, tmp_path, monkeypatch, capsys):
     """Its blocks check what they claim; those of packages that no extra has, where they are."""
