@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -43,6 +44,20 @@ def as_numpy(what: str, given: Any, if_masked: str = _MASKED) -> np.ndarray:
     except jax.errors.TracerArrayConversionError:
         check_on_host(what, next(filter(is_traced, jax.tree.leaves(given))))
         raise
+
+
+def plain_words(bags: list[Any]) -> np.ndarray | None:
+    """Ids of all bags one after the other, of lists of ints or arrays of one type; None: others."""
+    kinds = set(map(type, bags))
+    if kinds == {list}:
+        ids = [*itertools.chain.from_iterable(bags)]
+        array = np.array(ids) if ids and set(map(type, ids)) == {int} else None
+    elif kinds == {np.ndarray} and {(bag.ndim, bag.dtype) for bag in bags} == {(1, bags[0].dtype)}:
+        array = np.concatenate(bags)
+    else:
+        return None
+    # NumPy finds no integer type for ids of both ends of 64 bits.
+    return array.astype(np.uint64) if array is not None and array.dtype.kind in "iu" else None
 
 
 def words_of(what: str, ids: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from jax_hkv._host_bags import (
     as_numpy,
     check_on_host,
     flat,
+    plain_words,
     weights_of,
     words_of,
 )
@@ -88,10 +89,12 @@ class Jagged:
                 f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: "
                 "ids of one bag are [ids]"
             ) from None
-        words = [words_of(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
-        lengths = [len(bag) for bag in words]
+        ids = plain_words(lists)
+        if ids is None:
+            words = [words_of(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
+            ids, lists = np.concatenate([*words, np.zeros(0, np.uint64)]), words
+        lengths = [len(bag) for bag in lists]
         factors = None if weights is None else weights_of(weights, lengths)
-        ids = np.concatenate([*words, np.zeros(0, np.uint64)])
         return _packed(call, ids, np.array(lengths, np.int64), capacity, factors)
 
     @classmethod

@@ -38,6 +38,33 @@ def test_jagged_from_lengths_is_jagged_from_lists(form):
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [np.uint32, np.int32, np.float32]
 
 
+PLAIN = [[-1, 2**40], [], [3], list(range(20))]
+LISTS = {
+    "lists": PLAIN,
+    "tuples": [*map(tuple, PLAIN)],
+    "lists and tuples": [PLAIN[0], *map(tuple, PLAIN[1:])],
+    "NumPy's numbers": [[np.int64(id_) for id_ in bag] for bag in PLAIN],
+    "arrays": [np.array(bag, np.int64) for bag in PLAIN],
+    "arrays of two types": [np.array(PLAIN[0]), np.zeros(0), *map(np.array, PLAIN[2:])],
+    "both ends of 64 bits": [[-1, 2**40], [], [3], [*range(19), 2**64 - 1, -(2**63)]],
+    "the upper half": [[2**64 - 1, 2**63], [], [3], [5] * 19],
+    "arrays of the upper half": [np.array([2**64 - 1], np.uint64), np.zeros(0, np.uint64)],
+    "no ids": [[], [], []],
+    "no bags": [],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_ids_of_lists_keep_their_64_bits(name):
+    """Whether they are taken all at once or bag by bag."""
+    lists = LISTS[name]
+    bags = hkv.Jagged.from_lists(iter(lists))
+    expected = np.array([int(id_) % 2**64 for bag in lists for id_ in bag], np.uint64)
+    np.testing.assert_array_equal(bags.ids.to_numpy().astype(np.uint64), expected)
+    assert bags.row_splits.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
+    assert bags.row_splits.dtype == np.int32
+
+
 def test_jagged_from_lengths_of_nothing_has_empty_bags():
     """Batches without any id."""
     bags = hkv.Jagged.from_lengths([], [0, 0], capacity=2, weights=[])
