@@ -56,11 +56,13 @@ def as_one(
         own_batches = [batches[number] for number in members]
         is_masked = any(batch.valid is not None for batch in own_batches)
         bags, valid = joined_bags(own_batches, own_layouts)
-        weights = pooled.effective(bags, valid, combiner=kind[0], is_masked=is_masked).weights
-        assert weights is not None
+        bags = pooled.effective(bags, valid, combiner=kind[0], is_masked=is_masked)
+        if len(members) == len(batches):
+            return Bagged(keys, valid, bags)
+        assert bags.weights is not None
         # Not by slices, whose derivative is a sum of as many padded arrays.
         sizes = [layout.positions for layout in own_layouts]
-        for number, own in zip(members, jax.lax.split(weights, sizes), strict=True):
+        for number, own in zip(members, jax.lax.split(bags.weights, sizes), strict=True):
             weighed[number] = batches[number]._replace(weights=own)
     bags, valid = joined_bags(weighed, layouts)
     return Bagged(keys, valid, bags)
