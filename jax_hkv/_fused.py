@@ -49,7 +49,6 @@ class _Form:
 
     name: str
     states: tuple[str, ...]
-    is_rowwise: bool
     state_dtype: Any
     count_per_row: bool
     stochastic_rounding: bool
@@ -70,14 +69,14 @@ class _Rule:
       name: of the native operation, behind "update_".
       constants: of the native operation.
       starts: the name and the fresh value of each of its states, named as in optax if it has them.
-      is_rowwise: whether a state is one number a row, and not one an element.
+      row_state: the name of the state that is one number a row, and not one an element; the last.
       injects_rate: whether the learning rate lies in the table.
     """
 
     name: str
     constants: tuple[tuple[str, float], ...]
     starts: tuple[tuple[str, float], ...]
-    is_rowwise: bool
+    row_state: str | None
     state_dtype: Any
     count_per_row: bool
     stochastic_rounding: bool
@@ -88,7 +87,7 @@ class _Rule:
     def form(self) -> _Form:
         """Of the rows that belong to it."""
         return _Form(
-            *(self.name, tuple(name for name, _ in self.starts), self.is_rowwise),
+            *(self.name, tuple(name for name, _ in self.starts)),
             *(self.state_dtype, self.count_per_row, self.stochastic_rounding, self.injects_rate),
         )
 
@@ -121,8 +120,10 @@ class FusedOptimizer:
         check_one_device("optim.init", table)
         rule = self.rule
         _updates.check_rounding(table, rule.stochastic_rounding)
-        row = (1,) if rule.is_rowwise else (1, table.dim)
-        fresh = {name: jnp.full(row, start, rule.state_dtype) for name, start in rule.starts}
+        fresh = {}
+        for name, start in rule.starts:
+            row = (1,) if name == rule.row_state else (1, table.dim)
+            fresh[name] = jnp.full(row, start, rule.state_dtype)
         count = {"count": jnp.zeros((1,), jnp.uint32)}
         if rule.count_per_row:
             fresh |= count
@@ -342,7 +343,7 @@ def _optimizer(
     starts: tuple[tuple[str, float], ...],
     options: dict[str, Any],
     *,
-    is_rowwise: bool = False,
+    row_state: str | None = None,
 ) -> FusedOptimizer:
     """An optimizer; `make` is the function that errors name, `name` the native operation's."""
     call = f"optim.{make.__name__}"
@@ -359,7 +360,7 @@ def _optimizer(
     known = {"state_dtype", "count_per_row", "stochastic_rounding", "seed", "max_gradient"}
     if not options.keys() <= known:
         own = [name for name in inspect.signature(make).parameters if name != "options"]
-        has_one = ": optim.adamw and optim.rowwise_adagrad have a weight_decay"
+        has_one = ": optim.adamw, rowwise_adam and rowwise_adagrad have a weight_decay"
         remedy = has_one if "weight_decay" in options else ""
         raise TypeError(
             f"{call}: arguments are {own + sorted(known)}, got {sorted(options.keys() - known)}"
@@ -382,7 +383,7 @@ def _optimizer(
         )
         + (("max_gradient", _max_gradient(call, options.get("max_gradient"))),),
         starts=starts,
-        is_rowwise=is_rowwise,
+        row_state=row_state,
         state_dtype=dtype,
         count_per_row=as_bool(call, "count_per_row", options.get("count_per_row", False)),
         stochastic_rounding=as_bool(
@@ -475,7 +476,7 @@ def rowwise_adagrad(
         constants,
         (("sum_of_mean_squares", start),),
         options,
-        is_rowwise=True,
+        row_state="sum_of_mean_squares",
     )
 
 
@@ -554,18 +555,50 @@ def adamw(
     return _adam(adamw, learning_rate, constants, options)
 
 
+def rowwise_adam(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> FusedOptimizer:
+    """Adam with one second moment a row, of the mean of its squared gradients (FBGEMM).
+
+    TorchRec's PARTIAL_ROWWISE_ADAM. It takes little more than half of the memory of :func:`adam`.
+
+    Args:
+      learning_rate: a number, or a schedule.
+      b1: decay of the first moment, which every element has.
+      b2: decay of the second.
+      eps: outside the root.
+      eps_root: inside the root.
+      weight_decay: of a row, each time that it is updated, times the learning rate: decoupled, as
+        in :func:`adamw`.
+      **options: see :func:`adam`.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    constants = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
+    return _adam(rowwise_adam, learning_rate, constants, options, row_state="row_nu")
+
+
 def _adam(
     make: Callable[..., FusedOptimizer],
     learning_rate: LearningRate,
     constants: dict[str, Any],
     options: dict[str, Any],
+    row_state: str | None = None,
 ) -> FusedOptimizer:
     call = f"optim.{make.__name__}"
     for name in ("b1", "b2"):
         if not _constant(call, name, constants[name]) < 1:
             raise ValueError(f"{call}: {name} must be below 1, got {constants[name]}")
-    starts = (("mu", 0.0), ("nu", 0.0))
-    return _optimizer(make, "adam", learning_rate, constants, starts, options)
+    name = "rowwise_adam" if row_state else "adam"
+    starts = (("mu", 0.0), (row_state or "nu", 0.0))
+    return _optimizer(make, name, learning_rate, constants, starts, options, row_state=row_state)
 
 
 def ftrl(

@@ -1,9 +1,10 @@
 """Optimizers for the rows that a batch touched.
 
 :func:`sparse` takes any optax transformation; ``sgd``, ``adagrad``, ``rowwise_adagrad``,
-``adam``, ``adamw`` and ``ftrl`` do their arithmetic natively, in one pass. Both kinds have
-``init(table)`` and ``update(table, result, row_gradients)``. Of optax nothing is asked but the form
-of its transformations: a pair of functions ``init(params)`` and ``update(updates, state, params)``.
+``adam``, ``adamw``, ``rowwise_adam`` and ``ftrl`` do their arithmetic natively, in one pass. Both
+kinds have ``init(table)`` and ``update(table, result, row_gradients)``. Of optax nothing is asked
+but the form of its transformations: a pair of functions ``init(params)`` and
+``update(updates, state, params)``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jax_hkv._fused import (
     ftrl,
     inject_learning_rate,
     rowwise_adagrad,
+    rowwise_adam,
     set_learning_rate,
     sgd,
 )
@@ -60,6 +62,7 @@ __all__ = [
     "ftrl",
     "inject_learning_rate",
     "rowwise_adagrad",
+    "rowwise_adam",
     "set_learning_rate",
     "sgd",
     "sparse",

@@ -30,11 +30,24 @@ def correction(decay: float, steps: Array) -> Array:
 
 
 def adam(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array) -> Array:
-    s[0] = f32(c["b1"]) * s[0] + f32(1.0 - c["b1"]) * g
     s[1] = f32(c["b2"]) * s[1] + f32(1.0 - c["b2"]) * (g * g)
-    root = np.sqrt(s[1] * correction(c["b2"], t) + f32(c["eps_root"]))
+    return adam_step(c, w, s, g, rate, t, s[1])
+
+
+def adam_step(
+    c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array, v: Array
+) -> Array:
+    s[0] = f32(c["b1"]) * s[0] + f32(1.0 - c["b1"]) * g
+    root = np.sqrt(v * correction(c["b2"], t) + f32(c["eps_root"]))
     direction = (s[0] * correction(c["b1"], t)) / (root + f32(c["eps"]))
     return w - rate * (direction + f32(c["weight_decay"]) * w)
+
+
+def rowwise_adam(
+    c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array
+) -> Array:
+    s[1] = f32(c["b2"]) * s[1] + f32(1.0 - c["b2"]) * mean_squares(g)
+    return adam_step(c, w, s, g, rate, t, s[1][:, None])
 
 
 def momentum(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array) -> Array:
@@ -48,11 +61,15 @@ def adagrad(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, 
         return np.where(s[0] <= 0, w, w - rate * (g / np.sqrt(s[0] + f32(c["eps"]))))
 
 
+def mean_squares(g: Array) -> Array:
+    """Of each row, summed from left to right."""
+    return reduce(np.add, (g * g).T, np.zeros(len(g), f32)) / f32(g.shape[1])
+
+
 def rowwise_adagrad(
     c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: Array
 ) -> Array:
-    squares = reduce(np.add, (g * g).T, np.zeros(len(g), f32))
-    s[0] = s[0] + squares / f32(g.shape[1])
+    s[0] = s[0] + mean_squares(g)
     kept = (f32(1) - rate * f32(c["weight_decay"])) * w
     return kept - (rate / (np.sqrt(s[0]) + f32(c["eps"])))[:, None] * g
 
@@ -73,7 +90,10 @@ def sgd(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, t: A
     return w - rate * g
 
 
-RULES = {rule.__name__: rule for rule in (sgd, momentum, adagrad, rowwise_adagrad, adam, ftrl)}
+RULES = {
+    rule.__name__: rule
+    for rule in (sgd, momentum, adagrad, rowwise_adagrad, adam, rowwise_adam, ftrl)
+}
 
 
 def stochastic_bfloat16(rows: Array, keys: Array, steps: Array, seed: int, dtype: Any) -> Array:
@@ -130,8 +150,10 @@ STATES = {
     "adagrad": ["sum_of_squares"],
     "rowwise_adagrad": ["sum_of_mean_squares"],
     "adam": ["mu", "nu"],
+    "rowwise_adam": ["mu", "row_nu"],
     "ftrl": ["sum_of_squares", "linear"],
 }
+OF_A_ROW = {"sum_of_mean_squares", "row_nu"}  # one number, not one an element
 
 
 @dataclass
@@ -152,8 +174,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         slots, dim = self.oracle.values.shape
-        shape = (slots,) if self.rule == "rowwise_adagrad" else (slots, dim)
-        self.states = [np.full(shape, start, self.state_dtype) for start in self.starts]
+        self.states = [
+            np.full((slots,) if name in OF_A_ROW else (slots, dim), start, self.state_dtype)
+            for name, start in zip(STATES[self.rule], self.starts, strict=True)
+        ]
         self.steps = np.zeros(slots, np.uint32)
 
     def inserted(self, slots: Array, status: Array) -> None:

@@ -471,6 +471,7 @@ def test_copies_are_looked_for_where_numbers_are_debugged():
     "optimizer, leaf",
     [
         (hkv.optim.rowwise_adagrad(0.1), "sum_of_mean_squares"),
+        (hkv.optim.rowwise_adam(0.1), "row_nu"),
         (hkv.optim.adam(0.1, count_per_row=True), "count"),
     ],
 )

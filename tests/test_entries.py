@@ -17,6 +17,7 @@ OPTIMIZERS = {
     "none": None,
     "adam": hkv.optim.adam(0.1),
     "rowwise_adagrad": hkv.optim.rowwise_adagrad(0.1),
+    "rowwise_adam": hkv.optim.rowwise_adam(0.1),
     "optax": hkv.optim.sparse(optax.adam(0.1), count_per_row=True),
 }
 

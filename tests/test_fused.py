@@ -28,6 +28,10 @@ OPTIMIZERS = {
     "rowwise_adagrad with decay": partial(hkv.optim.rowwise_adagrad, weight_decay=0.01),
     "adam": partial(hkv.optim.adam),
     "adamw": partial(hkv.optim.adamw, weight_decay=0.01, eps_root=1e-12),
+    "rowwise_adam": partial(hkv.optim.rowwise_adam),
+    "rowwise_adam with decay": partial(
+        hkv.optim.rowwise_adam, b1=0.5, b2=0.9, eps=1e-6, eps_root=1e-12, weight_decay=0.01
+    ),
     "ftrl": partial(hkv.optim.ftrl, l1=1e-3, l2=1e-2, beta=1.0),
 }
 
@@ -134,7 +138,7 @@ def test_step_counts_stop_where_32_bits_end(count_per_row):
     assert np.isfinite(hkv.find(table, np.array([1], np.int32))[1].values).all()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "rowwise_adagrad", "rowwise_adam"])
 def test_pooled_gradients_have_the_bits_of_the_oracle(name, twin, rng):
     """Sources and weights: what the gradient of bags is for their positions."""
     opt = OPTIMIZERS[name](0.1)
@@ -182,6 +186,23 @@ def scale_by_rowwise_rss(initial, eps):
     return optax.GradientTransformation(lambda p: jnp.full(p.shape[:-1], initial, p.dtype), update)
 
 
+def scale_by_rowwise_adam(b1, b2, eps, eps_root):
+    """Adam with one second moment a row (PARTIAL_ROWWISE_ADAM) as an optax transformation."""
+
+    def init(params):
+        row = jnp.zeros(params.shape[:-1], params.dtype)
+        return jnp.zeros((), jnp.int32), jnp.zeros_like(params), row
+
+    def update(updates, state, params=None):
+        count, first, second = state
+        count, first = count + 1, b1 * first + (1 - b1) * updates
+        second = b2 * second + (1 - b2) * jnp.mean(updates**2, axis=-1)
+        root = jnp.sqrt(second / (1 - b2**count) + eps_root) + eps
+        return first / (1 - b1**count) / root[..., None], (count, first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
 def scale_by_ftrl(rate, l1, l2, beta, initial):
     """FTRL-proximal as an optax transformation; its update needs the parameters."""
 
@@ -215,6 +236,14 @@ def transformation_of(name, rate):
         ),
         "adam": lambda: optax.adam(rate),
         "adamw": lambda: optax.adamw(rate, weight_decay=0.01, eps_root=1e-12),
+        "rowwise_adam": lambda: optax.chain(
+            scale_by_rowwise_adam(0.9, 0.999, 1e-8, 0.0), optax.scale(-rate)
+        ),
+        "rowwise_adam with decay": lambda: optax.chain(
+            scale_by_rowwise_adam(0.5, 0.9, 1e-6, 1e-12),
+            optax.add_decayed_weights(0.01),
+            optax.scale(-rate),
+        ),
         "ftrl": lambda: scale_by_ftrl(rate, 1e-3, 1e-2, 1.0, 0.1),
     }[name]()
 

@@ -69,6 +69,7 @@ CONSTANTS = {
     "rowwise_adagrad": ["initial_accumulator_value", "eps", "weight_decay"],
     "adam": ["b1", "b2", "eps", "eps_root"],
     "adamw": ["b1", "b2", "eps", "eps_root", "weight_decay"],
+    "rowwise_adam": ["b1", "b2", "eps", "eps_root", "weight_decay"],
     "ftrl": ["l1", "l2", "beta", "initial_accumulator_value"],
 }
 
@@ -95,7 +96,7 @@ def test_a_constant_that_is_no_number_from_0_on_is_named(name, argument):
             make(0.1, **{argument: None})
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("name", ["adam", "adamw", "rowwise_adam"])
 def test_a_decay_of_one_is_named(name):
     with pytest.raises(ValueError, match=rf"optim\.{name}: b1 must be below 1, got 1"):
         getattr(hkv.optim, name)(0.1, b1=1)

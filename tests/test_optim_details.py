@@ -243,7 +243,7 @@ def test_a_transformation_in_float32_sees_half_rows_in_float32():
 
 
 def test_options_of_native_optimizers_are_those_of_optax():
-    """With none of their defaults; rows of one element make rowwise Adagrad Adagrad."""
+    """With none of their defaults; rows of one element make the row-wise ones the others."""
     gradients = [np.float32(0.5), np.float32(-0.25)]
     adam = {"b1": 0.5, "b2": 0.75, "eps": 0.25}
     pairs = {
@@ -254,6 +254,8 @@ def test_options_of_native_optimizers_are_those_of_optax():
                  optax.adam(0.5, eps_root=0.125, **adam)),
         "adamw": (hkv.optim.adamw(0.5, weight_decay=0.5, **adam),
                   optax.adamw(0.5, weight_decay=0.5, **adam)),
+        "rowwise_adam": (hkv.optim.rowwise_adam(0.5, eps_root=0.125, weight_decay=0.5, **adam),
+                         optax.adamw(0.5, eps_root=0.125, weight_decay=0.5, **adam)),
     }  # fmt: skip
     for name, (opt, tx) in pairs.items():
         table = opt.init(hkv.create(128, 1, init=hkv.initializers.constant(1.0)))
@@ -314,6 +316,7 @@ MAKERS = {
     "rowwise": hkv.optim.rowwise_adagrad,
     "adam": lambda rate: hkv.optim.adam(rate, count_per_row=True),
     "adamw": hkv.optim.adamw,
+    "rowwise_adam": lambda rate: hkv.optim.rowwise_adam(rate, weight_decay=0.1),
 }
 
 
@@ -504,6 +507,7 @@ def test_a_rate_that_became_nan_on_a_device_can_be_replaced():
         (hkv.optim.sgd, {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}),
         (hkv.optim.adagrad, {"eps": 1e-7}, {"eps": 1e-2, "initial_accumulator_value": 3.0}),
         (hkv.optim.rowwise_adagrad, {}, {"weight_decay": 0.5}),
+        (hkv.optim.rowwise_adam, {"b2": 0.9}, {"b2": 0.5, "weight_decay": 0.5}),
         (hkv.optim.ftrl, {"l1": 0.0}, {"l1": 0.1}),
     ],
 )
@@ -622,7 +626,7 @@ def test_a_mistake_of_a_transformation_is_its_own():
     assert "tx must need" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
 def test_a_bound_of_gradients_clips_their_sum_by_element(name):
     """As FBGEMM's max_gradient: what occurs twice is summed before, and a NaN stays one."""
     make = getattr(hkv.optim, name)
@@ -667,7 +671,9 @@ def test_a_subnormal_bound_of_gradients_is_kept():
     np.testing.assert_array_equal(np.asarray(rows).view(np.uint32), bits)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rowwise_adam", "ftrl"]
+)
 def test_a_bound_of_gradients_that_is_none_is_named(name):
     for wrong in (0, -1.0, np.nan, np.inf, 1e39, 1e-50, "1", True, [1.0]):
         error = TypeError if isinstance(wrong, str | bool | list) else ValueError

@@ -36,6 +36,6 @@ using AllOperations =
                   ReadSlots, ExportSlots, GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows,
                   InitRows, GatherOrInitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
                   UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
-                  UpdateRows<AdamRule>, UpdateRows<FtrlRule>, RouteKeys, Tally>;
+                  UpdateRows<AdamRule>, UpdateRows<RowwiseAdamRule>, UpdateRows<FtrlRule>, RouteKeys, Tally>;
 
 }  // namespace hkv

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <limits>
-#include <type_traits>
 
 #include "ops/combine_rows.h"
 #include "ops/verify_slots.h"
@@ -29,6 +28,10 @@ struct StepScales {
 };
 template <class Rule>
 inline constexpr bool kHasScales = requires(const Rule rule) { rule.scales(uint32_t{}); };
+// Whether the last state of a rule is one number a row, which grows by the row's mean squared gradient before
+// the elements are asked.
+template <class Rule>
+inline constexpr bool kHasRowState = requires(const Rule rule) { rule.row_state(0.0f, 0.0f); };
 
 // Plain gradient descent.
 struct SgdRule {
@@ -112,11 +115,34 @@ struct AdamRule {
   }
   HKV_HOST_DEVICE void operator()(float& row, float* moments, float gradient, float rate,
                                   const StepScales& scales) const {
+    moments[1] = second_moment(moments[1], gradient * gradient);
+    step(row, moments, gradient, rate, scales);
+  }
+
+ protected:
+  HKV_HOST_DEVICE float second_moment(float old, float square) const {
+    return static_cast<float>(b2) * old + static_cast<float>(1.0 - b2) * square;
+  }
+  // With the second moment of this step.
+  HKV_HOST_DEVICE void step(float& row, float* moments, float gradient, float rate,
+                            const StepScales& scales) const {
     moments[0] = static_cast<float>(b1) * moments[0] + static_cast<float>(1.0 - b1) * gradient;
-    moments[1] = static_cast<float>(b2) * moments[1] + static_cast<float>(1.0 - b2) * (gradient * gradient);
     const float root = square_root(moments[1] * scales.second + static_cast<float>(eps_root));
     const float direction = (moments[0] * scales.first) / (root + static_cast<float>(eps));
     row = row - rate * (direction + static_cast<float>(weight_decay) * row);
+  }
+};
+
+// Adam with one second moment a row, of the mean of its squared gradients (FBGEMM's PARTIAL_ROWWISE_ADAM).
+struct RowwiseAdamRule : AdamRule {
+  static constexpr const char* kName = "update_rowwise_adam";
+
+  HKV_HOST_DEVICE float row_state(float old, float mean_square) const {
+    return second_moment(old, mean_square);
+  }
+  HKV_HOST_DEVICE void operator()(float& row, float* moments, float gradient, float rate,
+                                  const StepScales& scales) const {
+    step(row, moments, gradient, rate, scales);
   }
 };
 
@@ -164,7 +190,7 @@ struct RowwiseAdagradRule {
     binder.attribute("weight_decay", weight_decay);
   }
 
-  // Here the state of an element is the row's, already grown.
+  HKV_HOST_DEVICE float row_state(float old, float mean_square) const { return old + mean_square; }
   HKV_HOST_DEVICE void operator()(float& row, float* sum, float gradient, float rate,
                                   const StepScales&) const {
     const float kept = (1.0f - rate * static_cast<float>(weight_decay)) * row;
@@ -218,7 +244,8 @@ template <class Rule>
 struct UpdateRows {
   static constexpr const char* kName = Rule::kName;
   static constexpr bool kPerPosition = false;
-  static constexpr bool kRowwise = std::is_same_v<Rule, RowwiseAdagradRule>;
+  static constexpr bool kRowwise = kHasRowState<Rule>;
+  static constexpr int kElementStates = Rule::kStates - (kRowwise ? 1 : 0);  // the row's is behind them
 
   Rule rule;
   int64_t stochastic = 0;
@@ -248,7 +275,7 @@ struct UpdateRows {
     binder.in("index_keys", index.keys, "B 128 2");
     binder.inout("values", values, "S ...");
     for (int i = 0; i < Rule::kStates; ++i) {
-      binder.inout_floats(kNames[i], states[i], kRowwise ? "S" : "S ...");
+      binder.inout_floats(kNames[i], states[i], i < kElementStates ? "S ..." : "S");
     }
     binder.inout("steps", steps, "c");
     binder.inout("stale", stale, "1");
@@ -307,38 +334,37 @@ struct UpdateRows {
       const bool is_plain = has_float32_rows();
       float row_state = 0.0f;
       if constexpr (kRowwise) {
-        row_state = load_element(states[0].type, states[0].row(slot), 0) + mean_square(group, key, span);
+        const RowsView& own = states[kElementStates];
+        row_state = rule.row_state(load_element(own.type, own.row(slot), 0), mean_square(group, key, span));
       }
       for_each_block<G>(group, values.width, [&]<int kBlock>(int64_t column, int columns) {
-        if constexpr (G::size() == 1 && !kRowwise) {
+        if constexpr (G::size() == 1) {
           if (!is_stochastic && columns == kBlock) {
-            return is_plain ? in_place<kBlock, true>(key, span, slot, column, learning_rate, scale)
-                            : in_place<kBlock, false>(key, span, slot, column, learning_rate, scale);
+            return is_plain
+                       ? in_place<kBlock, true>(key, span, slot, column, row_state, learning_rate, scale)
+                       : in_place<kBlock, false>(key, span, slot, column, row_state, learning_rate, scale);
           }
         }
         float gradient[kBlock];
         float row[kBlock];
         float state[kMostStates][kBlock] = {};
         load_block(values.type, values.row(slot), column, columns, row);
-        if constexpr (!kRowwise) {
-          for (int i = 0; i < Rule::kStates; ++i) {
-            load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
-          }
+        for (int i = 0; i < kElementStates; ++i) {
+          load_block(states[i].type, states[i].row(slot), column, columns, state[i]);
         }
         // Last: the others are on their way meanwhile.
         terms.sum_of(key, span, column, columns, gradient);
         clip(gradient);
         for (int c = 0; c < kBlock; ++c) {
-          float own[kMostStates] = {kRowwise ? row_state : state[0][c], state[1][c]};
+          float own[kMostStates] = {state[0][c], state[1][c]};
+          if constexpr (kRowwise) own[kElementStates] = row_state;
           rule(row[c], own, gradient[c], learning_rate, scale);
           row[c] = same_nan(row[c]);
           state[0][c] = same_nan(own[0]);
           state[1][c] = same_nan(own[1]);
         }
-        if constexpr (!kRowwise) {
-          for (int i = 0; i < Rule::kStates; ++i) {
-            store_block(states[i].type, states[i].row(slot), column, columns, state[i]);
-          }
+        for (int i = 0; i < kElementStates; ++i) {
+          store_block(states[i].type, states[i].row(slot), column, columns, state[i]);
         }
         if (is_stochastic) {
           store_stochastic(slot, column, columns, random, row);
@@ -348,7 +374,10 @@ struct UpdateRows {
       });
       group.sync();  // what belongs to the row has been read by all members
       if (group.rank() != 0) return;
-      if constexpr (kRowwise) store_element(states[0].type, states[0].row(slot), 0, same_nan(row_state));
+      if constexpr (kRowwise) {
+        const RowsView& own = states[kElementStates];
+        store_element(own.type, own.row(slot), 0, same_nan(row_state));
+      }
       if (counts_rows) steps[slot] = step;
     }
 
@@ -383,7 +412,7 @@ struct UpdateRows {
 
     HKV_HOST_DEVICE bool has_float32_rows() const {
       bool are = values.type == RowType::kFloat32;
-      for (int i = 0; i < Rule::kStates; ++i) are = are && states[i].type == RowType::kFloat32;
+      for (int i = 0; i < kElementStates; ++i) are = are && states[i].type == RowType::kFloat32;
       return are;
     }
 
@@ -391,7 +420,7 @@ struct UpdateRows {
     // rows.
     template <int kBlock, bool kIsPlain>
     HKV_HOST_DEVICE void in_place(int64_t key, const TermSpan& span, Slot slot, int64_t column,
-                                  float learning_rate, const StepScales& scale) const {
+                                  float row_state, float learning_rate, const StepScales& scale) const {
       float sum[kBlock];
       const float* gradient = terms.only_term(span);
       if (gradient != nullptr && !is_bounded()) {
@@ -403,20 +432,21 @@ struct UpdateRows {
       }
       const auto type_of = [](const RowsView& rows) { return kIsPlain ? RowType::kFloat32 : rows.type; };
       BlockInMemory<kBlock> row(type_of(values), values.row(slot), column);
-      BlockInMemory<kBlock> first(type_of(states[0]), Rule::kStates > 0 ? states[0].row(slot) : nullptr,
+      BlockInMemory<kBlock> first(type_of(states[0]), kElementStates > 0 ? states[0].row(slot) : nullptr,
                                   column);
-      BlockInMemory<kBlock> second(type_of(states[1]), Rule::kStates > 1 ? states[1].row(slot) : nullptr,
+      BlockInMemory<kBlock> second(type_of(states[1]), kElementStates > 1 ? states[1].row(slot) : nullptr,
                                    column);
       float* const row_elements = row.elements();
       float* const state[kMostStates] = {first.elements(), second.elements()};
       HKV_INDEPENDENT
       for (int c = 0; c < kBlock; ++c) {
         float own[kMostStates] = {};
-        for (int i = 0; i < Rule::kStates; ++i) own[i] = state[i][c];
+        if constexpr (kRowwise) own[kElementStates] = row_state;
+        for (int i = 0; i < kElementStates; ++i) own[i] = state[i][c];
         float element = row_elements[c];
         rule(element, own, gradient[c], learning_rate, scale);
         row_elements[c] = same_nan(element);
-        for (int i = 0; i < Rule::kStates; ++i) state[i][c] = same_nan(own[i]);
+        for (int i = 0; i < kElementStates; ++i) state[i][c] = same_nan(own[i]);
       }
       row.store();
       first.store();

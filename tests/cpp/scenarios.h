@@ -298,6 +298,7 @@ class Scenario {
     update<AdagradRule>();
     update<RowwiseAdagradRule>();
     update<AdamRule>();
+    update<RowwiseAdamRule>();
     update<FtrlRule>();
   }
 
@@ -340,12 +341,11 @@ class Scenario {
   template <class Rule>
   void update() {
     const int64_t slots = form_.buckets * kLanes;
-    const bool is_rowwise = UpdateRows<Rule>::kRowwise;
     constexpr const char* kNames[] = {"first_state", "second_state"};
     for (int number = 0; number < Rule::kStates; ++number) {
       const RowType type = random_.chance(0.7) ? RowType::kFloat32 : RowType::kBfloat16;
       Buffer state = random_rows(slots, type);
-      if (is_rowwise) {
+      if (number >= UpdateRows<Rule>::kElementStates) {  // one number a row
         state.width = 1;
         state.bytes.resize(static_cast<size_t>(slots * element_bytes(type)));
       }
