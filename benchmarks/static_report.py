@@ -3,9 +3,9 @@
     python benchmarks/static_report.py [--architecture sm_90] [--out FOLDER]
 
 Registers, stack and spills are ptxas' own words; memory instructions are counted in the PTX, and
-all instructions in the machine code if cuobjdump is at hand, a loop's body once; warps are how many
-a multiprocessor holds at once, as far as registers allow. Kernels of CUB are left out. Needs nvcc
-and c++filt.
+all instructions in the machine code, a loop's body once; warps are how many a multiprocessor holds
+at once, as far as registers allow. Kernels of CUB are left out. Needs nvcc, c++filt, cuobjdump and
+nvdisasm (packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm where a toolkit has none).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = ROOT / "tests" / "cpp" / "device_driver.cu"
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr")
 REGISTERS, WARPS, GRANULE = 65_536, 64, 256  # of a multiprocessor; registers come by the warp
+TOOLS = ("nvcc", "c++filt", "cuobjdump", "nvdisasm")
 BLOCK = 8  # warps that come and go together
 COUNTED = {
     "loads": r"\bld\.global", "wide loads": r"\bld\.global[.\w]*\.v[24]",
@@ -91,8 +92,6 @@ def ptx(architecture: str, folder: str) -> dict[str, dict[str, int]]:
 
 def sass(folder: str) -> dict[str, int]:
     """Instructions by mangled name, padding left out, of what :func:`ptxas` has compiled."""
-    if not shutil.which("cuobjdump"):
-        return {}
     text = run("cuobjdump", "-sass", f"{folder}/driver.cubin")
     parts = re.split(r"Function : (\S+)", text)[1:]
     instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(?!NOP\b)[A-Z]")
@@ -108,6 +107,9 @@ def main() -> None:
     parser.add_argument("--architecture", default="sm_90")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        raise SystemExit(f"not found: {', '.join(missing)}, see above\n\n{__doc__}")
     with tempfile.TemporaryDirectory() as folder:
         used = ptxas(options.architecture, folder)
         counted = ptx(options.architecture, folder)

@@ -452,6 +452,11 @@ def call(
       dtype: of the result that is of whatever type the call asks for.
       **attributes: static integers and floats.
     """
+    if name not in _OPERATIONS:
+        raise RuntimeError(
+            f"the compiled modules of jax_hkv have no operation {name}: they are older than its "
+            "Python files; install it again (pip install -e .)"
+        )
     signature, primitive = _OPERATIONS[name]
     expected = signature.attributes
     if set(attributes) != set(expected):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import itertools
 import pkgutil
 import re
@@ -224,3 +225,19 @@ def test_modules_export_what_documents_name():
         if not hasattr(module, name)
     ]
     assert len(named) > 60 and len(modules) > 8 and missing == unknown == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/semantics.md"])
+def test_the_documents_name_every_native_optimizer(name):
+    """They take `options`, unlike what else is exported."""
+    exported = {own: getattr(jax_hkv.optim, own) for own in jax_hkv.optim.__all__}
+    natives = {
+        own
+        for own, make in exported.items()
+        if inspect.isfunction(make) and "options" in inspect.signature(make).parameters
+    }
+    assert {"sgd", "adamw", "rowwise_adam", "ftrl"} <= natives
+    if name == "docs/semantics.md":
+        natives.remove("adamw")  # which is adam with a weight decay
+    text = (ROOT / name).read_text()
+    assert {own for own in natives if not re.search(rf"\b{own}\b", text)} == set()

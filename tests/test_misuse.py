@@ -18,6 +18,7 @@ from flax import nnx
 import jax_hkv as hkv
 import jax_hkv.linen
 import jax_hkv.nnx
+from jax_hkv import _ffi
 
 IDS = np.arange(8, dtype=np.int32)
 DIM = 4
@@ -430,3 +431,8 @@ def test_a_table_of_shapes_is_named(call, part):
     message = rf"^{call}: table must hold arrays, got the shape of one, ShapeDtype.*partial restore"
     with pytest.raises(TypeError, match=message):
         OF_SHAPES[call](table)
+
+
+def test_compiled_modules_that_are_older_than_the_package_are_named():
+    with pytest.raises(RuntimeError, match=r"no operation update_by_magic.*install it again"):
+        _ffi.call("update_by_magic")

@@ -293,13 +293,7 @@ class Scenario {
     if (random_.chance(0.2)) sums_of_any_numbers(n);
     weigh(n);
     call<CombineRows>({}, kTerms);
-    update<SgdRule>();
-    update<MomentumRule>();
-    update<AdagradRule>();
-    update<RowwiseAdagradRule>();
-    update<AdamRule>();
-    update<RowwiseAdamRule>();
-    update<FtrlRule>();
+    AllOperations::visit([this]<class Operation>() { update_by(static_cast<Operation*>(nullptr)); });
   }
 
   // Numbers and a count that `unique` has not made, as callers may give them.
@@ -338,8 +332,11 @@ class Scenario {
     machines_.set("pooled", random_rows(bags, kTypes[random_.below(std::size(kTypes))]));
   }
 
+  template <class Operation>
+  void update_by(Operation*) {}  // no optimizer
+
   template <class Rule>
-  void update() {
+  void update_by(UpdateRows<Rule>*) {
     const int64_t slots = form_.buckets * kLanes;
     constexpr const char* kNames[] = {"first_state", "second_state"};
     for (int number = 0; number < Rule::kStates; ++number) {
