@@ -196,6 +196,31 @@ def is_inside(axes: tuple[str, ...]) -> bool:
         return False
 
 
+def over(axes: tuple[str, ...], reduce: Callable[[Any, tuple[str, ...]], Any], tree: Any) -> Any:
+    """What a reduction, ``jax.lax.psum`` say, makes of arrays along axes of a shard_map or pmap.
+
+    Over one device it changes nothing. XLA compiles none over such an axis where others are left to
+    it ("must be in (partial) manual partitioning mode"), so it stands only where JAX wants it for
+    the arrays' type.
+    """
+
+    def along(leaf: Any) -> tuple[str, ...]:
+        own = _varying(leaf)
+        return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1 or axis in own)
+
+    found = {along(leaf) for leaf in jax.tree.leaves(tree)}
+    if len(found) > 1:
+        return jax.tree.map(lambda leaf: over(axes, reduce, leaf), tree)
+    names = found.pop() if found else ()
+    return reduce(tree, names) if names else tree
+
+
+def gathered(leaf: Any, axis: str) -> jax.Array:
+    """Every device's array, along a leading axis; of one device see :func:`over`."""
+    is_alone = jax.lax.axis_size(axis) == 1 and axis not in _varying(leaf)
+    return jnp.asarray(leaf)[None] if is_alone else jax.lax.all_gather(leaf, axis)
+
+
 def agreed(tree: Any, axes: tuple[str, ...]) -> Any:
     """The same arrays, equal on all devices, typed as such along these axes of a shard_map.
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from jax_hkv._compat import gathered
+
 _MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
 
 
@@ -59,7 +61,7 @@ def digest_over(leaves: list[Any], split: list[tuple[str, ...]], axes: tuple[str
         ]
     )
     for axis in reversed(axes):
-        own = jax.lax.all_gather(own, axis)
+        own = gathered(own, axis)
     return own.reshape(-1, 2)
 
 

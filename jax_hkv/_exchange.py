@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jax_hkv import _checks, _ffi
-from jax_hkv._compat import agreed
+from jax_hkv._compat import agreed, over
 from jax_hkv._keys import as_keys, check_fixed
 
 _DIGIT = 16  # values of a digit, when the number of an owner is found digit by digit
@@ -124,9 +124,7 @@ class Exchange:
 
     def of_all(self, counts: Any) -> Any:
         """The counts of all devices, of what each has counted as an owner; replicas count once."""
-        if split := self.split:
-            counts = jax.lax.psum(counts, split)
-        return agreed(counts, self.copied)
+        return agreed(over(self.split, jax.lax.psum, counts), self.copied)
 
     def of_reads(self) -> Exchange:
         """As it is for lookups of which nobody is told that keys overflowed: all get their rows."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv._checks import as_integer, check_not_used_up
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, over
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import MAX_SLOTS
 from jax_hkv.table import Counts, Table, check_live, check_one_device
@@ -145,7 +145,7 @@ def _counting(placement: Placement) -> Callable[..., tuple[Any, Any]]:
     """A compiled function from the occupancies of all parts to the entries of the fullest."""
 
     def count(nothing: Any, occupancy: jax.Array) -> tuple[Any, Any]:
-        return nothing, jax.lax.pmax(jnp.sum(occupancy, dtype=jnp.int32), placement.axes)
+        return nothing, over(placement.axes, jax.lax.pmax, jnp.sum(occupancy, dtype=jnp.int32))
 
     return placement.step(count)
 
@@ -156,6 +156,6 @@ def _resizing(placement: Placement, capacity: int) -> Callable[[Table], tuple[Ta
 
     def widen(table: Table) -> tuple[Table, Counts]:
         table, counts = resize(table, capacity)
-        return table, jax.tree.map(lambda count: jax.lax.psum(count, placement.axes), counts)
+        return table, over(placement.axes, jax.lax.psum, counts)
 
     return placement.step(widen, donate=False)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num, UInt32
 from jax_hkv import _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._compat import vary
+from jax_hkv._compat import over, vary
 from jax_hkv._exchange import Exchange
 from jax_hkv._keys import Keys, check_fixed
 from jax_hkv.index import MAX_SLOTS, NO_SLOT, Groups
@@ -232,7 +232,8 @@ def outward(
         legs.append(leg)
         own = own + left_out
     if len(plan.hops) > 1:  # a header has come from the devices of one axis
-        overflow = jax.lax.psum(own, tuple(axis for hop in plan.hops for axis in hop.axes))
+        axes = tuple(axis for hop in plan.hops for axis in hop.axes)
+        overflow = over(axes, jax.lax.psum, own)
     return tuple(legs), items, overflow
 
 

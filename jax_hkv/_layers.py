@@ -20,7 +20,7 @@ from jax_hkv import _sharded, _sharded_updates, metrics, pooled, sharding
 from jax_hkv import operations as _operations
 from jax_hkv._bags import Bagged, Layout
 from jax_hkv._checks import as_bool, as_mask, check_held_once, check_not_used_up
-from jax_hkv._compat import came_from, is_traced, without_rematerialization
+from jax_hkv._compat import came_from, gathered, is_traced, over, without_rematerialization
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import (
     LossScale,
@@ -315,25 +315,25 @@ class Devices(NamedTuple):
         def one(leaf: Any) -> Any:
             kind = jnp.result_type(leaf)
             if jnp.issubdtype(kind, jnp.floating):
-                return jax.lax.pmean(leaf, self.axes)
+                return over(self.axes, jax.lax.pmean, leaf)
             if not (jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_):
                 return leaf
             whole = jnp.asarray(leaf, jnp.uint8 if kind == jnp.bool_ else kind)
             unsigned = jnp.dtype(f"uint{jnp.iinfo(whole.dtype).bits}")  # holds differences
-            least = jax.lax.pmin(whole, self.axes)  # of equal ones every bit stays
+            least = over(self.axes, jax.lax.pmin, whole)  # of equal ones every bit stays
             excess = (whole - least).astype(unsigned).astype(jnp.float32)
-            more = jnp.round(jax.lax.pmean(excess, self.axes)).astype(unsigned)
+            more = jnp.round(over(self.axes, jax.lax.pmean, excess)).astype(unsigned)
             return (least + more.astype(whole.dtype)).astype(kind)
 
         return jax.tree.map(one, tree) if self.axes else tree
 
     def total(self, tree: Any) -> Any:
         """The sum over the devices."""
-        return jax.lax.psum(tree, self.axes) if self.axes else tree
+        return over(self.axes, jax.lax.psum, tree)
 
     def every(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
         """Whether it holds on all devices."""
-        return jax.lax.pmin(flag.astype(jnp.int32), self.axes) > 0 if self.axes else flag
+        return over(self.axes, jax.lax.pmin, flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def stacked(self, tree: Any) -> Any:
         """Every device's, along a leading axis."""
@@ -348,7 +348,7 @@ class Devices(NamedTuple):
         if not leaf.size:
             return jnp.zeros(shape, leaf.dtype)
         for axis in reversed(self.axes):
-            leaf = jax.lax.all_gather(leaf, axis)
+            leaf = gathered(leaf, axis)
         return leaf.reshape(shape)
 
     def part(self, loss: jax.Array) -> jax.Array:

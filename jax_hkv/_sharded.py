@@ -21,7 +21,7 @@ from jax_hkv import _checks, _inserts, pooled, whole_table
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._bags import Bagged
-from jax_hkv._compat import agreed, vary
+from jax_hkv._compat import agreed, over, vary
 from jax_hkv._exchange import Exchange, as_exchange, owners
 from jax_hkv._hops import (
     Items,
@@ -379,7 +379,7 @@ def in_rounds(
     overflow = None
     if not plan.is_complete:
         if plan.reads and exchange.copied:  # so far each of replicas has counted by itself
-            beyond = jax.lax.psum(beyond, exchange.copied)
+            beyond = over(exchange.copied, jax.lax.psum, beyond)
         arrived = arrived._replace(valid=arrived.valid & (beyond == 0))
         overflow = agreed(beyond, exchange.axes)
     table, seen, owner = act(plan, table, legs, arrived, is_ticked=False)
@@ -683,7 +683,7 @@ def misplaced(table: Table, *, axis_name: str | tuple[str, ...] | Exchange) -> I
     if split:
         own = jax.lax.axis_index(split).astype(jnp.int32)
         count = whole_table.count_misplaced(table, lambda keys: owners(keys, parts) != own)
-        count = jax.lax.psum(count, split)
+        count = over(split, jax.lax.psum, count)
     else:
         count = whole_table.misplaced(table)
-    return jax.lax.pmax(count, copied) if copied else count
+    return over(copied, jax.lax.pmax, count)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
-from jax_hkv._compat import is_inside
+from jax_hkv._compat import is_inside, over
 from jax_hkv.admission import Frequency
 from jax_hkv.index import LANES, Policy, total_of
 from jax_hkv.table import (
@@ -102,7 +102,7 @@ def of(
     exchanges = [each.exchange for each in results if getattr(each, "exchange", None)]
     skipped = jnp.sum(skipped.reshape(table.copies, -1), axis=1, dtype=jnp.uint32).max()
     if exchanges and is_inside(exchanges[0].axes):  # the table is a part; outside it is whole
-        full = jax.lax.pmean(full, exchanges[0].axes)
+        full = over(exchanges[0].axes, jax.lax.pmean, full)
         skipped = exchanges[0].of_all(skipped)
     return Metrics(
         **totals._asdict(),

@@ -293,6 +293,12 @@ class SparseOptimizer:
                 _names(leaves), leaves, jax.tree.leaves(three), strict=True
             )
         ]
+        if self.stochastic_rounding and _ROUNDINGS in dict(kinds):
+            raise ValueError(
+                "optim.sparse: with stochastic_rounding a transformation's state must have no leaf "
+                f"{_ROUNDINGS!r}, by which updates are counted, got {sorted(dict(kinds))}: "
+                "give that leaf another name"
+            )
         return _Structure(jax.tree.structure(two), tuple(kinds), self.stochastic_rounding)
 
 

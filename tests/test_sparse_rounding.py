@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,22 @@ def test_updates_that_are_64_bits_wide_are_rounded_once():
         got = hkv.find(opt.update(table, result, gradients), hkv.Keys.from_numpy(KEYS))[1].values
     exact = np.full((len(KEYS), DIM), 1 - 2.0**-10, np.float32)
     np.testing.assert_array_equal(np.asarray(got), rounded(exact, KEYS, 1, 0))
+
+
+def test_a_state_with_the_name_of_the_count_is_refused():
+    """One of the two would have been lost."""
+
+    class State(NamedTuple):
+        roundings: jax.Array
+
+    tx = optax.GradientTransformation(
+        lambda rows: State(jnp.float32(0)),
+        lambda updates, state, rows=None: (updates, State(state.roundings + 1.5)),
+    )
+    table = hkv.create(128, DIM, dtype=jnp.bfloat16)
+    assert "roundings" in hkv.optim.sparse(tx).init(table).optimizer.shared
+    with pytest.raises(ValueError, match=r"must have no leaf 'roundings'.*another name"):
+        hkv.optim.sparse(tx, stochastic_rounding=True).init(table)
 
 
 def test_what_cannot_be_rounded_by_chance_is_named():

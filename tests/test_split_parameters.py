@@ -230,14 +230,28 @@ def test_parameters_that_stay_whole_are_warned_of_once():
     assert len(messages) == 1 and "dense/kernel (and 2 more) is annotated" in messages[0], messages
 
 
-def test_an_axis_of_one_device_splits_nothing():
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", [("data", "model"), (None, "model")], ids=str)
+def test_an_axis_of_one_device_splits_nothing(kind, names):
     """Neither is it warned of, nor does it keep a parameter from its split along another axis."""
-    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(KINDS[kind],) * 2)
     placement = hkv.sharding.Placement(mesh, axis_name="data")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = hkv.nnx.place(lambda: NnxModel(nnx.Rngs(0), True, ("data", "model")), placement)
-    assert model.dense.kernel.get_value().addressable_shards[0].data.shape == (12, WIDTH // 4)
+        state = hkv.nnx.place(
+            lambda: hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), True, names), optax.adam(0.01)),
+            placement,
+        )
+    kernel = state.model.dense.kernel
+    assert kernel.get_value().addressable_shards[0].data.shape == (12, WIDTH // 4)
+    whole = hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), axis_name=None), optax.adam(0.01))
+    steps = hkv.nnx.train_step(loss_fn, placement=placement), hkv.nnx.train_step(loss_fn)
+    for batch in batches(placement):
+        losses = [
+            float(step(own, *batch).loss) for step, own in zip(steps, (state, whole), strict=True)
+        ]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert kernel.get_value().addressable_shards[0].data.shape == (12, WIDTH // 4)
 
 
 @pytest.mark.parametrize("make", [hkv.nnx.place, hkv.nnx.abstract])
