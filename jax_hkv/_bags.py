@@ -88,26 +88,69 @@ def joined_bags(
     batches: Sequence[Given], layouts: Sequence[Layout]
 ) -> tuple[Bags, Bool[Array, " n"] | None]:
     """The bags of batches, one batch after the other, and which positions are valid (None: all)."""
-    begins, ends = [], []
-    positions: Any = 0  # as all sizes here it may be symbolic
-    for splits, own_layouts in _runs([batch.splits for batch in batches], layouts):
-        counts = [layout.positions for layout in own_layouts]
-        *firsts, positions = itertools.accumulate(counts, initial=positions)
-        own = _dense_splits(own_layouts[0])[None] if splits is None else splits
-        own = jnp.clip(own, 0, _column(counts)) + _column(firsts)  # traced ones are not checked
-        begins.append(own[:, :-1].reshape(-1))
-        ends.append(own[:, 1:].reshape(-1))
-    splits = jnp.concatenate([*begins, _column([positions])[:, 0]])
+    begins, ends, positions = _places([batch.splits for batch in batches], layouts)
+    splits = jnp.concatenate([begins, _column([positions])[:, 0]])
     valid, weights = joined_valid(batches, layouts), _joined_weights(batches, layouts)
     if all(batch.splits is None for batch in batches):
         return Bags(_dense_sources(layouts), splits, weights), valid
-    # The bag of a position is the number of ends at or before it, which integers count in any
-    # order: no search. Of padding it is the next bag, which begins behind it.
-    counted = jnp.zeros((positions,), jnp.int32).at[jnp.concatenate(ends)].add(1, mode="drop")
-    sources = jnp.cumsum(counted, dtype=jnp.int32)
-    is_in_bag = _index.take(splits, sources) <= jax.lax.iota(jnp.int32, positions)
+    sources, is_in_bag = _sources(batches, layouts)
     valid = is_in_bag if valid is None else valid & is_in_bag
-    return Bags(sources, splits, weights, jnp.concatenate(ends)), valid
+    return Bags(sources, splits, weights, ends), valid
+
+
+def _places(
+    splits: Sequence[jax.Array | None], layouts: Sequence[Layout]
+) -> tuple[Int32[Array, " b"], Int32[Array, " b"], Any]:
+    """Where all bags begin and end, and how many positions there are."""
+    begins, ends = [], []
+    positions: Any = 0  # as all sizes here it may be symbolic
+    for together, own_layouts in _runs(splits, layouts):
+        counts = [layout.positions for layout in own_layouts]
+        *firsts, positions = itertools.accumulate(counts, initial=positions)
+        own = _dense_splits(own_layouts[0])[None] if together is None else together
+        own = jnp.clip(own, 0, _column(counts)) + _column(firsts)  # traced ones are not checked
+        begins.append(own[:, :-1].reshape(-1))
+        ends.append(own[:, 1:].reshape(-1))
+    return jnp.concatenate(begins), jnp.concatenate(ends), positions
+
+
+def _sources(
+    batches: Sequence[Given], layouts: Sequence[Layout]
+) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """The bag of each position, and whether it is in it: of padding the bag is the next one."""
+    numbers = [number for number, batch in enumerate(batches) if batch.splits is not None]
+    begins, ends, positions = _places(
+        [batches[number].splits for number in numbers], [layouts[number] for number in numbers]
+    )
+    # The bag of a position is the number of ends at or before it, which integers count in any
+    # order: no search. That of padding begins behind it.
+    counted = jnp.zeros((positions,), jnp.int32).at[ends].add(1, mode="drop")
+    sources = jnp.cumsum(counted, dtype=jnp.int32)
+    begins = jnp.concatenate([begins, _column([positions])[:, 0]])
+    is_in_bag = _index.take(begins, sources) <= jax.lax.iota(jnp.int32, positions)
+    if len(numbers) == len(batches):
+        return sources, is_in_bag
+    # The others, between which these stand in runs, need no sum.
+    runs = [
+        (is_dense, [layout for _, layout in run])
+        for is_dense, run in itertools.groupby(
+            zip(batches, layouts, strict=True), lambda pair: pair[0].splits is None
+        )
+    ]
+    sizes = [sum(own.positions for own in run) for is_dense, run in runs if not is_dense]
+    parts = zip(jax.lax.split(sources, sizes), jax.lax.split(is_in_bag, sizes), strict=True)
+    joined, bags, dense_bags = [], 0, 0
+    for is_dense, run in runs:
+        if is_dense:
+            of_bags = _dense_sources(run) + jnp.int32(bags)
+            joined.append((of_bags, jnp.ones(of_bags.shape, jnp.bool_)))
+            dense_bags += sum(layout.bags for layout in run)
+        else:
+            of_bags, in_bag = next(parts)
+            joined.append((of_bags + jnp.int32(dense_bags), in_bag))
+        bags += sum(layout.bags for layout in run)
+    own_sources, are_in_bag = zip(*joined, strict=True)
+    return jnp.concatenate(own_sources), jnp.concatenate(are_in_bag)
 
 
 def joined_valid(batches: Sequence[Given], layouts: Sequence[Layout]) -> Bool[Array, " n"] | None:
