@@ -160,7 +160,7 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
         if any(name in own_axes for name in names):
             left_whole.append((where, names))
             return variable
-        sharding = jax.sharding.NamedSharding(mesh, spec)
+        sharding = jax.sharding.NamedSharding(mesh, _without(placement.axes, spec))
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
@@ -168,7 +168,7 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
                 return variable
             raise ValueError(
                 f"{call}: {where} must be of a shape that its annotation splits evenly, got "
-                f"{list(leaf.shape)} for {spec} on a mesh {dict(mesh.shape)}: "
+                f"{list(leaf.shape)} for {sharding.spec} on a mesh {dict(mesh.shape)}: "
                 "take another width, or annotate another axis"
             ) from error
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -192,6 +192,13 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
             "another axis of the mesh"
         )
     return annotated
+
+
+def _without(axes: tuple[str, ...], spec: Any) -> jax.sharding.PartitionSpec:
+    """A partition spec without axes of one device: a step is manual along these."""
+    entries = [names if isinstance(names, tuple) else (names,) for names in spec]
+    kept = [tuple(name for name in names if name not in (*axes, None)) for names in entries]
+    return jax.sharding.PartitionSpec(*(names or None for names in kept))
 
 
 def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
