@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jax_hkv import index as _index
-from jax_hkv._checks import flat_mask
 from jax_hkv._compat import is_fixed
 from jax_hkv._keys import Keys
 from jax_hkv.table import Bags
@@ -88,20 +87,47 @@ def joined_bags(
     batches: Sequence[Given], layouts: Sequence[Layout]
 ) -> tuple[Bags, Bool[Array, " n"] | None]:
     """The bags of batches, one batch after the other, and which positions are valid (None: all)."""
-    begins, ends, positions = _places([batch.splits for batch in batches], layouts)
-    splits = jnp.concatenate([begins, _column([positions])[:, 0]])
-    valid, weights = joined_valid(batches, layouts), _joined_weights(batches, layouts)
-    if all(batch.splits is None for batch in batches):
+    splits, ends = _places([batch.splits for batch in batches], layouts)
+    valid = joined([batch.valid for batch in batches], layouts, jnp.bool_)
+    weights = joined([batch.weights for batch in batches], layouts, jnp.float32)
+    numbers = [number for number, batch in enumerate(batches) if batch.splits is not None]
+    if not numbers:
         return Bags(_dense_sources(layouts), splits, weights), valid
-    sources, is_in_bag = _sources(batches, layouts)
+    if len(numbers) == len(batches):
+        sources, is_in_bag = _counted(splits, ends, layouts)
+    else:
+        sources, is_in_bag = _mixed(batches, layouts, numbers)
     valid = is_in_bag if valid is None else valid & is_in_bag
     return Bags(sources, splits, weights, ends), valid
 
 
+def joined(
+    given: Sequence[jax.Array | None], layouts: Sequence[Layout], dtype: Any
+) -> Shaped[Array, " n"] | None:
+    """Masks or weights, one batch's after the other's; ones of a batch without; None of none."""
+    if all(own is None for own in given):
+        return None
+    return jnp.concatenate(
+        [
+            jnp.ones((layout.positions,), dtype) if own is None else own.reshape(-1)
+            for own, layout in zip(given, layouts, strict=True)
+        ]
+    )
+
+
+def counts_in(bags: Bags, flags: Bool[Array, "*stack n"]) -> Int32[Array, "*stack b"]:
+    """How many positions of each bag have a flag; a scan may have stacked both."""
+    if flags.ndim > 1:
+        return jax.vmap(counts_in)(bags, flags)
+    before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(flags, dtype=jnp.int32)])
+    ends = bags.splits[1:] if bags.ends is None else bags.ends
+    return _index.take(before, ends) - _index.take(before, bags.splits[:-1])
+
+
 def _places(
     splits: Sequence[jax.Array | None], layouts: Sequence[Layout]
-) -> tuple[Int32[Array, " b"], Int32[Array, " b"], Any]:
-    """Where all bags begin and end, and how many positions there are."""
+) -> tuple[Int32[Array, " b+1"], Int32[Array, " b"]]:
+    """Where bags begin and, of the last one, end; and where all end that have padding behind."""
     begins, ends = [], []
     positions: Any = 0  # as all sizes here it may be symbolic
     for together, own_layouts in _runs(splits, layouts):
@@ -111,25 +137,28 @@ def _places(
         own = jnp.clip(own, 0, _column(counts)) + _column(firsts)  # traced ones are not checked
         begins.append(own[:, :-1].reshape(-1))
         ends.append(own[:, 1:].reshape(-1))
-    return jnp.concatenate(begins), jnp.concatenate(ends), positions
+    return jnp.concatenate([*begins, _column([positions])[:, 0]]), jnp.concatenate(ends)
 
 
-def _sources(
-    batches: Sequence[Given], layouts: Sequence[Layout]
+def _counted(
+    splits: Int32[Array, " b+1"], ends: Int32[Array, " b"], layouts: Sequence[Layout]
 ) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
     """The bag of each position, and whether it is in it: of padding the bag is the next one."""
-    numbers = [number for number, batch in enumerate(batches) if batch.splits is not None]
-    begins, ends, positions = _places(
-        [batches[number].splits for number in numbers], [layouts[number] for number in numbers]
-    )
+    positions = sum(layout.positions for layout in layouts)
     # The bag of a position is the number of ends at or before it, which integers count in any
     # order: no search. That of padding begins behind it.
     counted = jnp.zeros((positions,), jnp.int32).at[ends].add(1, mode="drop")
     sources = jnp.cumsum(counted, dtype=jnp.int32)
-    begins = jnp.concatenate([begins, _column([positions])[:, 0]])
-    is_in_bag = _index.take(begins, sources) <= jax.lax.iota(jnp.int32, positions)
-    if len(numbers) == len(batches):
-        return sources, is_in_bag
+    return sources, _index.take(splits, sources) <= jax.lax.iota(jnp.int32, positions)
+
+
+def _mixed(
+    batches: Sequence[Given], layouts: Sequence[Layout], numbers: Sequence[int]
+) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """As :func:`_counted`, where batches of these numbers alone have splits."""
+    jagged = [layouts[number] for number in numbers]
+    places = _places([batches[number].splits for number in numbers], jagged)
+    sources, is_in_bag = _counted(*places, jagged)
     # The others, between which these stand in runs, need no sum.
     runs = [
         (is_dense, [layout for _, layout in run])
@@ -139,40 +168,18 @@ def _sources(
     ]
     sizes = [sum(own.positions for own in run) for is_dense, run in runs if not is_dense]
     parts = zip(jax.lax.split(sources, sizes), jax.lax.split(is_in_bag, sizes), strict=True)
-    joined, bags, dense_bags = [], 0, 0
+    parts_of_all, bags, dense_bags = [], 0, 0
     for is_dense, run in runs:
         if is_dense:
             of_bags = _dense_sources(run) + jnp.int32(bags)
-            joined.append((of_bags, jnp.ones(of_bags.shape, jnp.bool_)))
+            parts_of_all.append((of_bags, jnp.ones(of_bags.shape, jnp.bool_)))
             dense_bags += sum(layout.bags for layout in run)
         else:
             of_bags, in_bag = next(parts)
-            joined.append((of_bags + jnp.int32(dense_bags), in_bag))
+            parts_of_all.append((of_bags + jnp.int32(dense_bags), in_bag))
         bags += sum(layout.bags for layout in run)
-    own_sources, are_in_bag = zip(*joined, strict=True)
+    own_sources, are_in_bag = zip(*parts_of_all, strict=True)
     return jnp.concatenate(own_sources), jnp.concatenate(are_in_bag)
-
-
-def joined_valid(batches: Sequence[Given], layouts: Sequence[Layout]) -> Bool[Array, " n"] | None:
-    """The masks of batches, one after the other; None: all positions are valid."""
-    if all(batch.valid is None for batch in batches):
-        return None
-    pairs = zip(batches, layouts, strict=True)
-    return jnp.concatenate([flat_mask(batch.valid, layout.ids) for batch, layout in pairs])
-
-
-def _joined_weights(
-    batches: Sequence[Given], layouts: Sequence[Layout]
-) -> Float32[Array, " n"] | None:
-    if all(batch.weights is None for batch in batches):
-        return None
-    pairs = zip([batch.weights for batch in batches], layouts, strict=True)
-    return jnp.concatenate(
-        [
-            jnp.ones((layout.positions,), jnp.float32) if weights is None else weights
-            for weights, layout in pairs
-        ]
-    )
 
 
 def _column(numbers: Sequence[Any]) -> Int32[Array, "k 1"]:

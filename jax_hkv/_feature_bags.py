@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jax_hkv import pooled
-from jax_hkv._bags import Bagged, Given, Layout, joined_bags, joined_valid
-from jax_hkv._checks import as_flat_mask, as_mask, as_scores
-from jax_hkv._keys import Keys, check_keys
+from jax_hkv._bags import Bagged, Given, Layout, joined, joined_bags
+from jax_hkv._checks import as_flat_mask, as_scores
+from jax_hkv._keys import Keys
 from jax_hkv._namespaces import joined_in_namespaces
 from jax_hkv._options import Combiner
-from jax_hkv.features import Jagged, Padded, as_given, as_weights, each_id_of, unpadded
+from jax_hkv.features import Jagged, Padded, as_given, each_id_of, unpadded
 from jax_hkv.index import Policy
 from jax_hkv.table import jitted
 
@@ -42,7 +42,7 @@ def as_one(
     """
     keys = joined_in_namespaces([batch.keys for batch in batches], numbers, bits)
     if all(layout.is_each_a_bag for layout in layouts):
-        return Bagged(keys, joined_valid(batches, layouts), None)
+        return Bagged(keys, joined([own.valid for own in batches], layouts, jnp.bool_), None)
     kinds = [
         (combiner, batch.weights is not None)
         for combiner, batch in zip(combiners, batches, strict=True)
@@ -78,19 +78,7 @@ def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Given, Layo
     if isinstance(ids, Jagged) and combiner is None:
         each = each_id_of(call, ids, weights, valid)
         ids, valid, weights = each.ids, each.valid, each.weights
-    if isinstance(ids, Jagged):
-        return as_given(call, ids, weights, valid)
-    keys = check_keys(call, "ids", ids)
-    if weights is not None and weights.shape != keys.shape:
-        raise TypeError(
-            f"{call}: weights must be float32{list(keys.shape)}, one for each id, got "
-            f"{weights.dtype}{list(weights.shape)}: reshape them"
-        )
-    if combiner is not None and len(keys.shape) != 1:
-        return as_given(call, keys, weights, valid)
-    mask = as_mask(call, "valid", valid, keys.shape)
-    given = Given(keys, mask, as_weights(call, weights, keys.shape), None)
-    return given, Layout((*keys.shape, 1), keys.shape, weights is not None)  # bags of one id
+    return as_given(call, ids, weights, valid, is_each=combiner is None, are_single=True)
 
 
 def joined_scores(

@@ -21,14 +21,20 @@ from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
 from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number, is_real
 from jax_hkv._compat import is_traced
-from jax_hkv.table import InsertResult, Table, check_one_device, check_table, with_clock
+from jax_hkv.table import (
+    InsertResult,
+    Table,
+    check_one_device,
+    check_table,
+    one_more,
+    with_clock,
+)
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
 # it: they subtract from it, which an unsigned number does not survive.
 LearningRate = float | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
-_MOST_STEPS = np.uint32(2**32 - 1)
 _LARGEST = float(np.finfo(np.float32).max)
 _RATE = "learning_rate"  # where it lies in the table
 
@@ -170,10 +176,9 @@ class FusedOptimizer:
         count = before.shared["count"]
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
         rate = _rate(own if learning_rate is None else learning_rate, count)
-        is_counted = count < _MOST_STEPS
+        ahead = one_more(count)
         if apply is not None:
-            is_counted &= apply
-        ahead = count + is_counted.astype(jnp.uint32)
+            ahead = jnp.where(apply, ahead, count)
         names = [name for name, _ in rule.starts]
         steps = before.rows["count"] if rule.count_per_row else ahead
         groups = batch.groups

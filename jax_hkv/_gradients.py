@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jax_hkv import _sharded, _sharded_updates, _updates
+from jax_hkv._bags import counts_in
 from jax_hkv._checks import as_integer, as_number, as_one_flag
 from jax_hkv._compat import is_traced
 from jax_hkv._keys import form_of
@@ -151,15 +152,7 @@ def _have_rows(result: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
     have_rows, bags = slots >= 0, result.bags
     if bags is None:
         return have_rows.reshape(shape)
-    *stack, positions = bags.sources.shape
-    counts = jnp.cumsum(have_rows.reshape(*stack, positions), axis=-1, dtype=jnp.int32)
-    before = jnp.concatenate([jnp.zeros((*stack, 1), jnp.int32), counts], axis=-1)
-    ends = bags.splits[..., 1:] if bags.ends is None else bags.ends
-    at_begin, at_end = (
-        jnp.take_along_axis(before, jnp.clip(places, 0, positions), axis=-1)
-        for places in (bags.splits[..., :-1], ends)
-    )
-    return (at_end > at_begin).reshape(shape)
+    return (counts_in(bags, have_rows.reshape(bags.sources.shape)) > 0).reshape(shape)
 
 
 def stay_finite(new: Any, old: Any) -> Bool[Array, ""]:

@@ -80,7 +80,7 @@ class Keys:
             raise ValueError(
                 f"{call}: parts must agree in all axes but {axis}, got the shapes {shapes}"
             )
-        return cls(_read_only(_namespace(words).concatenate(words, along)))
+        return cls(_read_only(_library_of(words).concatenate(words, along)))
 
     @classmethod
     def stack(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
@@ -105,7 +105,7 @@ class Keys:
                 f"{call}: parts must have one shape, got the shapes {shapes}: pad them to one"
             )
         along = _as_axis(call, axis, len(shapes[0]) + 1)
-        return cls(_read_only(_namespace(words).stack(words, along)))
+        return cls(_read_only(_library_of(words).stack(words, along)))
 
     @classmethod
     def where(cls, condition: Any, keys: Any, others: Any) -> Keys:
@@ -180,7 +180,7 @@ class Keys:
         _check_fit(call, "ids", *(part.shape for part in parts))
         most = max(part.ndim for part in parts)  # whoever has no rank promoted asks for this
         words = [part.words[(None,) * (most - part.ndim)] for part in parts]
-        if not all(isinstance(own, np.ndarray) for own in words):
+        if _library_of(words) is not np:
             return cls(_crossed_by_jax(np.uint32(seed), words))
         with np.errstate(over="ignore"):  # numbers of NumPy, unlike its arrays, tell of carries
             return cls(_read_only(np.stack(_crossed(np.uint32(seed), words), axis=-1)))
@@ -456,7 +456,7 @@ def _as_axis(call: str, axis: Any, ndim: int) -> int:
     return axis % ndim
 
 
-def _namespace(words: Sequence[Any]) -> Any:
+def _library_of(words: Sequence[Any]) -> Any:
     """NumPy for what is all on the host, else jax.numpy."""
     return np if all(isinstance(part, np.ndarray) for part in words) else jnp
 

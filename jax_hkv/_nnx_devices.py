@@ -11,6 +11,7 @@ from flax import nnx
 
 from jax_hkv._checks import check_function
 from jax_hkv._digest import names_in
+from jax_hkv._placed import spec_along
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv._warnings import warn
 
@@ -160,7 +161,9 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
         if any(name in own_axes for name in names):
             left_whole.append((where, names))
             return variable
-        sharding = jax.sharding.NamedSharding(mesh, _without(placement.axes, spec))
+        # Of the placement's own axes those that are left have one device, which splits nothing.
+        others = tuple(name for name in names if name not in placement.axes)
+        sharding = jax.sharding.NamedSharding(mesh, spec_along(others, spec))
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
@@ -192,13 +195,6 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
             "another axis of the mesh"
         )
     return annotated
-
-
-def _without(axes: tuple[str, ...], spec: Any) -> jax.sharding.PartitionSpec:
-    """A partition spec without axes of one device: a step is manual along these."""
-    entries = [names if isinstance(names, tuple) else (names,) for names in spec]
-    kept = [tuple(name for name in names if name not in (*axes, None)) for names in entries]
-    return jax.sharding.PartitionSpec(*(names or None for names in kept))
 
 
 def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:

@@ -76,21 +76,22 @@ def is_shared(leaf: Any) -> bool:
 
 def splits_along(axes: tuple[str, ...], state: Any) -> tuple[P | None, ...]:
     """How the leaves of a state are split along some axes, tables never; None: nobody knows."""
-
-    def one(names: Any) -> Any:
-        each = names if isinstance(names, tuple) else (names,)
-        return tuple(name for name in each if name in axes) or None
-
     splits: list[P | None] = []
     for node in jax.tree.leaves(state, is_leaf=is_table):
         if is_table(node):
             splits += [P()] * len(jax.tree.leaves(node))
             continue
-        own = [] if is_traced(node) else [*map(one, _spec_of(node))]
-        while own and own[-1] is None:  # P() and P(None) are the same, and one program
-            own.pop()
-        splits.append(None if is_traced(node) else P(*own))
+        splits.append(None if is_traced(node) else spec_along(axes, _spec_of(node)))
     return tuple(splits)
+
+
+def spec_along(axes: tuple[str, ...], spec: Any) -> P:
+    """What a partition spec says of these axes of a mesh."""
+    each = [names if isinstance(names, tuple) else (names,) for names in spec]
+    own = [tuple(name for name in names if name in axes) or None for names in each]
+    while own and own[-1] is None:  # P() and P(None) are the same, and one program
+        own.pop()
+    return P(*own)
 
 
 def _spec_of(leaf: Any) -> P:

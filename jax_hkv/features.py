@@ -303,24 +303,36 @@ def _packed(
     return Jagged(Keys.from_numpy(np.pad(ids, padding)), splits, factors)
 
 
-def as_given(call: str, ids: Any, weights: Any, valid: Any) -> tuple[Given, Layout]:
-    """What a caller gave as bags of ids, checked."""
+def as_given(
+    call: str,
+    ids: Any,
+    weights: Any,
+    valid: Any,
+    *,
+    is_each: bool = False,
+    are_single: bool = False,
+) -> tuple[Given, Layout]:
+    """What a caller gave as bags of ids, checked.
+
+    With `is_each` every id is a bag by itself; with `are_single` those along one axis are, as those
+    of a Padded.
+    """
     if isinstance(ids, Padded):
         ids, valid, weights = unpadded(call, ids, valid, weights)
-        if not isinstance(ids, Jagged) and len(check_keys(call, "ids", ids).shape) == 1:
-            ids, valid, weights = map(each_a_bag, (ids, valid, weights))
+        are_single = True
     if isinstance(ids, Jagged):
         return _from_jagged(call, ids, weights, valid)
     keys = check_keys(call, "ids", ids)
-    if not keys.shape:
+    is_each |= are_single and len(keys.shape) == 1
+    if not keys.shape and not is_each:
         raise ValueError(
             f"{call}: ids must have the shape [batch, hotness], or be a jax_hkv.Jagged, got a "
             "single id: give it as ids[None, None]"
         )
     mask = _checks.as_mask(call, "valid", valid, keys.shape)
     factors = as_weights(call, weights, keys.shape)
-    layout = Layout(keys.shape, keys.shape[:-1], weights is not None)
-    return Given(keys, mask, factors, None), layout
+    shape = (*keys.shape, 1) if is_each else keys.shape
+    return Given(keys, mask, factors, None), Layout(shape, shape[:-1], weights is not None)
 
 
 @jitted("layout")
@@ -334,15 +346,6 @@ def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Gi
     keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
     layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
     return Given(keys, mask, factors, splits), layout
-
-
-def each_a_bag(given: Any) -> Any:
-    """Ids, or what stands beside them, with an axis for bags of one; None as it is."""
-    if given is None:
-        return None
-    if isinstance(given, Keys):
-        return given.reshape(*given.shape, 1)
-    return (given if hasattr(given, "ndim") else np.asarray(given))[..., None]
 
 
 def unpadded(call: str, given: Padded, valid: Any, weights: Any) -> tuple[Any, Any, Any]:

@@ -44,6 +44,7 @@ from jax_hkv.table import (
     check_one_device,
     gather_optimizer,
     gather_values,
+    one_more,
     scatter_optimizer,
     scatter_values,
 )
@@ -244,8 +245,7 @@ class SparseOptimizer:
 
         after = params + updates
         if self.stochastic_rounding:
-            count = before.shared[_ROUNDINGS]
-            shared[_ROUNDINGS] = count + (count < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
+            shared[_ROUNDINGS] = one_more(before.shared[_ROUNDINGS])
             rounding = Keys(batch.groups.keys), shared[_ROUNDINGS][0], self.seed
             after = _updates.rounded(after.astype(jnp.float32), *rounding)
         table = scatter_values(table, batch.slots, None, after.astype(table.dtype))

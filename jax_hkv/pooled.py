@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jax_hkv import _checks, _ffi, features
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
-from jax_hkv._bags import Bagged, Given, Layout, joined_bags
+from jax_hkv._bags import Bagged, Given, Layout, counts_in, joined_bags
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
 from jax_hkv._keys import Keys, check_fixed, form_of
@@ -458,9 +458,7 @@ def _valid_ids(bags: Bags, valid: jax.Array | None) -> jax.Array:
     """How many valid ids each bag has."""
     if valid is None:
         return jnp.diff(bags.splits) if bags.ends is None else bags.ends - bags.splits[:-1]
-    before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(valid, dtype=jnp.int32)])
-    ends = bags.splits[1:] if bags.ends is None else bags.ends
-    return _index.take(before, ends) - _index.take(before, bags.splits[:-1])
+    return counts_in(bags, valid)
 
 
 # --- Sums over bags, and their derivatives -------------------------------------------------------

@@ -636,6 +636,11 @@ def entries_at(
     return table, Entries(Keys(keys), Keys(scores), values, optimizer, count)
 
 
+def one_more(count: jax.Array) -> jax.Array:
+    """A ``uint32`` count that is one higher, and stops at 2**32 - 1."""
+    return count + (count < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
+
+
 def jitted(*static: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """One compiled function when called eagerly; inlined into the caller's otherwise."""
     return functools.partial(jax.jit, static_argnames=static, inline=True)

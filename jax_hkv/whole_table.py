@@ -30,6 +30,7 @@ from jax_hkv.table import (
     gather_values,
     jitted,
     no_counts,
+    one_more,
     scatter_optimizer,
     scatter_values,
 )
@@ -350,7 +351,7 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
     check_live("advance_epoch", table)
     old = table.index.epoch
     if epoch is None:
-        new = old + (old < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
+        new = one_more(old)
     else:
         # The old one clipped to it, which lies on the devices, and varies over them, as the old
         # one does; what XLA sees to be constant (a product with 0) lies on all of them.
