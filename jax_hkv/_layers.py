@@ -553,9 +553,19 @@ def updated(
     return optimizer.update(table, results, gradients, **extra)
 
 
-def changed(fn: Callable[[Table], Any], tables: list[Table]) -> list[Table]:
-    """The tables of a state after a function; raises unless those are tables again."""
-    return mapped("TrainState.map_tables", fn, tables, _check_changed)
+def changed(
+    fn: Callable[[Table], Any], tables: Mapping[str, Table], only: str | Iterable[str] | None
+) -> dict[str, Table]:
+    """The tables of a state, by path, after a function of some; raises unless it makes tables."""
+    wanted = dict.fromkeys(tables if only is None else [only] if isinstance(only, str) else only)
+    if unknown := [path for path in wanted if path not in tables]:
+        raise ValueError(
+            f"TrainState.map_tables: only must be paths of tables, {list(tables)}, got {unknown}: "
+            "info.tables of a step is by these paths"
+        )
+    before = [tables[path] for path in wanted]
+    after = mapped("TrainState.map_tables", fn, before, _check_changed)
+    return {**tables, **dict(zip(wanted, after, strict=True))}
 
 
 def _check_changed(_: int, table: Any) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -520,21 +520,24 @@ class TrainState:
         """The state with other values in some of its fields, as that of a ``flax.struct``."""
         return dataclasses.replace(self, **fields)
 
-    def map_tables(self, fn: Callable[[Table], Table]) -> TrainState:
+    def map_tables(
+        self, fn: Callable[[Table], Table], *, only: str | Iterable[str] | None = None
+    ) -> TrainState:
         """The state with its tables changed by a function.
 
         Args:
           fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
             jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table. Give it as it
             is: a jitted function is asked about all tables before it uses one up.
+          only: the path of a table, or paths of several, as :attr:`StepInfo.tables` has them.
 
         Raises:
           TypeError: if `fn` returns anything else.
+          ValueError: if `only` has a path that no table has.
         """
-        tables, structure = jax.tree.flatten(
-            self.tables, is_leaf=lambda node: isinstance(node, Table)
-        )
-        return dataclasses.replace(self, tables=structure.unflatten(_layers.changed(fn, tables)))
+        tables = {"/".join(path): table for path, table in _by_path(self.tables).items()}
+        changed = _layers.changed(fn, tables, only)
+        return dataclasses.replace(self, tables=unflatten_dict(changed, sep="/"))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in evaluation, which changes nothing; jit a function of the state."""

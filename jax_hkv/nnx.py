@@ -19,7 +19,7 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -494,20 +494,25 @@ class TrainState(nnx.Module, Generic[Model]):
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 
-    def map_tables(self, fn: Callable[[Table], Table]) -> None:
+    def map_tables(
+        self, fn: Callable[[Table], Table], *, only: str | Iterable[str] | None = None
+    ) -> None:
         """Changes every table by a function.
 
         Args:
           fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
             jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table.
+          only: the path of a table, or paths of several, as :attr:`StepInfo.tables` has them (of
+            one that layers share the first layer's).
 
         Raises:
           TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
+          ValueError: if `only` has a path that no table has.
         """
-        variables = {id(own): own for own, _ in places_of(self.model).values()}.values()
-        tables = _layers.changed(fn, [variable.get_value() for variable in variables])
-        for variable, table in zip(variables, tables, strict=True):
-            variable.set_value(table)
+        variables = {where: own for where, (own, _) in places_of(self.model).items()}
+        tables = {where: own.get_value() for where, own in variables.items()}
+        for where, table in _layers.changed(fn, tables, only).items():
+            variables[where].set_value(table)
 
 
 def train_step(

@@ -212,21 +212,6 @@ def test_weight_decay_of_half_parameters_is_taken_in_float32():
     np.testing.assert_allclose(np.float32(after.params["kernel"]), 0.9 * before, rtol=2e-3)
 
 
-def test_one_of_two_tables_is_frozen_by_its_name():
-    def frozen(table):
-        return dataclasses.replace(table, optimizer=None) if table.name == "b" else table
-
-    state = hkv.linen.TrainState.create(Two(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
-    both = hkv.linen.train_step(lambda apply, ids: apply(ids, train=("a", "b")).sum())
-    state, info = both(state, IDS)
-    assert sorted(info.tables) == ["a/table", "b/table"]
-    state = state.map_tables(frozen)
-    state, info = hkv.linen.train_step(lambda apply, ids: apply(ids, train=("a",)).sum())(
-        state, IDS
-    )
-    assert list(info.tables) == ["a/table"]
-
-
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_missing_feature_is_refused_by_the_layers_too(api):
     declared = hkv.Collection(
@@ -259,18 +244,6 @@ def test_the_dense_gradients_are_those_of_the_filter():
     differentiate = hkv.nnx.value_and_grad(lambda model, ids: model(ids), wrt=Other)
     _, dense, rows = differentiate(Model(), IDS)
     assert set(nnx.to_pure_dict(dense)) == {"other"} and set(rows) == {"embed/table"}
-
-
-def test_a_table_of_two_nnx_layers_is_changed_once():
-    class Tied(nnx.Module):
-        def __init__(self):
-            self.one = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
-            self.two = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
-            self.two.table = self.one.table
-
-    state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
-    state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0))
-    assert int(state.model.two.table.get_value().epoch[0]) == 1
 
 
 def test_an_update_that_fails_for_one_table_changes_no_other_one():

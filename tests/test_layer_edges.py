@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from pathlib import Path
@@ -393,35 +392,6 @@ def test_a_python_bool_says_whether_to_apply(opt):
     assert (np.asarray(applied.values) != np.asarray(table.values)).any()
 
 
-def test_all_tables_of_a_state_can_be_changed():
-    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
-    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
-    state = state.map_tables(hkv.advance_epoch)
-    assert int(state.tables["table"].epoch[0]) == 1
-    twin = hkv.nnx.TrainState(NnxModel(policy=hkv.Policy.EPOCH_LRU), optax.sgd(0.1))
-    twin.map_tables(hkv.advance_epoch)
-    assert int(twin.model.embed.table.get_value().epoch[0]) == 1
-
-
-def test_a_function_of_tables_that_returns_a_pair_is_refused_before_anything_changes():
-    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
-    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
-    declared = collection("a", policy=hkv.Policy.EPOCH_LRU)
-    twin = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(declared), optax.sgd(0.1))
-    for own in (state, twin):
-        with pytest.raises(TypeError, match=r"map_tables: fn must return a Table, got .*\[0\]"):
-            own.map_tables(lambda table: hkv.expire(table, 30))
-        with pytest.raises(TypeError, match="map_tables: fn must return a Table, got NoneType"):
-            own.map_tables(print)
-    in_place = jax.jit(lambda table: hkv.expire(table, 30)[0], donate_argnums=0)
-    twin.map_tables(in_place)
-    assert isinstance(twin.model.tables["a"], hkv.Table)
-    rows = state.tables["table"].values
-    state = state.map_tables(in_place)
-    assert rows.is_deleted()
-    hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
-
-
 def test_masks_and_weights_of_a_feature_can_be_lists():
     declared = collection("a")
     padded = hkv.Padded(IDS[None], valid=[[True, True, False]], weights=[[1.0, 2.0, 3.0]])
@@ -649,41 +619,6 @@ def test_a_model_whose_tables_have_no_optimizer_trains_its_dense_part():
     assert not info.tables
     kernels = [each.params["Dense_0"]["kernel"] for each in (state, after)]
     assert not np.array_equal(*kernels)
-
-
-@pytest.mark.parametrize("api", ["linen", "nnx", "nnx layer", "nnx collection"])
-def test_tables_that_have_trained_can_be_frozen(api):
-    frozen = optax.sgd(0.0)
-
-    def drop(table):
-        return dataclasses.replace(table, optimizer=None)
-
-    if api == "linen":
-        model = hkv.linen.Embed(256, DIM, optimizer=SGD)
-        state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=frozen)
-        state, _ = hkv.linen.train_step(lambda a, ids: a(ids, train=True).sum())(state, IDS)
-        state = state.map_tables(drop)
-        after, info = hkv.linen.train_step(lambda a, ids: a(ids).sum(), donate=False)(state, IDS)
-        before, now = state.tables["table"], after.tables["table"]
-    elif api == "nnx collection":
-        state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection("a")), frozen)
-        hkv.nnx.train_step(lambda m, x: m({"f_a": x}, train=True)["f_a"].sum())(state, IDS)
-        state.map_tables(drop)
-        before = state.model.table_a.get_value()
-        step = hkv.nnx.train_step(lambda m, x: m({"f_a": x})["f_a"].sum(), donate=False)
-        info, now = step(state, IDS), state.model.table_a.get_value()
-    else:
-        state = hkv.nnx.TrainState(NnxModel(), frozen)
-        hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum())(state, IDS)
-        if api == "nnx":
-            state.map_tables(drop)
-        else:
-            state.model.embed.optimizer = None
-        before = state.model.embed.table.get_value()
-        info = hkv.nnx.train_step(lambda m, ids: m(ids).sum(), donate=False)(state, IDS)
-        now = state.model.embed.table.get_value()
-    assert not info.tables and int(hkv.size(now)) == 3
-    np.testing.assert_array_equal(before.values, now.values)
 
 
 def test_a_collection_that_is_not_trained_is_refused_by_the_names_of_its_tables():

@@ -1,0 +1,198 @@
+"""Tables of a state are changed between steps: all of them, or those whose paths are named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+
+DIM = 4
+IDS = np.array([1, 2, 3], np.int32)
+SGD = hkv.optim.sgd(0.1)
+PATHS = ["a/table", "b/table"]
+
+
+class Two(nn.Module):
+    """Two layers, of which those train that are named."""
+
+    policy: hkv.Policy = hkv.Policy.LRU
+
+    @nn.compact
+    def __call__(self, ids, train=("a", "b")):
+        options = {"optimizer": SGD, "policy": self.policy}
+        layers = [hkv.linen.Embed(256, DIM, name=name, **options) for name in ("a", "b")]
+        return sum(layer(ids, train=layer.name in train) for layer in layers)
+
+
+class NnxTwo(nnx.Module):
+    def __init__(self, **options):
+        self.a = hkv.nnx.Embed(256, DIM, optimizer=SGD, **options)
+        self.b = hkv.nnx.Embed(256, DIM, optimizer=SGD, **options)
+
+    def __call__(self, ids, train=("a", "b")):
+        return self.a(ids, train="a" in train) + self.b(ids, train="b" in train)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, **options):
+        self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD, **options)
+
+    def __call__(self, ids, train=False):
+        return self.embed(ids, train=train)
+
+
+def collection(name, **options):
+    config = hkv.TableConfig(name, 128, DIM, optimizer=SGD, **options)
+    return hkv.Collection([config], [hkv.Feature(f"f_{name}", name)])
+
+
+def state_of_two(api, policy=hkv.Policy.LRU):
+    if api == "nnx":
+        return hkv.nnx.TrainState(NnxTwo(policy=policy), optax.sgd(0.1))
+    return hkv.linen.TrainState.create(Two(policy), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+
+
+def changed(state, fn, **options):
+    """The state after `map_tables`, which changes that of nnx in place."""
+    after = state.map_tables(fn, **options)
+    return state if after is None else after
+
+
+def trained(state, train):
+    """The state after a step, and its report."""
+    api = hkv.nnx if isinstance(state, hkv.nnx.TrainState) else hkv.linen
+    after = api.train_step(lambda model, ids: model(ids, train=train).sum())(state, IDS)
+    return (state, after) if api is hkv.nnx else after
+
+
+def tables_of(state):
+    if isinstance(state, hkv.nnx.TrainState):
+        return [own.table.get_value() for own in (state.model.a, state.model.b)]
+    return [state.tables[name]["table"] for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("only", "epochs"),
+    [
+        (None, [1, 1]),
+        ("b/table", [0, 1]),
+        (["a/table"], [1, 0]),
+        (["b/table", "a/table", "b/table"], [1, 1]),
+        ([], [0, 0]),
+    ],
+)
+def test_the_tables_that_are_named_are_changed_once(api, only, epochs):
+    state = state_of_two(api, hkv.Policy.EPOCH_LRU)
+    before = tables_of(state)
+    fn = jax.jit(hkv.advance_epoch, donate_argnums=0)
+    state = changed(state, fn, only=only if only is None or only == "b/table" else iter(only))
+    assert [int(table.epoch[0]) for table in tables_of(state)] == epochs
+    assert [table.values.is_deleted() for table in before] == [epoch == 1 for epoch in epochs]
+    state, info = trained(state, ("a", "b"))
+    assert sorted(info.tables) == PATHS
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_path_that_no_table_has_is_refused_before_anything_changes(api):
+    state = state_of_two(api, hkv.Policy.EPOCH_LRU)
+    expected = r"only must be paths of tables, \['a/table', 'b/table'\], got \['b'\]: info.tables"
+    with pytest.raises(ValueError, match=expected):
+        state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0), only=["a/table", "b"])
+    assert [int(table.epoch[0]) for table in tables_of(state)] == [0, 0]
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_one_of_two_tables_is_frozen_by_its_path(api):
+    state, info = trained(state_of_two(api), ("a", "b"))
+    assert sorted(info.tables) == PATHS
+    state = changed(state, lambda table: dataclasses.replace(table, optimizer=None), only="b/table")
+    before = [np.asarray(table.values) for table in tables_of(state)]
+    state, info = trained(state, ("a",))
+    assert list(info.tables) == ["a/table"]
+    a, b = (np.asarray(table.values) for table in tables_of(state))
+    assert (a != before[0]).any()
+    np.testing.assert_array_equal(b, before[1])
+
+
+def test_all_tables_of_a_state_can_be_changed():
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    state = state.map_tables(hkv.advance_epoch)
+    assert int(state.tables["table"].epoch[0]) == 1
+    twin = hkv.nnx.TrainState(NnxModel(policy=hkv.Policy.EPOCH_LRU), optax.sgd(0.1))
+    twin.map_tables(hkv.advance_epoch)
+    assert int(twin.model.embed.table.get_value().epoch[0]) == 1
+
+
+def test_a_function_of_tables_that_returns_a_pair_is_refused_before_anything_changes():
+    model = hkv.linen.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    declared = collection("a", policy=hkv.Policy.EPOCH_LRU)
+    twin = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(declared), optax.sgd(0.1))
+    for own in (state, twin):
+        with pytest.raises(TypeError, match=r"map_tables: fn must return a Table, got .*\[0\]"):
+            own.map_tables(lambda table: hkv.expire(table, 30))
+        with pytest.raises(TypeError, match="map_tables: fn must return a Table, got NoneType"):
+            own.map_tables(print)
+    in_place = jax.jit(lambda table: hkv.expire(table, 30)[0], donate_argnums=0)
+    twin.map_tables(in_place)
+    assert isinstance(twin.model.tables["a"], hkv.Table)
+    rows = state.tables["table"].values
+    state = state.map_tables(in_place)
+    assert rows.is_deleted()
+    hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx", "nnx layer", "nnx collection"])
+def test_tables_that_have_trained_can_be_frozen(api):
+    frozen = optax.sgd(0.0)
+
+    def drop(table):
+        return dataclasses.replace(table, optimizer=None)
+
+    if api == "linen":
+        model = hkv.linen.Embed(256, DIM, optimizer=SGD)
+        state = hkv.linen.TrainState.create(model, jax.random.key(0), IDS, tx=frozen)
+        state, _ = hkv.linen.train_step(lambda a, ids: a(ids, train=True).sum())(state, IDS)
+        state = state.map_tables(drop)
+        after, info = hkv.linen.train_step(lambda a, ids: a(ids).sum(), donate=False)(state, IDS)
+        before, now = state.tables["table"], after.tables["table"]
+    elif api == "nnx collection":
+        state = hkv.nnx.TrainState(hkv.nnx.EmbedCollection(collection("a")), frozen)
+        hkv.nnx.train_step(lambda m, x: m({"f_a": x}, train=True)["f_a"].sum())(state, IDS)
+        state.map_tables(drop)
+        before = state.model.table_a.get_value()
+        step = hkv.nnx.train_step(lambda m, x: m({"f_a": x})["f_a"].sum(), donate=False)
+        info, now = step(state, IDS), state.model.table_a.get_value()
+    else:
+        state = hkv.nnx.TrainState(NnxModel(), frozen)
+        hkv.nnx.train_step(lambda m, ids: m(ids, train=True).sum())(state, IDS)
+        if api == "nnx":
+            state.map_tables(drop)
+        else:
+            state.model.embed.optimizer = None
+        before = state.model.embed.table.get_value()
+        info = hkv.nnx.train_step(lambda m, ids: m(ids).sum(), donate=False)(state, IDS)
+        now = state.model.embed.table.get_value()
+    assert not info.tables and int(hkv.size(now)) == 3
+    np.testing.assert_array_equal(before.values, now.values)
+
+
+def test_a_table_of_two_nnx_layers_is_changed_once():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.one = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+            self.two = hkv.nnx.Embed(256, DIM, optimizer=SGD, policy=hkv.Policy.EPOCH_LRU)
+            self.two.table = self.one.table
+
+    state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
+    state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0))
+    assert int(state.model.two.table.get_value().epoch[0]) == 1
