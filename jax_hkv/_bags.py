@@ -56,8 +56,8 @@ class Given(NamedTuple):
     """Ids as a caller gave them, checked.
 
     Attributes:
-      keys: Keys or integers, of the layout's shape.
-      valid: ``bool`` of that shape; None: all.
+      keys: Keys or integers, of the layout's shape, or without its last axis of one.
+      valid: ``bool`` of the keys' shape; None: all.
       weights: flat; None: ones.
       splits: of bags of any length, whose ids are flat; None: all bags have as many ids.
     """
@@ -116,18 +116,17 @@ def joined(
 
 
 def counts_in(bags: Bags, flags: Bool[Array, "*stack n"]) -> Int32[Array, "*stack b"]:
-    """How many positions of each bag have a flag; a scan may have stacked both."""
+    """How many positions of each bag have a flag, which no padding has; a scan may stack both."""
     if flags.ndim > 1:
         return jax.vmap(counts_in)(bags, flags)
     before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(flags, dtype=jnp.int32)])
-    ends = bags.splits[1:] if bags.ends is None else bags.ends
-    return _index.take(before, ends) - _index.take(before, bags.splits[:-1])
+    return jnp.diff(_index.take(before, bags.splits))
 
 
 def _places(
     splits: Sequence[jax.Array | None], layouts: Sequence[Layout]
 ) -> tuple[Int32[Array, " b+1"], Int32[Array, " b"]]:
-    """Where bags begin and, of the last one, end; and where all end that have padding behind."""
+    """Where bags begin and, behind them, the number of positions; and where each bag ends."""
     begins, ends = [], []
     positions: Any = 0  # as all sizes here it may be symbolic
     for together, own_layouts in _runs(splits, layouts):

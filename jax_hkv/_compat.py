@@ -199,9 +199,9 @@ def is_inside(axes: tuple[str, ...]) -> bool:
 def over(axes: tuple[str, ...], reduce: Callable[[Any, tuple[str, ...]], Any], tree: Any) -> Any:
     """What a reduction, ``jax.lax.psum`` say, makes of arrays along axes of a shard_map or pmap.
 
-    Over one device it changes nothing, not the type of bools either (give integers). XLA compiles
-    none over such an axis where others are left to it ("must be in (partial) manual partitioning
-    mode"), so it stands only where JAX wants it for the arrays' type.
+    Over one device it stands only where JAX wants it for the arrays' type: XLA compiles none over
+    such an axis where others are left to it ("must be in (partial) manual partitioning mode"). Give
+    integers: bools it makes integers where it stands, and only there.
     """
 
     def along(leaf: Any) -> tuple[str, ...]:

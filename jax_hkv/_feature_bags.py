@@ -15,7 +15,7 @@ from jax_hkv._checks import as_flat_mask, as_scores
 from jax_hkv._keys import Keys
 from jax_hkv._namespaces import joined_in_namespaces
 from jax_hkv._options import Combiner
-from jax_hkv.features import Jagged, Padded, as_given, each_id_of, unpadded
+from jax_hkv.features import Jagged, Padded, as_given
 from jax_hkv.index import Policy
 from jax_hkv.table import jitted
 
@@ -70,15 +70,7 @@ def as_one(
 
 def bags_of(call: str, ids: Any, combiner: Combiner | None) -> tuple[Given, Layout]:
     """The bags of one feature, with the weights as they were given."""
-    weights, valid = None, None
-    if isinstance(ids, Padded):
-        ids, valid, weights = unpadded(call, ids, None, None)
-        if weights is not None:
-            weights = jnp.asarray(weights, None if hasattr(weights, "dtype") else jnp.float32)
-    if isinstance(ids, Jagged) and combiner is None:
-        each = each_id_of(call, ids, weights, valid)
-        ids, valid, weights = each.ids, each.valid, each.weights
-    return as_given(call, ids, weights, valid, is_each=combiner is None, are_single=True)
+    return as_given(call, ids, None, None, is_each=combiner is None, are_single=True)
 
 
 def joined_scores(

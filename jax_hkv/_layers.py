@@ -211,8 +211,7 @@ def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
         ids, valid, _ = unpadded(call, ids, valid, None)
     if isinstance(ids, Jagged):
         _check_unweighted(call, ids)
-        each = each_id_of(call, ids, None, valid)
-        return each.ids, each.valid
+        return each_id_of(call, ids, None, valid)[:2]
     given = check_keys(call, "ids", ids)
     return given, as_mask(call, "valid", valid, given.shape)
 

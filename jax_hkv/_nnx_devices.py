@@ -171,7 +171,7 @@ def _as_annotated(call: str, state: Any, placement: Placement) -> Any:
                 return variable
             raise ValueError(
                 f"{call}: {where} must be of a shape that its annotation splits evenly, got "
-                f"{list(leaf.shape)} for {sharding.spec} on a mesh {dict(mesh.shape)}: "
+                f"{list(leaf.shape)} for {tuple(spec)} on a mesh {dict(mesh.shape)}: "
                 "take another width, or annotate another axis"
             ) from error
         if isinstance(leaf, jax.ShapeDtypeStruct):

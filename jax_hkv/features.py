@@ -314,14 +314,16 @@ def as_given(
 ) -> tuple[Given, Layout]:
     """What a caller gave as bags of ids, checked.
 
-    With `is_each` every id is a bag by itself; with `are_single` those along one axis are, as those
-    of a Padded.
+    With `is_each` every id is a bag by itself, those of a Jagged too; with `are_single` those along
+    one axis are, as those of a Padded.
     """
     if isinstance(ids, Padded):
         ids, valid, weights = unpadded(call, ids, valid, weights)
         are_single = True
     if isinstance(ids, Jagged):
-        return _from_jagged(call, ids, weights, valid)
+        if not is_each:
+            return _from_jagged(call, ids, weights, valid)
+        ids, valid, weights = each_id_of(call, ids, weights, valid)
     keys = check_keys(call, "ids", ids)
     is_each |= are_single and len(keys.shape) == 1
     if not keys.shape and not is_each:
@@ -364,12 +366,12 @@ def _check_alone(call: str, given: Any, remedy: str, **arguments: Any) -> None:
             )
 
 
-def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> Padded:
-    """The ids of bags without their bags, checked, with a mask for what is padding."""
+def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Any, Any, Any]:
+    """The ids of bags without their bags, a mask without padding, and weights, all checked."""
     keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
     positions = jax.lax.iota(jnp.int32, keys.shape[0])
     is_in_bag = (splits[0] <= positions) & (positions < splits[-1])
-    return Padded(keys, is_in_bag if mask is None else is_in_bag & mask, factors)
+    return keys, is_in_bag if mask is None else is_in_bag & mask, factors
 
 
 def _checked_jagged(

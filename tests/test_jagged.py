@@ -288,6 +288,29 @@ def test_layers_take_masks_and_weights_inside_of_padded(api, name, rng):
     assert_same_bits(layer(padded), layer(ids, **apart))
 
 
+@pytest.mark.parametrize("call", ["find_pooled", "Embed", "EmbedBag", "sum", "each"])
+@pytest.mark.parametrize("is_jagged", [False, True])
+@pytest.mark.parametrize("outer", [{}, {"valid": np.ones(4, bool)}], ids=["plain", "masked"])
+def test_a_padded_in_a_padded_is_refused(call, is_jagged, outer):
+    """Not taken apart twice, which had summed the bags of features that have a row for each id."""
+    ids = np.array([1, 2, 3, 4], np.int32)
+    inner = hkv.Padded(hkv.Jagged(ids, np.array([0, 3, 4], np.int32)) if is_jagged else ids)
+    collection = hkv.Collection(
+        [hkv.TableConfig("t", 128, DIM)],
+        [hkv.Feature("sum", "t"), hkv.Feature("each", "t", combiner=None)],
+    )
+    calls = {
+        "find_pooled": lambda given: hkv.find_pooled(hkv.create(128, DIM), given),
+        "Embed": hkv.nnx.Embed(128, DIM),
+        "EmbedBag": hkv.nnx.EmbedBag(128, DIM),
+    }
+    of_feature = functools.partial(collection.lookup, collection.create(), partial=True)
+    looked_up = calls.get(call, lambda given: of_feature({call: given}))
+    looked_up(inner)
+    with pytest.raises(TypeError, match=r"must be jax_hkv\.Keys or an integer array, got Padded"):
+        looked_up(hkv.Padded(inner, **outer))
+
+
 @pytest.mark.parametrize("form", [hkv.Keys.from_numpy, np.asarray, jnp.asarray])
 def test_single_ids_of_padded_are_a_bag_each(form):
     """As collections have it."""

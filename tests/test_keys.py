@@ -102,8 +102,9 @@ def test_keys_have_the_shape_of_their_numbers(where):
 )
 def test_joined_keys_are_their_numbers_joined(where, name, axis):
     keys = WHERE[where]
-    joined = getattr(hkv.Keys, name)([keys, keys[:], keys], axis)
-    np.testing.assert_array_equal(joined.to_numpy(), getattr(np, name)([IDS] * 3, axis))
+    joined = getattr(hkv.Keys, name)([keys, keys[::-1], keys[:, ::-1]], axis)
+    wanted = getattr(np, name)([IDS, IDS[::-1], IDS[:, ::-1]], axis)
+    np.testing.assert_array_equal(joined.to_numpy(), wanted)
     assert isinstance(joined.words, np.ndarray) == (where == "host")
 
 
@@ -142,8 +143,10 @@ def test_keys_are_chosen_as_numbers_are(rng, where):
         )
 
 
-def test_single_keys_are_stacked():
-    assert hkv.Keys.stack([ON_HOST[0, 0, 0]] * 2).shape == (2,)
+@pytest.mark.parametrize("where", WHERE)
+def test_single_keys_are_stacked(where):
+    stacked = hkv.Keys.stack([WHERE[where][0, 0, 1], WHERE[where][2, 1, 0]])
+    assert stacked.to_numpy().tolist() == [IDS[0, 0, 1], IDS[2, 1, 0]]
 
 
 def test_parts_that_cannot_be_stacked_are_named():

@@ -243,6 +243,7 @@ def test_an_axis_of_one_device_splits_nothing(kind, names):
             placement,
         )
     kernel = state.model.dense.kernel
+    assert kernel.get_value().sharding.spec == COLUMNS
     assert kernel.get_value().addressable_shards[0].data.shape == (12, WIDTH // 4)
     whole = hkv.nnx.TrainState(NnxModel(nnx.Rngs(0), axis_name=None), optax.adam(0.01))
     steps = hkv.nnx.train_step(loss_fn, placement=placement), hkv.nnx.train_step(loss_fn)
