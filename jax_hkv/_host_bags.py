@@ -90,7 +90,7 @@ def words_of(what: str, ids: Any) -> np.ndarray:
     words = np.zeros(len(ids), np.uint64)
     for position, given in enumerate(ids):
         try:
-            if isinstance(given, bool):
+            if isinstance(given, (bool, np.bool_)):  # of which NumPy 2.0 makes integers, too
                 raise TypeError
             word = operator.index(given)
         except TypeError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import operator
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -216,7 +217,7 @@ class Apart:
             one.step(batch._replace(valid=mask)) for one, mask in zip(self.ones, masks, strict=True)
         ]
         # A masked position has zeros for a row, and MISSING, which is 0.
-        values = sum(each.values for each in seen)
+        values = reduce(operator.add, (each.values for each in seen))
         status = sum(each.status for each in seen)
         counts = hkv.Counts(*(sum(own) for own in zip(*(s.counts for s in seen), strict=True)))
         return Seen(values, status, counts, np.int32(0))
