@@ -236,6 +236,10 @@ def _batch(
         _check_not_mapped(signature, dims, rows_may_be=has_bags)
         flatten = _batch_bags if has_bags else _batch_positions
         return flatten(primitive, signature, operands, dims, **params)
+    if signature.name == "combine_rows" and not any(dim is not None for dim in dims[:-1]):
+        # Of the rows alone: more columns of each, which are summed by themselves.
+        *groups, rows = operands
+        return primitive.bind(*groups, jax.numpy.moveaxis(rows, dims[-1], 1), **params), [1]
     if any(name != "clock" for name in _changed(signature)):
         raise NotImplementedError(
             f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
@@ -356,9 +360,9 @@ def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
         "differentiated function, pass result.values in, and give its gradient to "
         "jax_hkv.optim.sparse(...).update. A table, or a gradient for an update, that comes out of "
         "something differentiated goes through jax.lax.stop_gradient first (rows that are looked "
-        "up in a stopped table have no gradient: they are not trained); of pooled lookups and "
-        "of Unique.expand there is no second derivative. jax_hkv.pool has one, reverse over "
-        "reverse (jax.jacrev of jax.grad); forward mode (jax.jvp, jax.hessian) nothing of this has."
+        "up in a stopped table have no gradient: they are not trained); of pooled lookups there "
+        "is no second derivative. jax_hkv.pool and Unique.expand have one, reverse over reverse "
+        "(jax.jacrev of jax.grad); forward mode (jax.jvp, jax.hessian) nothing of this has."
     )
 
 

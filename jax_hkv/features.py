@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -474,8 +475,8 @@ class Unique(NamedTuple):
 
         The derivative sums the positions of each key by the fixed tree of docs/semantics.md,
         section 8: the same bits on every run, which XLA's derivative of ``rows[inverse]`` does not
-        promise on a GPU. It is one of reverse mode, and not of several gradients at once
-        (``jax.vmap``).
+        promise on a GPU. It is one of reverse mode, also of several losses at once
+        (``jax.jacrev``), and has derivatives itself.
 
         Args:
           rows: float32, bfloat16 or float16 ``[size, ...]``, in the order of `keys`.
@@ -495,34 +496,45 @@ class Unique(NamedTuple):
                 f"a row for each of `keys`, got {array.dtype}{list(array.shape)}"
             )
         of_keys, *groups = match_varying((array, self.inverse.reshape(-1), self.count))
-        expanded = _expanded(of_keys.reshape(size, math.prod(array.shape[1:])), *groups)
+        expanded: Any = _expanded(of_keys.reshape(size, math.prod(array.shape[1:])), *groups, size)
         return expanded.reshape(*self.inverse.shape, *array.shape[1:])
 
 
-@jax.custom_vjp
+# The next two are each other's derivative.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _expanded(
-    rows: Float[Array, "size dim"], inverse: Int32[Array, " n"], count: Int32[Array, ""]
+    rows: Float[Array, "size dim"], inverse: Int32[Array, " n"], count: Int32[Array, ""], size: int
 ) -> Float[Array, "n dim"]:
     del count
-    if not rows.shape[0]:
+    if not size:
         return jnp.zeros((inverse.shape[0], rows.shape[1]), rows.dtype)
     return jnp.where(inverse[:, None] >= 0, _index.take(rows, inverse), jnp.zeros((), rows.dtype))
 
 
-def _expanded_forward(rows: Any, inverse: Any, count: Any) -> Any:
-    return _expanded(rows, inverse, count), (rows, inverse, count)
-
-
-def _expanded_backward(saved: Any, of_positions: jax.Array) -> Any:
-    rows, inverse, count = saved
-    size, positions = rows.shape[0], inverse.shape[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _summed(
+    rows: Float[Array, "n dim"], inverse: Int32[Array, " n"], count: Int32[Array, ""], size: int
+) -> Float[Array, "size dim"]:
     groups = _index.Groups(rows, inverse, inverse, inverse, count[None])
-    sums = _index.combine(groups, _index.Terms(of_positions))[:size]
-    missing = max(size - positions, 0)
-    return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype), None, None
+    sums = _index.combine(groups, _index.Terms(rows))[:size]
+    missing = max(size - inverse.shape[0], 0)
+    return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype)
 
 
-_expanded.defvjp(_expanded_forward, _expanded_backward)
+def _is_derived_by(fn: Any, transpose: Any) -> None:
+    def forward(rows: Any, inverse: Any, count: Any, size: int) -> Any:
+        return fn(rows, inverse, count, size), (inverse, count)
+
+    def backward(size: int, groups: Any, gradient: Any) -> Any:
+        return transpose(gradient, *groups, size), None, None
+
+    fn.defvjp(forward, backward)
+
+
+_is_derived_by(_expanded, _summed)
+_is_derived_by(_summed, _expanded)
 
 
 def unique(keys: Any, *, valid: Any = None, size: int | None = None) -> Unique:

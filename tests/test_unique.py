@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,47 @@ def test_rows_of_distinct_keys_are_spread_over_the_batch(rng, platform, size, dt
             sums[number] += np.asarray(gradient, np.float64)[place]
     np.testing.assert_array_equal(np.asarray(expanded, np.float64), expected)
     np.testing.assert_array_equal(np.asarray(of_rows, np.float64), sums)
+
+
+@pytest.mark.parametrize("jitted", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_spread_rows_have_the_derivatives_that_indexing_has(jitted):
+    """A second and a third one, in reverse mode, and those of several losses at once."""
+    found = hkv.unique(np.array([3, 1, 3, 2, 3], np.int32), size=2)
+    rows = jnp.arange(4.0).reshape(2, 2)
+    index = jnp.where(found.inverse >= 0, found.inverse, 2)  # which reads zeros
+    factors = jnp.array([1.0, -2.0, 0.5, 4.0, 2.0])[:, None]
+
+    def loss(expand, rows):
+        return jnp.sum(factors * expand(rows) ** 3 * (1 + expand(rows)))
+
+    def by_index(rows):
+        return rows.at[index].get(mode="fill", fill_value=0)
+
+    def derivatives(expand):
+        first = jax.grad(functools.partial(loss, expand))
+        second = jax.grad(lambda rows: jnp.sum(first(rows) ** 2))
+        third = jax.grad(lambda rows: jnp.vdot(second(rows), rows))
+        several = jax.jacrev(lambda rows: jnp.stack([jnp.sum(expand(rows) ** 2), rows.sum()]))
+        hessian = jax.jacrev(first)
+        return jitted(lambda rows: [fn(rows) for fn in (first, second, third, several, hessian)])
+
+    for got, expected in zip(
+        derivatives(found.expand)(rows), derivatives(by_index)(rows), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        assert np.any(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_several_losses_are_each_ones_bits(rng, dtype):
+    ids = rng.integers(0, 5, 100).astype(np.int32)
+    found = hkv.unique(ids, valid=rng.random(100) < 0.9)
+    _, pull = jax.vjp(found.expand, jnp.zeros((100, DIM), dtype))
+    gradients = jnp.asarray(rng.standard_normal((3, 100, DIM)), dtype)
+    each = [pull(gradient)[0] for gradient in gradients]
+    for axis in (0, 1, -1):
+        (together,) = jax.vmap(pull, in_axes=axis)(jnp.moveaxis(gradients, 0, axis))
+        np.testing.assert_array_equal(together, jnp.stack(each))
 
 
 def test_training_on_distinct_keys_is_training_on_the_batch(rng):
