@@ -37,6 +37,7 @@ LearningRate = float | Callable[[Any], Any]
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 _LARGEST = float(np.finfo(np.float32).max)
 _RATE = "learning_rate"  # where it lies in the table
+_OF_OPTAX = "hyperparams."  # where those of optax.inject_hyperparams do, by their names
 
 _ONE_ALPHA = (
     "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
@@ -254,37 +255,69 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
 
     Raises:
       TypeError: if it is not one number.
-      ValueError: if the table holds no learning rate, or several, or if a number of Python or NumPy
-        is not finite in float32.
+      ValueError: if the table holds no learning rate, several, or that of a schedule, which makes
+        one in every step, or if a number of Python or NumPy is not finite in float32.
     """
-    call = "optim.set_learning_rate"
+    return _with_hyperparam("optim.set_learning_rate", table, _RATE, _RATE, learning_rate)
+
+
+def set_hyperparam(table: Table, name: str, value: float | Float[Array, ""]) -> Table:
+    """The table with another weight decay, say, of ``optax.inject_hyperparams``.
+
+    Args:
+      table: made by ``optim.sparse`` of such a transformation; also one over several devices.
+      name: as the function that was injected calls it.
+      value: one number; traced if need be.
+
+    Raises:
+      TypeError, ValueError: as :func:`set_learning_rate`, which this is for other names.
+    """
+    call = "optim.set_hyperparam"
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{call}: name must be a str, got {type(name).__name__} {name!r}: give that of a "
+            "number which optax.inject_hyperparams was given"
+        )
+    return _with_hyperparam(call, table, name, "value", value)
+
+
+def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: Any) -> Table:
     check_table(call, table)
-    optimizer = table.optimizer
+    optimizer, what = table.optimizer, name.replace("_", " ")
     shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
-    names, own = ([name for name in each if _is_rate(name)] for each in (shared, rows))
+    leaves, own = (
+        [
+            leaf
+            for leaf in each
+            if leaf == name == _RATE or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
+        ]
+        for each in (shared, rows)
+    )
     if own:
         raise ValueError(
-            f"{call}: table must hold one learning rate for all rows, got one for each row in "
+            f"{call}: table must hold one {what} for all rows, got one for each row in "
             f"table.optimizer.rows[{own[0]!r}]: make its optimizer by optim.sparse without "
             "count_per_row=True"
         )
-    if optimizer is None or len(names) != 1:
+    if optimizer is None or len(leaves) != 1:
         raise ValueError(
-            f"{call}: table must hold one learning rate in table.optimizer.shared, got "
-            f"{names or 'none'} among {sorted(shared)}: make its optimizer by "
+            f"{call}: table must hold one {what} in table.optimizer.shared, got "
+            f"{leaves or 'none'} among {sorted(shared)}: make its optimizer by "
             "optim.inject_learning_rate, or by optim.sparse of optax.inject_hyperparams"
         )
-    (name,) = names
-    rate = _one_number(call, "learning_rate", learning_rate).reshape(())
-    old = shared[name]
+    (leaf,) = leaves
+    own_state = f"{leaf.removesuffix(_OF_OPTAX + name)}hyperparams_states.{name}."
+    if any(other.startswith(own_state) for other in shared):
+        raise ValueError(
+            f"{call}: table must hold a number as its {what}, got a schedule, which makes the "
+            f"{what} of every step: give optax.inject_hyperparams a number"
+        )
+    number = _one_number(call, argument, value).reshape(())
+    old = shared[leaf]
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
-    new = jnp.where(jnp.isnan(old), rate, jnp.clip(old, rate, rate)).astype(old.dtype)
-    rows = dataclasses.replace(optimizer, shared=shared | {name: new})
+    new = jnp.where(jnp.isnan(old), number, jnp.clip(old, number, number)).astype(old.dtype)
+    rows = dataclasses.replace(optimizer, shared=shared | {leaf: new})
     return dataclasses.replace(table, optimizer=rows)
-
-
-def _is_rate(name: str) -> bool:
-    return name.rpartition(".")[2] == _RATE
 
 
 def _rate(given: Any, count: UInt32[Array, " 1"]) -> Float32[Array, " 1"]:

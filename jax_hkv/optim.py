@@ -33,6 +33,7 @@ from jax_hkv._fused import (
     inject_learning_rate,
     rowwise_adagrad,
     rowwise_adam,
+    set_hyperparam,
     set_learning_rate,
     sgd,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "inject_learning_rate",
     "rowwise_adagrad",
     "rowwise_adam",
+    "set_hyperparam",
     "set_learning_rate",
     "sgd",
     "sparse",
