@@ -240,6 +240,7 @@ def _batch(
         # Of the rows alone: more columns of each, which are summed by themselves.
         *groups, rows = operands
         return primitive.bind(*groups, jax.numpy.moveaxis(rows, dims[-1], 1), **params), [1]
+    _check_one_table(signature, dims)
     if any(name != "clock" for name in _changed(signature)):
         raise NotImplementedError(
             f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
@@ -250,13 +251,30 @@ def _batch(
     raise NotImplementedError(
         f"jax.vmap of {signature.name}{begins}: it looks at a batch as a whole, and several "
         "batches are not one. Call the operation once with all keys, or loop over the batches: "
-        "with jax.lax.map, or, where they change a table (changes to one table need an order), "
-        f"with jax.lax.scan. {_IN_LOSS}"
+        "with jax.lax.map; where they change one table, which needs an order, with jax.lax.scan; "
+        f"where each has a table of its own, in Python over a list of tables. {_IN_LOSS}"
     )
 
 
 def _changed(signature: Signature) -> list[str]:
     return [argument.name for argument in signature.operands if argument.in_place]
+
+
+_TABLES = (
+    "Keep several tables in a list, and go through it by a loop of Python inside of one jit, or "
+    "make one table of them, whose ids say which they are of (jax_hkv.Keys.cross(number, ids)): "
+    "jax.lax.map over stacked ones copies each of them whole."
+)
+
+
+def _check_one_table(signature: Signature, dims: Any) -> None:
+    """Raises where the table that is changed is mapped: several of them."""
+    for argument, dim in zip(signature.operands, dims, strict=True):
+        if argument.name == "clock" and dim is not None:
+            raise NotImplementedError(
+                f"jax.vmap of {signature.name} over its table: several tables are not changed at "
+                f"once. {_TABLES}"
+            )
 
 
 def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> None:
@@ -268,9 +286,9 @@ def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> Non
         if dim is not None and not is_given:
             raise NotImplementedError(
                 f"jax.vmap of {signature.name} over {argument.name}: only keys can be mapped, the "
-                "table cannot. Use in_axes=None and out_axes=None for the table; where tables are "
-                "stacked, jax.lax.map goes through them. Under vmap a lax.cond or while_loop whose "
-                "condition is mapped maps all that it works on: choose from results by jnp.where."
+                f"table cannot. Use in_axes=None and out_axes=None for the table. {_TABLES} A "
+                "lax.cond or while_loop whose condition is mapped maps all that it works on: "
+                "choose from results by jnp.where."
             )
 
 

@@ -26,7 +26,9 @@ class Keys:
     """Unsigned 64-bit numbers (keys, or scores in the same form) of any shape.
 
     Attributes:
-      words: ``uint32[..., 2]``, the (low, high) words, of JAX or, on the host, of NumPy.
+      words: ``uint32[..., 2]``, the (low, high) words, of JAX or, on the host, of NumPy. Axes that
+        JAX's transformations are told (``in_axes`` of vmap or nn.scan) are theirs, from the front
+        those of the keys: -1 is that of the two words.
 
     Example:
       >>> import numpy as np
@@ -524,7 +526,8 @@ def _check_words(call: str, argument: str, words: Any) -> None:
     if getattr(words, "dtype", None) != np.uint32 or shape[-1:] != (2,):
         raise TypeError(
             f"{call}: {argument}.words must be uint32[..., 2], got {form_of(words)}. Make keys "
-            "with jax_hkv.Keys.from_numpy(ids)."
+            "with jax_hkv.Keys.from_numpy(ids); in_axes of a vmap or scan count from the front, "
+            "since the last axis is that of the two words."
         )
 
 

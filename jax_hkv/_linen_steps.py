@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 
 from jax_hkv import _layers, _pins
 from jax_hkv._checks import as_bool
+from jax_hkv._compat import zeros_of
 from jax_hkv._table_counts import TableCounts
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table, check_dim
@@ -119,3 +120,49 @@ def _of_this_call(before: Any, after: Any) -> Any:
                 continue
         found[path] = leaf
     return unflatten_dict(found)
+
+
+def zeros_of_rows(call: Callable[[Any], Any], variables: Mapping[str, Any]) -> Any:
+    clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
+    shapes = jax.eval_shape(call, clean).get(PERTURBATIONS, {})
+    return jax.tree.map(zeros_of, shapes)
+
+
+def lookups_of(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
+    """The lookups of each table, by the table's path."""
+    flat: dict[Any, Any] = flatten_dict(updated.get(LOOKUPS, {}))
+    return {path: list(kept) for path, kept in flat.items()}
+
+
+def by_path(tables: Any) -> dict[Any, Any]:
+    return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
+
+
+def results_of(lookups: dict[Any, list[Lookup]]) -> dict[Any, list[Any]]:
+    """What the lookups of each table have returned, by the table's path."""
+    return {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
+
+
+def trainable(tables: Any) -> list[str]:
+    """The paths of the tables that have an optimizer."""
+    flat = by_path(tables)
+    return ["/".join(path) for path, table in flat.items() if table.optimizer is not None]
+
+
+def gradients_of(
+    lookups: dict[Any, list[Lookup]], row_gradients: Any
+) -> dict[Any, list[jax.Array]]:
+    """The row gradients of each lookup, by the path of its table."""
+    flat: dict[Any, Any] = flatten_dict(row_gradients)
+    gradients = {}
+    for path, kept in lookups.items():
+        *scope, name = path
+        names = [(*scope, f"{name}_rows_{number}") for number in range(len(kept))]
+        if not flat.keys() >= set(names):
+            raise ValueError(
+                f"linen.update_tables: {'/'.join(path)} was looked up {len(kept)} times, but "
+                "row_gradients has fewer: the variables given to apply must not hold the "
+                f'"{LOOKUPS}" of an earlier step'
+            )
+        gradients[path] = [flat[name] for name in names]
+    return gradients

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.core.scope import union_filters
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float
 
 from jax_hkv import (
@@ -43,7 +43,6 @@ from jax_hkv import (
     pooled,
 )
 from jax_hkv._checks import as_mask
-from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
 from jax_hkv._layer_arguments import (
@@ -67,9 +66,16 @@ from jax_hkv._linen_steps import (
     Layer,
     Lookup,
     asked,
+    by_path,
+    gradients_of,
+    lookups_of,
     next_of,
+    results_of,
+    trainable,
+    zeros_of_rows,
 )
 from jax_hkv._placement import Placement
+from jax_hkv._warnings import warn
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
 from jax_hkv.features import Jagged, Padded
@@ -357,57 +363,20 @@ def perturbations(
       module: that holds layers of this kind.
       variables: its variables; only their shapes matter.
       *args: of the call.
-      **kwargs: of the call.
+      **kwargs: of the call, which is one of training: others leave no rows, and are warned of.
     """
 
     def call(variables: Any) -> Any:
         return module.apply(variables, *args, mutable=[*MUTABLE, PERTURBATIONS], **kwargs)[1]
 
-    return _zeros(call, variables)
-
-
-def _zeros(call: Callable[[Any], Any], variables: Mapping[str, Any]) -> Any:
-    clean = {name: tree for name, tree in variables.items() if name not in (PERTURBATIONS, LOOKUPS)}
-    shapes = jax.eval_shape(call, clean).get(PERTURBATIONS, {})
-    return jax.tree.map(zeros_of, shapes)
-
-
-def _lookups(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
-    """The lookups of each table, by the table's path."""
-    flat: dict[Any, Any] = flatten_dict(updated.get(LOOKUPS, {}))
-    return {path: list(kept) for path, kept in flat.items()}
-
-
-def _by_path(tables: Any) -> dict[Any, Any]:
-    return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
-
-
-def _results(lookups: dict[Any, list[Lookup]]) -> dict[Any, list[Any]]:
-    """What the lookups of each table have returned, by the table's path."""
-    return {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}
-
-
-def _trainable(tables: Any) -> list[str]:
-    """The paths of the tables that have an optimizer."""
-    flat = _by_path(tables)
-    return ["/".join(path) for path, table in flat.items() if table.optimizer is not None]
-
-
-def _gradients(lookups: dict[Any, list[Lookup]], row_gradients: Any) -> dict[Any, list[jax.Array]]:
-    """The row gradients of each lookup, by the path of its table."""
-    flat: dict[Any, Any] = flatten_dict(row_gradients)
-    gradients = {}
-    for path, kept in lookups.items():
-        *scope, name = path
-        names = [(*scope, f"{name}_rows_{number}") for number in range(len(kept))]
-        if not flat.keys() >= set(names):
-            raise ValueError(
-                f"linen.update_tables: {'/'.join(path)} was looked up {len(kept)} times, but "
-                "row_gradients has fewer: the variables given to apply must not hold the "
-                f'"{LOOKUPS}" of an earlier step'
-            )
-        gradients[path] = [flat[name] for name in names]
-    return gradients
+    zeros = zeros_of_rows(call, variables)
+    if not zeros:
+        warn(
+            "linen.perturbations: the call looks up no rows in training, and has none to "
+            "differentiate by: give train=True, as the model takes it. In an evaluation, "
+            "differentiate by rows that one method of the model looks up and another one takes"
+        )
+    return zeros
 
 
 def update_tables(updated: Mapping[str, Any], row_gradients: Any, **extra: Any) -> Any:
@@ -423,8 +392,8 @@ def update_tables(updated: Mapping[str, Any], row_gradients: Any, **extra: Any) 
       ValueError: if a layer that was trained has no optimizer.
     """
     check_updated(updated, TABLES)
-    lookups = _lookups(updated)
-    gradients = _gradients(lookups, row_gradients)
+    lookups = lookups_of(updated)
+    gradients = gradients_of(lookups, row_gradients)
     return unflatten_dict(_updated_tables(updated, lookups, gradients, extra))
 
 
@@ -435,7 +404,7 @@ def _updated_tables(
     extra: dict[str, Any],
 ) -> dict[Any, Table]:
     """All tables by path, those that were looked up after a step of their optimizer."""
-    tables = _by_path(updated[TABLES])
+    tables = by_path(updated[TABLES])
     for path, kept in lookups.items():
         results = [lookup.result for lookup in kept]
         tables[path] = _layers.updated(
@@ -511,7 +480,7 @@ class TrainState:
 
         # Jitted: many features take several times as long op by op.
         step, params, opt_state, tables, variables = jax.jit(first)()
-        paths = _trainable(tables)
+        paths = trainable(tables)
         _layers.check_dense_state("TrainState.create", opt_state, paths, loss_scale)
         scale = _layers.copied(loss_scale)
         return cls(step, params, opt_state, tables, variables, scale, model, tx)
@@ -535,7 +504,7 @@ class TrainState:
           TypeError: if `fn` returns anything else.
           ValueError: if `only` has a path that no table has.
         """
-        tables = {"/".join(path): table for path, table in _by_path(self.tables).items()}
+        tables = {"/".join(path): table for path, table in by_path(self.tables).items()}
         changed = _layers.changed(fn, tables, only)
         return dataclasses.replace(self, tables=unflatten_dict(changed, sep="/"))
 
@@ -619,19 +588,19 @@ def train_step(
             scaled = _layers.scaled(devices.part(loss), state.loss_scale, micro_batches)
             return scaled, (loss, aux, variables)
 
-        zeros = _zeros(
+        zeros = zeros_of_rows(
             lambda collections: run(state.params, None, collections, (PERTURBATIONS,))[1][2],
             collections,
         )
         (_, (loss, aux, updated)), gradients = jax.value_and_grad(
             run, argnums=(0, 1), has_aux=True
         )(state.params, zeros, collections)
-        lookups = _lookups(updated)
+        lookups = lookups_of(updated)
         after = {
             name: updated[name] if name == TABLES else next_of(old, updated[name])
             for name, old in collections.items()
         }
-        return after, gradients[0], (loss, aux, lookups, _gradients(lookups, gradients[1]))
+        return after, gradients[0], (loss, aux, lookups, gradients_of(lookups, gradients[1]))
 
     def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:
         others = {TABLES: unfreeze(state.tables), **state.variables}
@@ -641,15 +610,15 @@ def train_step(
         else:
             updated, dense, rest = _micro_batches.scan(
                 *(differentiate, others, args, micro_batches, state.params),
-                *(_by_path(state.tables), lambda rest: _results(rest[2])),
+                *(by_path(state.tables), lambda rest: results_of(rest[2])),
             )
         loss, aux, lookups, rows = rest
-        _layers.check_new_tables(_by_path(state.tables), _by_path(updated[TABLES]), devices)
-        _layers.check_trained(_trainable(state.tables), map("/".join, lookups))
-        results = _results(lookups)
-        by_path = {"/".join(path): own for path, own in results.items()}
-        overflow = _layers.strict_overflow(by_path)
-        evicted = _layers.evicted(by_path, micro_batches)
+        _layers.check_new_tables(by_path(state.tables), by_path(updated[TABLES]), devices)
+        _layers.check_trained(trainable(state.tables), map("/".join, lookups))
+        results = results_of(lookups)
+        by_name = {"/".join(path): own for path, own in results.items()}
+        overflow = _layers.strict_overflow(by_name)
+        evicted = _layers.evicted(by_name, micro_batches)
         dense, rows, finite, scale, norm = _layers.prepared(
             *(devices.total(dense), rows, results, state.loss_scale, max_norm, devices, overflow),
             (loss, {name: updated[name] for name in state.variables}, state.variables),

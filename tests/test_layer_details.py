@@ -303,6 +303,14 @@ def test_perturbations_are_those_of_the_call_that_is_given():
     assert set(zeros) == {"b"}
 
 
+def test_perturbations_of_an_evaluation_are_none_and_warned_of():
+    variables = Two().init(jax.random.key(0), IDS)
+    with pytest.warns(
+        UserWarning, match="linen.perturbations: the call looks up no rows in training"
+    ):
+        assert hkv.linen.perturbations(Two(), variables, IDS) == {}
+
+
 @pytest.mark.filterwarnings("ignore:.*nothing trains their rows")
 def test_perturbations_of_a_later_step_are_those_of_its_lookups_alone():
     """Where the variables still hold the record of an earlier one."""

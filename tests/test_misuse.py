@@ -139,14 +139,6 @@ def test_keys_are_no_list_of_ids():
         hkv.Jagged.from_lists([[5], hkv.Keys.from_numpy(IDS)])
 
 
-def test_vmap_over_what_changes_a_table_says_where_it_begins():
-    table = hkv.create(128, DIM)
-    message = "jax.vmap of unique, with which all that changes a table begins: it looks at a batch"
-    message += ".* with jax.lax.scan. In a train_step's loss_fn, call the layers once with the whol"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.vmap(lambda ids: hkv.find_or_insert(table, ids)[1].values)(IDS.reshape(2, 4))
-
-
 @pytest.mark.parametrize("call", ["find_or_insert", "insert_or_assign", "assign", "erase"])
 def test_arrays_of_another_rank_are_named(call):
     """31: rows and masks of as many elements, too."""

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hkv as hkv
 from jax_hkv import _ffi
-from jax_hkv import index as _index
 
 DIM = 8
 BATCH = 40
@@ -179,15 +178,6 @@ def test_remat_keeps_the_named_rows_of_a_plain_read(rng):
     assert text.count("find_rows[") == 1
 
 
-def test_vmap_over_any_axis_of_the_keys_is_the_same_read(rng):
-    """30: axes are moved to the front."""
-    keys = random_keys(rng, 6, BATCH)
-    table, _ = hkv.find_or_insert(make_table(), keys[:3])
-    turned = hkv.Keys(jnp.swapaxes(keys.words, 0, 1))
-    _, mapped = jax.vmap(lambda k: hkv.find(table, k), in_axes=1, out_axes=(None, 0))(turned)
-    assert_equal_tables(mapped, hkv.find(table, keys)[1])
-
-
 def test_the_clock_carries_into_its_high_word():
     """Time goes on after 2**32 calls."""
     table = hkv.create(128, DIM)
@@ -220,40 +210,6 @@ def test_conditions_are_asked_of_every_slot_of_a_large_table():
     assert not hkv.contains(table, hkv.Keys.from_numpy(np.arange(0, 20_000, 2)))[1].any()
     for offset in (2**31, 2**32, 2**63):
         assert int(hkv.export_batch(table, offset, 4).count) == 0
-
-
-def test_vmap_of_reads_is_one_read_of_all_keys(rng):
-    """30: vmap over reads."""
-    keys = random_keys(rng, 6, BATCH)
-    table, _ = hkv.find_or_insert(make_table(), keys[:3])
-    mapped = jax.vmap(lambda k: hkv.find(table, k, fill="initial"), out_axes=(None, 0))
-    unchanged, result = mapped(keys)
-    _, expected = hkv.find(table, keys, fill="initial")
-    assert_equal_tables(result, expected)
-    assert_equal_tables(unchanged, table)
-    _, found = jax.vmap(lambda k: hkv.contains(table, k), out_axes=(None, 0))(keys)
-    np.testing.assert_array_equal(found, expected.found)
-
-
-def test_vmap_of_a_mutation_says_what_to_do_instead():
-    """30."""
-    keys = hkv.Keys.from_numpy(np.arange(12).reshape(3, 4))
-    with pytest.raises(NotImplementedError, match=r"one table need an order.*jax\.lax\.scan"):
-        jax.vmap(lambda k: hkv.find_or_insert(make_table(), k)[1].values)(keys)
-    with pytest.raises(NotImplementedError, match=r"one table has no order.*jax\.lax\.scan"):
-        jax.vmap(lambda slots: _index.erase(make_table().index, slots))(jnp.zeros((3, 4), "i4"))
-
-
-def test_vmap_over_tables_says_that_the_table_cannot_be_mapped():
-    """30."""
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hkv.create(128, DIM))
-    keys = hkv.Keys.from_numpy(np.arange(4))
-    with pytest.raises(NotImplementedError, match="the table cannot"):
-        jax.vmap(lambda t: hkv.contains(t, keys)[1])(stacked)
-    table = hkv.create(128, DIM)
-    either = jax.vmap(lambda p: jax.lax.cond(p, lambda: hkv.contains(table, keys)[1][0], bool))
-    with pytest.raises(NotImplementedError, match=r"whose condition is mapped .* jnp\.where"):
-        either(jnp.array([True, False]))
 
 
 def test_differentiating_a_table_says_what_to_differentiate():
@@ -666,14 +622,6 @@ def test_zeros_of_either_sign_are_different_programs(order, is_jitted):
             assert (np.signbit(each) == np.signbit(zero)).all()
     nan = hkv.initializers.constant(float("nan"))
     assert nan == hkv.initializers.constant(float("nan")) != hkv.initializers.zeros()
-
-
-def test_vmap_of_a_read_over_nothing_is_nothing():
-    """30: an axis of size 0."""
-    table = hkv.create(128, DIM)
-    keys = hkv.Keys.from_numpy(np.zeros((0, 3), np.int64))
-    _, found = jax.vmap(lambda k: hkv.contains(table, k), out_axes=(None, 0))(keys)
-    assert found.shape == (0, 3)
 
 
 def test_initial_rows_do_not_read_the_table():
