@@ -98,6 +98,13 @@ def test_the_models_of_graphs_learn():
     assert not jax_hkv.contains(nodes, keys)[1].any()
 
 
+def test_the_recipes_do_what_they_say():
+    """Their blocks check what they claim; the first is what the others need."""
+    blocks = blocks_of("docs/recipes.md", FENCED)
+    assert len(blocks) == 8 and all("assert" in block for block in blocks[1:])
+    run("docs/recipes.md", blocks, {"__name__": "recipes"})
+
+
 @pytest.mark.parametrize(("first", "needed"), [(0, "equinox"), (2, "keras"), (3, "jax")])
 def test_the_code_for_other_frameworks_runs(first, needed, tmp_path, monkeypatch, capsys):
     """Its blocks check what they claim; those of packages that no extra has, where they are."""
