@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_hkv._checks import as_bool, as_integer, check_function
 from jax_hkv._exchange import as_exchange
 from jax_hkv._gradients import LossScale, as_bound
+from jax_hkv._namespaces import keys_are
 from jax_hkv._placement import check_placement
 from jax_hkv.collection import Collection
 from jax_hkv.optim import check_optimizer, check_transformation
@@ -101,9 +102,20 @@ def check_row_gradients(given: Any) -> None:
 _FIELDS = {"dim": "features", "dtype": "param_dtype", "init": "embedding_init"}
 
 
-def check_made_so(call: str, table: Table, given: Settings) -> None:
-    """Raises where a layer that trains says of its table what is not so."""
-    given.checked(call, **_FIELDS).check_made_so(call, table, **_FIELDS)
+def check_given_table(call: str, table: Table, given: Settings, *, train: bool) -> None:
+    """Raises for a table that a layer was given and would not have made, as far as it matters.
+
+    Its keys must be ids; where the layer trains it, all must be as the layer says.
+    """
+    if table.index.namespace is not None:
+        raise ValueError(
+            f"{call}: table must be one whose keys are ids, got a collection's fused one "
+            f"with {keys_are(table.index.namespace)}, where these ids would not be found: make an "
+            "EmbedCollection of it, or take one table's entries out, by Group.take of a collection "
+            "with fuse=False, and import them"
+        )
+    if train:
+        given.checked(call, **_FIELDS).check_made_so(call, table, **_FIELDS)
 
 
 def new_table(

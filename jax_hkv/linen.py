@@ -48,7 +48,7 @@ from jax_hkv._keys import Keys
 from jax_hkv._layer_arguments import (
     Unseen,
     check_collection,
-    check_made_so,
+    check_given_table,
     check_outputs,
     check_state,
     check_step,
@@ -201,9 +201,8 @@ class Embed(Layer):
 
     def _begins(self, train: bool, table: Table) -> bool:
         is_training = self._begin(train)
-        if is_training:
-            call = " ".join([type(self).__name__, "/".join(self.path)])
-            check_made_so(call.strip(), table, self._settings())
+        call = " ".join([type(self).__name__, "/".join(self.path)])
+        check_given_table(call.strip(), table, self._settings(), train=is_training)
         return is_training
 
     def _settings(self) -> Settings:

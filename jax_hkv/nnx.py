@@ -140,6 +140,7 @@ class Embed(Layer):
         self.unseen = unseen
         self.axis_name = axis_name
         self.return_evicted = return_evicted
+        self._settings = settings
         self.table = TableVariable(
             _arguments.new_table(call, name, axis_name, capacity, optimizer, settings)
         )
@@ -171,7 +172,7 @@ class Embed(Layer):
         """
         train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
-        own = self._own()
+        own = self._own(train)
         table, found = _layers.look_up(
             own,
             ids,
@@ -190,8 +191,11 @@ class Embed(Layer):
         rows = _layers.with_unseen(rows, found, valid, self._unseen_row())
         return _layers.cast(self, rows)
 
-    def _own(self) -> Table:
-        return _layers.checked_table(self, "table", self.features)
+    def _own(self, train: bool) -> Table:
+        table = _layers.checked_table(self, "table", self.features)
+        call = type(self).__name__
+        _arguments.check_given_table(call, table, self._settings, train=train)
+        return table
 
     def _unseen_row(self) -> Any:
         if self.unseen == "learned":
@@ -244,7 +248,7 @@ class EmbedBag(Embed):
         fill = "initial" if unseen is None else 0.0
         table, found = _sharded.of_batch(
             type(self).__name__,
-            self._own(),
+            self._own(train),
             batch,
             exchange=as_exchange(self.axis_name),
             is_weighted=layout.is_weighted,
