@@ -27,6 +27,7 @@ from jax_hkv._namespaces import (
 from jax_hkv._options import Combiner
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._table_counts import TableCounts, of_one
+from jax_hkv._warnings import warn
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.pooled import COMBINERS
@@ -228,7 +229,9 @@ class Group:
         keys = as_keys("Group.ids", "keys", keys)
         return outside_namespace(keys, self.bits), NumberOf(self.bits)(keys) == number
 
-    def take(self, exported: _Entries, of: Group) -> _Entries:
+    def take(
+        self, exported: _Entries, of: Group, *, names: Mapping[str, str] | None = None
+    ) -> _Entries:
         """Those entries of another group's table that are of this group's tables, with its keys.
 
         So a collection that serves some of the tables, or has others beside them, takes what was
@@ -237,12 +240,16 @@ class Group:
 
         Args:
           exported: entries of the other group's table, or its :class:`jax_hkv.sharding.Changes`.
-          of: the other group, whose keys have as many bits for the table's number: ids that were
-            folded for another number of bits are not to be had back.
+          of: the other group, whose keys have as many bits for the table's number, or none: ids
+            that were folded for another number of bits are not to be had back.
+          names: of tables of this group that the other one has by another name: by this group's
+            names. Where both groups have tables that the other one lacks, without it a
+            `UserWarning` says so: one may have been renamed.
 
         Raises:
           TypeError: if it is no export, or `of` no group.
-          ValueError: if the export is of another group, or if bits differ.
+          ValueError: if the export is of another group, if bits differ, if the groups have no table
+            in common, or for names that are of no table, or of one twice.
 
         Example:
           >>> import jax_hkv as hkv
@@ -259,17 +266,20 @@ class Group:
         """
         call = f"Group {self.name!r}.take"
         if isinstance(exported, Changes):
-            entries = self.take(exported.entries, of)
+            entries = self.take(exported.entries, of, names=names)
+            common = self._in_common(call, of, names)
+            has_all = self._has_tables_of(of, common)  # as many entries, then
             keys, scores, witnesses = exported.keys, exported.scores, exported.witnesses
             if keys is not None and scores is not None:
-                kept, keys = self._taken(keys, of)
+                kept, keys = self._taken(keys, of, common)
                 order = np.argsort(keys)
                 keys, scores = keys[order], scores[kept][order]
             if witnesses is not None:
-                kept, own = self._taken(witnesses.keys, of)
-                witnesses = witnesses._replace(keys=own, scores=witnesses.scores[kept])
-            _, removed = self._taken(exported.removed, of)
-            before = exported.before if self._has_tables_of(of) else None
+                kept, own = self._taken(witnesses.keys, of, common)
+                whole = witnesses.whole and has_all
+                witnesses = witnesses._replace(keys=own, scores=witnesses.scores[kept], whole=whole)
+            _, removed = self._taken(exported.removed, of, common)
+            before = exported.before if has_all else None
             return Changes(entries, removed, exported.since, keys, before, scores, witnesses)
         check_exported(call, "exported", exported, "make one by export_entries")
         if not isinstance(of, Group):
@@ -282,10 +292,10 @@ class Group:
                 f"{call}: exported must be of the table of `of`, {keys_are(of.namespace)}, got "
                 f"{keys_are(namespace_of(exported))}: give the group whose table was exported"
             )
-        if of.bits != self.bits:
-            apart = "fuse=False, or with the other's optimizers, by which tables are put together"
-            remedy = f"make this collection with {f'table_bits={of.bits}' if of.bits else apart}"
-            if 0 < of.bits < (len(self.tables) - 1).bit_length():
+        common = self._in_common(call, of, names)
+        if of.bits not in (0, self.bits):
+            remedy = f"make this collection with table_bits={of.bits}"
+            if of.bits < (len(self.tables) - 1).bit_length():
                 remedy = (
                     f"this collection's {len(self.tables)} tables need {self.bits}. Ids, if none "
                     "was folded, are given new keys, table by table: ids, own = of.ids(name, "
@@ -296,32 +306,57 @@ class Group:
                 f"{call}: of must be a group whose keys have {self.bits} bits for the number of "
                 f"their table, got one of {of.bits}: {remedy}"
             )
-        kept, keys = self._taken(exported.keys, of)
+        if names is None and len(common) < min(len(self.tables), len(of.tables)):
+            left = [config.name for config in of.tables if config.name not in common.values()]
+            new = [config.name for config in self.tables if config.name not in common]
+            warn(
+                f"{call}: entries of the tables {left} are left out, and {new} get none: if a "
+                f"table was renamed, say names={{{new[0]!r}: {left[0]!r}}}, otherwise names={{}}"
+            )
+        kept, keys = self._taken(exported.keys, of, common)
+        has_all = self._has_tables_of(of, common) and of.bits == self.bits
         return exported._replace(
             keys=keys,
             scores=exported.scores[kept],
             values=exported.values[kept],
             optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
-            counters=exported.counters if self._has_tables_of(of) else None,
+            counters=exported.counters if has_all else None,
             namespace=as_array(self.namespace),
         )
 
-    def _has_tables_of(self, other: Group) -> bool:
-        """Whether both groups have the same tables, in the same order."""
-        return [own.name for own in self.tables] == [own.name for own in other.tables]
+    def _in_common(self, call: str, of: Group, names: Mapping[str, str] | None) -> dict[str, str]:
+        """Tables of both groups: by their names here, what the other one calls them."""
+        mine, its = ([config.name for config in group.tables] for group in (self, of))
+        given = dict(names or {})
+        common = {own: given.get(own, own) for own in mine if given.get(own, own) in its}
+        unknown = {own: other for own, other in given.items() if common.get(own) != other}
+        if unknown or len(set(common.values())) < len(common):
+            raise ValueError(
+                f"{call}: names must be from names of this group's tables, {mine}, to different "
+                f"ones of the other's, {its}, got {given}: {{'new name': 'old name'}}"
+            )
+        if not common:
+            raise ValueError(
+                f"{call}: of must have tables of this group, {mine}, got one of {its}: of tables "
+                f"that were renamed say names={{{mine[0]!r}: {its[0]!r}}}"
+            )
+        return common
 
-    def _taken(self, given: np.ndarray, of: Group) -> tuple[np.ndarray, np.ndarray]:
-        """Which keys of another group are of this group's tables, and what they are here."""
+    def _has_tables_of(self, other: Group, common: Mapping[str, str]) -> bool:
+        """Whether both groups have the same tables, in the same order."""
+        return [common.get(own.name) for own in self.tables] == [own.name for own in other.tables]
+
+    def _taken(
+        self, given: np.ndarray, of: Group, common: Mapping[str, str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which keys of another group are of tables of both, and what they are here."""
         keys = Keys.from_numpy(given)
-        names = {config.name for config in of.tables}
         positions, words = [], []
-        for config in self.tables:
-            if config.name not in names:
-                continue
-            ids, is_own = of.ids(config.name, keys)
+        for name, other in common.items():
+            ids, is_own = of.ids(other, keys)
             own = np.flatnonzero(is_own)
             positions.append(own)
-            words.append(self.keys(config.name, ids).to_numpy().astype(np.uint64)[own])
+            words.append(self.keys(name, ids).to_numpy().astype(np.uint64)[own])
         kept = np.concatenate([*positions, np.zeros(0, np.int64)])
         return kept, np.concatenate([*words, np.zeros(0, np.uint64)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import flax
 import jax
@@ -258,20 +259,70 @@ def test_a_collection_is_served_without_its_optimizers_rows(tmp_path):
     assert float(serving.apply(variables, inputs)) == float(state.apply(inputs)) != 0
 
 
-def test_a_collection_that_puts_other_tables_together_says_how_to_take_changes():
-    trained = apart_by_optimizer()
-    table, _ = hkv.find_or_insert(trained.create()["items"], hkv.Keys.from_numpy(HASHES))
-    changes = sharding.export_changes(table, None)
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"table_bits": 8}], ids=str)
+def test_tables_of_ids_are_followed_by_others_that_were_put_together(options):
+    """Their keys are whole ids, of which those of any group are made; increments, too."""
+    trained = apart_by_optimizer(fuse=False)
+    tables = trained.create()
     configs = [dataclasses.replace(config, optimizer=None) for config in trained.tables]
-    (fused,) = hkv.Collection(configs, trained.features).groups
-    with pytest.raises(ValueError, match=r"got one of 0: make this collection with fuse=False, or"):
-        fused.take(changes, of=trained.group_of("items"))
-    for collection in (hkv.Collection(configs, trained.features, fuse=False), trained):
-        group = collection.group_of("items")
-        serving = dataclasses.replace(group.create(), optimizer=None)
-        taken = group.take(changes, of=trained.group_of("items"))
-        _, counts = sharding.import_changes(None, serving, taken)
-        assert int(counts.entries.inserted) == len(HASHES)
+    serving = hkv.Collection(configs, trained.features, **options)
+    served, known, ids = serving.create(), dict.fromkeys(NAMES), {}
+    for seen, gone in ((HASHES, HASHES[:0]), (HASHES[:3] + 9, HASHES[:2])):
+        for number, name in enumerate(NAMES):
+            ids[name] = seen + number
+            table, _ = hkv.find_or_insert(tables[name], hkv.Keys.from_numpy(ids[name]))
+            tables[name], _ = hkv.erase(table, hkv.Keys.from_numpy(gone + number))
+            group, of = serving.group_of(name), trained.group_of(name)
+            known[name] = sharding.export_changes(tables[name], known[name])
+            taken = group.take(known[name], of=of, names={})
+            served[group.name], counts = sharding.import_changes(None, served[group.name], taken)
+            assert (int(counts.entries.inserted), int(counts.erased)) == (len(seen), len(gone))
+    for name in NAMES:
+        group, keys = serving.group_of(name), hkv.Keys.from_numpy(ids[name])
+        expected = hkv.find(tables[name], keys)[1]
+        found = hkv.find(served[group.name], group.keys(name, keys))[1]
+        assert found.found.all()
+        np.testing.assert_array_equal(found.values, expected.values)
+    sizes = {name: int(size) for name, size in serving.sizes(served).items()}
+    assert sizes == {name: int(hkv.size(tables[name])) for name in NAMES}
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_tables_that_were_renamed_are_taken_by_their_names_of_before(bits):
+    old = collection_of("users", "items", table_bits=bits or None)
+    new = collection_of("people", "things", table_bits=bits or None)
+    (of,), (group,) = old.groups, new.groups
+    exported = sharding.export_entries(trained(old, ("users", "items")))
+    with pytest.raises(ValueError, match=r"tables of this group.*names=\{'people': 'users'\}"):
+        group.take(exported, of=of)
+    taken = group.take(exported, of=of, names={"things": "items", "people": "users"})
+    table, counts = sharding.import_entries(None, group.create(), taken)
+    assert int(counts.inserted) == 2 * len(HASHES)
+    for n, (mine, its) in enumerate((("people", "users"), ("things", "items"))):
+        keys = hkv.Keys.from_numpy(HASHES + n)
+        _, found = hkv.find(table, group.keys(mine, keys))
+        before = hkv.find(trained(old, ("users", "items")), of.keys(its, keys))[1]
+        assert found.found.all() and before.found.all()
+        np.testing.assert_array_equal(found.values, before.values)
+    for names in ({"things": "words"}, {"others": "items"}, {"people": "items", "things": "items"}):
+        with pytest.raises(ValueError, match="names must be from names of this group's tables"):
+            group.take(exported, of=of, names=names)
+
+
+def test_a_table_that_may_have_been_renamed_is_warned_of():
+    old, new = collection_of("users", "items"), collection_of("users", "things")
+    (of,), (group,) = old.groups, new.groups
+    changes = sharding.export_changes(trained(old, ("users", "items")), None)
+    with pytest.warns(UserWarning, match=r"\['items'\] are left out, and \['things'\] get none"):
+        taken = group.take(changes, of=of)
+    assert len(taken.entries.keys) == len(HASHES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(group.take(changes, of=of, names={}).entries.keys) == len(HASHES)
+        whole = group.take(changes, of=of, names={"things": "items"})
+        some = collection_of("items", table_bits=1).groups[0].take(changes, of=of)
+    assert (len(whole.entries.keys), whole.before) == (2 * len(HASHES), changes.before)
+    assert len(some.entries.keys) == len(HASHES)
 
 
 def test_more_tables_than_the_bits_of_before_are_given_keys_anew():
