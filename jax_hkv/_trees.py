@@ -3,6 +3,9 @@
 Checkpoints hold arrays under the names of leaves; what is static comes from the target that they
 are restored into. So the name of an array of scores says which policy's they are: a target of
 another policy has no leaf of that name, and whoever restores (Orbax, flax.serialization) refuses.
+What is restored in part leaves out what has other names. So all arrays of an index, and all parts
+of a table, have a code of what is static there in their names: none is put together of two that
+were made otherwise (an index that is left out is that of a table without entries).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+import zlib
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +28,8 @@ def static(*, told_by: str | None = None) -> Any:
 
 def register(kind: type[Node]) -> type[Node]:
     """Registers a dataclass as a pytree, like `jax.tree_util.register_dataclass`.
+
+    What its `identity` returns, if it has one, stands in the names of all leaves, as a code.
 
     Example:
       >>> @register
@@ -40,14 +46,15 @@ def register(kind: type[Node]) -> type[Node]:
     data = [field.name for field in fields if field not in others]
     assert [*data, *others] == [*data, *fields[len(data) :]], "static fields come last"
     all_of = operator.attrgetter(*(field.name for field in fields))
-    count = len(data)
+    count, has_identity = len(data), hasattr(kind, "identity")
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values = all_of(node)
         return values[:count], values[count:]
 
     def name_of(node: Any, field: str) -> str:
-        told = [
+        told = [f"{kind.__name__}={_code_of(node.identity())}"] if has_identity else []
+        told += [
             f"{other.name}={_shown(getattr(node, other.name))}"
             for other in others
             if other.metadata["told_by"] == field and _says(getattr(node, other.name))
@@ -64,6 +71,11 @@ def register(kind: type[Node]) -> type[Node]:
 
     jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
     return kind
+
+
+def _code_of(identity: tuple[Any, ...]) -> str:
+    """Eight digits, so that names stay short enough for names of files."""
+    return f"{zlib.crc32(repr([_shown(setting) for setting in identity]).encode()):08x}"
 
 
 def _says(setting: Any) -> bool:

@@ -93,6 +93,10 @@ class Table:
                 "update rows by an optimizer of jax_hkv.optim"
             )
 
+    def identity(self) -> tuple[Any, ...]:
+        """What of its own settings none of its arrays can be read without."""
+        return self.initializer, self.seed, self.replicas
+
     @property
     def capacity(self) -> int:
         """Slots, a multiple of 128; of all devices, or of each of replicas, seen from outside."""

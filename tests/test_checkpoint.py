@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import linen, nnx, serialization
 
 import jax_hkv as hkv
 import jax_hkv.linen
@@ -69,8 +70,8 @@ def test_orbax_restores_every_bit_of_a_table(rng, tmp_path, optimizer):
 
 
 OTHER_SETTINGS = {
-    "policy": (hkv.Policy.LFU, "scores(policy=LRU)", "scores(policy=LFU)"),
-    "choices": (2, "keys(choices=1)", "keys(choices=2)"),
+    "policy": (hkv.Policy.LFU, "policy=LRU)", "policy=LFU)"),
+    "choices": (2, "choices=1)", "choices=2)"),
     "seed": (2**64 - 1, "seed=0)", f"seed={2**64 - 1})"),
     "replicas": (True, "seed=0)", "seed=0, replicas=True)"),
     "init": (hkv.initializers.constant(-0.0), "constant(0.0), seed", "constant(-0.0), seed"),
@@ -134,6 +135,65 @@ def test_a_checkpoint_restored_in_part_leaves_out_what_is_of_other_settings(rng,
     assert isinstance(other.values, jax.ShapeDtypeStruct)
     with pytest.raises(TypeError, match="ShapeDtypeStruct"):
         hkv.find(other, keys)
+    # Where arrays are given they stay: no table is put together of two, whatever is another one's.
+    for options in ({"seed": 1}, {"choices": 2}, {"policy": hkv.Policy.LFU}):
+        fresh = hkv.create(128, 4, **options)
+        assert_same_bits(partly(fresh).index, fresh.index)
+    fresh = hkv.create(128, 4, seed=1)
+    assert_same_bits(partly(fresh), fresh)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_model_gets_a_feature_more_from_a_checkpoint(rng, tmp_path, seed):
+    """As the tutorial says: what was there comes with all its bits, and the rest is fresh.
+
+    A table that is made otherwise by now, of another seed, comes as a whole or not at all.
+    """
+
+    class Model(linen.Module):
+        names: tuple[str, ...]
+        seed: int = 0
+
+        @linen.compact
+        def __call__(self, ids, train=False):
+            heads = []
+            for name in self.names:
+                own = {"seed": self.seed, "choices": 1 + self.seed} if name == "b" else {}
+                embed = hkv.linen.Embed(256, 4, optimizer=hkv.optim.adam(0.1), name=name, **own)
+                heads.append(linen.Dense(1, name=f"{name}_head")(embed(ids, train=train)))
+            return sum(heads)
+
+    def state_of(*names, **options):
+        model = Model(names, **options)
+        return hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=tx)
+
+    tx = optax.adam(0.1)
+    ids = rng.integers(0, 200, 40).astype(np.int32)
+    step = hkv.linen.train_step(lambda apply, x: (apply(x, train=True) ** 2).mean())
+    saved, _ = step(state_of("a", "b"), ids)
+    save(tmp_path / "state", saved)
+    make = functools.partial(state_of, "a", "b", "c", seed=seed)
+    shapes = jax.eval_shape(make)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = ocp.args.PyTreeRestore(
+            shapes,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
+            partial_restore=True,
+        )
+        restored = checkpointer.restore(tmp_path / "state", args=arguments)
+    state = jax.tree.map(
+        lambda got, first: first if isinstance(got, jax.ShapeDtypeStruct) else got, restored, make()
+    )
+    for name in ("a", "b"):
+        assert_same_bits(state.params[f"{name}_head"], saved.params[f"{name}_head"])
+    assert_same_bits(state.opt_state[0].mu["a_head"], saved.opt_state[0].mu["a_head"])
+    assert_same_bits(state.tables["a"], saved.tables["a"])
+    expected = make().tables["b"] if seed else saved.tables["b"]
+    assert_same_bits(state.tables["b"], expected)
+    assert int(hkv.size(state.tables["c"]["table"])) == 0
+    _, info = step(state, ids)
+    was_there = {name: int(own.hits) > 0 for name, own in info.tables.items()}
+    assert was_there == {"a/table": True, "b/table": seed == 0, "c/table": False}
 
 
 def test_states_of_layers_are_not_restored_into_those_of_other_settings(tmp_path):
