@@ -175,9 +175,21 @@ def as_mask(
     if array.dtype != jnp.bool_ or array.shape != shape:
         raise TypeError(
             f"{call}: {argument} must be bool{list(shape)} like the keys, got "
-            f"{array.dtype}{list(array.shape)}: give one of that shape, cast with .astype(bool)"
+            f"{array.dtype}{list(array.shape)}: {remedy_of(array, jnp.bool_, shape)}"
         )
     return array
+
+
+def remedy_of(array: jax.Array, dtype: Any, shape: tuple[int, ...]) -> str:
+    """What makes an array one of a type and shape, of which it has one at most."""
+    remedies = [f"cast with .astype({jnp.dtype(dtype).name!r})"] * (array.dtype != dtype)
+    if array.shape != shape:
+        remedies.append(
+            f"reshape to {list(shape)}"
+            if math.prod(array.shape) == math.prod(shape)
+            else f"give one of that shape, by jnp.broadcast_to(..., {shape}) where it fits"
+        )
+    return ", and ".join(remedies)
 
 
 def as_flags(call: str, argument: str, flags: Any, shape: tuple[int, ...]) -> Bool[Array, "*shape"]:
@@ -357,7 +369,8 @@ def check_not_used_up(
             raise RuntimeError(
                 f"{call}: {argument} was used up by an earlier step{again}, got arrays that were "
                 f"donated: go on with the {argument} that came out of it, or "
-                f"{remedy or 'make the step with donate=False'}"
+                f"{remedy or 'make the step with donate=False'} (calls that use up what they are "
+                "given, sharding.import_entries for one, are given a copy, copy.deepcopy)"
             )
 
 

@@ -149,7 +149,7 @@ class Keys:
         about n^2 / 2^65 pairs share a key. Their order matters, and so does how many ids there are.
         The ids are taken by Threefry-2x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as
         easy as 1, 2, 3; 2011), each under the hash of those before it, and added to its output
-        without carry (Matyas, Meyer, Oseas; 1985).
+        without carry (Matyas, Meyer, Oseas; 1985): docs/semantics.md, section 14.
 
         Args:
           *ids: Keys, integers, or arrays of integers (see :func:`jax_hkv.find`; NumPy's of any

@@ -400,8 +400,8 @@ def as_weights(call: str, weights: Any, shape: tuple[int, ...]) -> Float32[Array
         array = array.astype(jnp.float32)
     if array.dtype != jnp.float32 or array.shape != shape:
         raise TypeError(
-            f"{call}: weights must be {expected}, got {form_of(array)}: cast "
-            "with .astype(jnp.float32), or reshape"
+            f"{call}: weights must be {expected}, got {form_of(array)}: "
+            f"{_checks.remedy_of(array, jnp.float32, shape)}"
         )
     return array.reshape(-1)
 

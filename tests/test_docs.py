@@ -101,7 +101,7 @@ def test_the_models_of_graphs_learn():
 def test_the_recipes_do_what_they_say():
     """Their blocks check what they claim; the first is what the others need."""
     blocks = blocks_of("docs/recipes.md", FENCED)
-    assert len(blocks) == 8 and all("assert" in block for block in blocks[1:])
+    assert len(blocks) == 9 and all("assert" in block for block in blocks[1:])
     run("docs/recipes.md", blocks, {"__name__": "recipes"})
 
 

@@ -550,6 +550,14 @@ def test_crossed_keys_are_the_same_everywhere(names, where, seed):
     assert keys.shape == every[0].shape
 
 
+def test_the_contract_has_examples_of_crossed_keys():
+    """docs/semantics.md, section 14: for servers in other languages."""
+    text = Path(__file__).parent.parent.joinpath("docs/semantics.md").read_text()
+    examples = re.findall("0x[0-9a-f]{16}", text.split("\n## 14. ")[1])
+    keys = [hkv.Keys.cross(7, 9), hkv.Keys.cross(7, 9, -1), hkv.Keys.cross(7, 2**40 + 9, seed=5)]
+    assert [int(key.to_numpy()) for key in keys] == [int(each, 16) for each in examples]
+
+
 def test_combinations_have_keys_of_their_own():
     """Small numbers in any order, a million pairs; heads; other numbers of ids; another seed."""
     numbers = np.arange(1024, dtype=np.int32)

@@ -428,3 +428,19 @@ def test_a_table_of_shapes_is_named(call, part):
 def test_compiled_modules_that_are_older_than_the_package_are_named():
     with pytest.raises(RuntimeError, match=r"no operation update_by_magic.*install it again"):
         _ffi.call("update_by_magic")
+
+
+@pytest.mark.parametrize(
+    ("mask", "remedy"),
+    [
+        (np.ones(8, np.int32), r"int32\[8\]: cast with .astype\('bool'\)$"),
+        (np.ones((2, 4), bool), r"bool\[2, 4\]: reshape to \[8\]$"),
+        (np.True_, r"bool\[\]: give one of that shape, by jnp.broadcast_to\(..., \(8,\)\) where"),
+        (np.ones(3), r": cast with .astype\('bool'\), and give one of that shape"),
+    ],
+)
+def test_the_remedy_for_a_mask_is_of_what_is_wrong(mask, remedy):
+    with pytest.raises(
+        TypeError, match=rf"find: valid must be bool\[8\] like the keys, got .*{remedy}"
+    ):
+        hkv.find(hkv.create(128, DIM), IDS, valid=mask)
