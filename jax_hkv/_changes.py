@@ -17,8 +17,8 @@ from jaxtyping import Int32
 from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, operations, whole_table
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
-from jax_hkv._entries import Exported
 from jax_hkv._exchange import owners
+from jax_hkv._exported import Exported
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, check_unmasked
 from jax_hkv._placement import Placement
@@ -138,7 +138,7 @@ def export_changes(
     old = _others(_others(keys, known), np.sort(entries.keys))
     if len(old):
         whole = _exported(parts, None)
-        came = _entries.chosen(whole, np.isin(whole.keys, old))
+        came = whole.select(np.isin(whole.keys, old))
         entries = _entries.as_one([entries, came])
     clock, witnesses = None, None
     if earlier is not None:

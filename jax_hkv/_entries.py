@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax_hkv._checks import (
 from jax_hkv._compat import of_one_device
 from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
+from jax_hkv._exported import Exported
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
@@ -41,40 +42,6 @@ from jax_hkv.whole_table import export_batch, export_batch_if
 _CHUNK = 65536  # slots read, and entries written, at a time
 LATE = "take all chunks before the step that uses it up, or those of a copy"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth: multiplicative hashing)
-
-
-class Exported(NamedTuple):
-    """The entries of a table, on the host, and what they have in common.
-
-    Attributes:
-      keys: ``uint64[n]``.
-      scores: ``uint64[n]``.
-      values: ``[n, dim]``, of the table's type.
-      optimizer: optimizer rows by name, ``[n, ...]`` each: of :func:`jax_hkv.optim.adam` "mu" and
-        "nu"; of one of optax the ways to the leaves of its state, "0.mu" and "0.nu".
-      shared: what rows share of the optimizer's state, by name.
-      clock: the latest.
-      epoch: the latest.
-      counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
-      policy: the :class:`jax_hkv.Policy` that the scores are of, as an integer.
-      namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
-        say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
-        ids.
-      seed: of the table's first rows, and of the places that keys have in `counters`, if that is
-        known.
-    """
-
-    keys: np.ndarray
-    scores: np.ndarray
-    values: np.ndarray
-    optimizer: dict[str, np.ndarray]
-    shared: dict[str, np.ndarray]
-    clock: int
-    epoch: int
-    counters: np.ndarray | None
-    policy: int
-    namespace: np.ndarray | Namespace | None = None
-    seed: int | None = None
 
 
 def join_entries(parts: Sequence[Exported]) -> Exported:
@@ -130,7 +97,7 @@ def as_one(parts: Sequence[Exported]) -> Exported:
     counters = [part.counters for part in parts if part.counters is not None]
     latest = max(reversed(parts), key=lambda part: part.clock)
     return Exported(
-        *_concatenated([_entries_of(part) for part in parts]),
+        *_concatenated([part.columns() for part in parts]),
         shared=latest.shared,
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
@@ -150,7 +117,7 @@ def _without_older(parts: Sequence[Exported]) -> list[Exported]:
     if stays.all():
         return list(parts)
     masks = np.split(stays, np.cumsum(counts)[:-1])
-    return [chosen(part, own) for part, own in zip(parts, masks, strict=True)]
+    return [part.select(own) for part, own in zip(parts, masks, strict=True)]
 
 
 def namespace_of(exported: Exported) -> Namespace | None:
@@ -211,11 +178,6 @@ def common_of(part: Table) -> Exported:
     return exported._replace(
         shared=shared, counters=counters, clock=clock_of(part), epoch=epoch_of(part)
     )
-
-
-def _entries_of(exported: Exported) -> tuple[Any, ...]:
-    """What an export has of each entry."""
-    return exported.keys, exported.scores, exported.values, exported.optimizer
 
 
 def _concatenated(entries: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -576,18 +538,12 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
     from_here = np.flatnonzero(owner_of(exported.keys, devices) == number)
     from_here = _latest(exported, from_here)
     keys, scores = exported.keys[from_here], exported.scores[from_here]
-    return chosen(exported, from_here[np.lexsort((keys * _GOLDEN, ~scores))])
+    return exported.select(from_here[np.lexsort((keys * _GOLDEN, ~scores))])
 
 
 def owned_keys(keys: np.ndarray, number: int, devices: int) -> np.ndarray:
     """The keys of a part."""
     return keys[owner_of(keys, devices) == number]
-
-
-def chosen(exported: Exported, rows: np.ndarray) -> Exported:
-    """Some of the entries, by their places or a mask."""
-    own = jax.tree.map(lambda leaf: leaf[rows], _entries_of(exported))
-    return Exported(*own, *exported[len(own) :])
 
 
 def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
@@ -634,7 +590,7 @@ def fill(table: Table, exported: Exported, latest: int) -> tuple[Table, Counts]:
     for start in range(0, len(exported.keys), size):
         keys, scores, values, optimizer = jax.tree.map(
             lambda leaf, start=start: padded(leaf[start : start + size], size),
-            _entries_of(exported),
+            exported.columns(),
         )
         valid = np.arange(size) < len(exported.keys) - start
         batch = (Keys.from_numpy(keys), Keys.from_numpy(scores), values, optimizer, valid)

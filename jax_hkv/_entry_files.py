@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import _entries
-from jax_hkv._entries import Exported
+from jax_hkv._exported import Exported
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."

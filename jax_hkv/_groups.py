@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool
 from jax_hkv import initializers
 from jax_hkv._changes import Changes
 from jax_hkv._checks import as_integer, as_replicas
-from jax_hkv._entries import Exported, check_exported, is_of, namespace_of
+from jax_hkv._entries import check_exported, is_of, namespace_of
 from jax_hkv._exchange import Exchange, as_exchange
+from jax_hkv._exported import Exported
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._namespaces import (
     Namespace,
@@ -315,11 +316,8 @@ class Group:
             )
         kept, keys = self._taken(exported.keys, of, common)
         has_all = self._has_tables_of(of, common) and of.bits == self.bits
-        return exported._replace(
+        return exported.select(kept)._replace(
             keys=keys,
-            scores=exported.scores[kept],
-            values=exported.values[kept],
-            optimizer={name: leaf[kept] for name, leaf in exported.optimizer.items()},
             counters=exported.counters if has_all else None,
             namespace=as_array(self.namespace),
         )

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_hkv import _tier_entries, _tier_parts, whole_table
-from jax_hkv._entries import Exported, check_fits, import_entries, without_entries
+from jax_hkv._entries import check_fits, import_entries, without_entries
+from jax_hkv._exported import Exported
 from jax_hkv._exports import export_entries
 from jax_hkv._placed import all_equal, by_part, check_replicas, cut, is_saved
 from jax_hkv._placement import Placement

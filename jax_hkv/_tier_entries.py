@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax_hkv import _entries, _tier_parts, _tiers
 from jax_hkv._compat import of_one_device
-from jax_hkv._entries import Exported
+from jax_hkv._exported import Exported
 from jax_hkv._exports import MOST, all_of, chunked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int32
 from jax_hkv import _checks, _entries, _inserts, operations, whole_table
 from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, of_one_device, on_one_device
-from jax_hkv._entries import Exported
+from jax_hkv._exported import Exported
 from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
 from jax_hkv.table import (
@@ -621,7 +621,7 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
 def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
     """Tiers of one device with entries, each where its key is, and new ones in the store."""
     is_near = is_in(tiers.cache, own.keys)
-    near, behind = (_entries.chosen(own, rows) for rows in (is_near, ~is_near))
+    near, behind = (own.select(rows) for rows in (is_near, ~is_near))
     cache, overwritten = _entries.fill(tiers.cache, near, latest)
     store, counts = _entries.fill(tiers.store, behind, latest)
     store, _ = _entries.without(store, near.keys)  # whose copies may be younger now

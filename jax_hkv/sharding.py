@@ -41,9 +41,10 @@ from jax_hkv._changes import (
     save_changes,
 )
 from jax_hkv._digest import digest
-from jax_hkv._entries import Exported, import_entries, join_entries
+from jax_hkv._entries import import_entries, join_entries
 from jax_hkv._entry_files import load_entries, save_entries
 from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
+from jax_hkv._exported import Exported
 from jax_hkv._exports import export_chunks, export_entries
 from jax_hkv._keys import Keys, check_fixed
 from jax_hkv._options import Combiner, Fill

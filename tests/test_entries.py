@@ -302,3 +302,33 @@ def test_reading_entries_changes_nothing():
     after, _ = hkv.export_keys(TABLE, np.arange(20, dtype=np.int32))
     assert after is TABLE
     assert_same_bits(TABLE, before)
+
+
+@pytest.mark.parametrize(
+    "which",
+    [np.ones(2, bool), np.array([[0]]), [3], [-1], np.array([0.0]), "all", np.ones((3, 1), bool)],
+    ids=str,
+)
+def test_entries_that_cannot_be_selected_are_named(which):
+    table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(3, dtype=np.int32))
+    exported = sharding.export_entries(table)
+    with pytest.raises(
+        ValueError, match=r"select: which must be a mask, bool\[3\], or places from"
+    ):
+        exported.select(which)
+
+
+def test_selected_entries_keep_all_that_they_have(rng):
+    opt = hkv.optim.adam(0.1)
+    table, result = hkv.find_or_insert(opt.init(hkv.create(256, 3)), rng.integers(0, 99, 60, "i4"))
+    table = opt.update(table, result, result.values)
+    exported = sharding.export_entries(table)
+    order = np.argsort(-exported.scores.astype(np.int64), kind="stable")
+    for which in (order, exported.keys % 2 == 0, [], order[:5].tolist()):
+        own = exported.select(which)
+        places = np.arange(len(exported.keys))[np.asarray(which, None if len(which) else np.int64)]
+        for name in ("keys", "scores", "values"):
+            np.testing.assert_array_equal(getattr(own, name), getattr(exported, name)[places])
+        for name, leaf in exported.optimizer.items():
+            np.testing.assert_array_equal(own.optimizer[name], leaf[places])
+        assert own[4:] == exported[4:]

@@ -15,7 +15,7 @@ from combinations import each
 from many_devices import assert_same_bits, entries_of
 
 import jax_hkv as hkv
-from jax_hkv import _entries, sharding, tiered
+from jax_hkv import sharding, tiered
 from jax_hkv.testing import assert_no_table_copies
 
 DIM = 4
@@ -342,7 +342,7 @@ def test_what_a_cache_took_from_an_older_import_expires(rng):
         tiers, _ = tiered.prefetch(tiers, some)
         one = touched(one, some)
     exported = sharding.export_entries(one)
-    older = _entries.chosen(exported, np.isin(exported.keys, ids))
+    older = exported.select(np.isin(exported.keys, ids))
     older = older._replace(scores=np.full_like(older.scores, 1 << 32))
     tiers, _ = tiered.import_entries(tiers, older)
     one, _ = sharding.import_entries(None, one, older)

@@ -9,7 +9,7 @@ from many_devices import assert_same_bits
 from test_tiered import DIM, POLICIES, assert_same_table, made, tiers_of, touched, trainer
 
 import jax_hkv as hkv
-from jax_hkv import _entries, sharding, tiered
+from jax_hkv import sharding, tiered
 
 
 class Model:
@@ -82,7 +82,7 @@ class Model:
     def takes(self):
         exported = sharding.export_entries(self.one)
         rows = self.rng.random(len(exported.keys)) < 0.3
-        part = _entries.chosen(exported, rows)._replace(
+        part = exported.select(rows)._replace(
             shared={"count": exported.shared["count"] + np.uint32(3)}
         )
         part.values[:] += 1

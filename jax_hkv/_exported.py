@@ -1,0 +1,82 @@
+"""What an export of a table's entries is, on the host."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_hkv._namespaces import Namespace
+
+
+class Exported(NamedTuple):
+    """The entries of a table, on the host, and what they have in common.
+
+    Attributes:
+      keys: ``uint64[n]``.
+      scores: ``uint64[n]``.
+      values: ``[n, dim]``, of the table's type.
+      optimizer: optimizer rows by name, ``[n, ...]`` each: of :func:`jax_hkv.optim.adam` "mu" and
+        "nu"; of one of optax the ways to the leaves of its state, "0.mu" and "0.nu".
+      shared: what rows share of the optimizer's state, by name.
+      clock: the latest.
+      epoch: the latest.
+      counters: the sketch of :func:`jax_hkv.admission.frequency`, of all parts the highest ones.
+      policy: the :class:`jax_hkv.Policy` that the scores are of, as an integer.
+      namespace: of the keys of a collection's fused tables: their names, and the bits of a key that
+        say whose it is, as text in ``uint8`` (or what a group has as `namespace`). None: keys are
+        ids.
+      seed: of the table's first rows, and of the places that keys have in `counters`, if that is
+        known.
+    """
+
+    keys: np.ndarray
+    scores: np.ndarray
+    values: np.ndarray
+    optimizer: dict[str, np.ndarray]
+    shared: dict[str, np.ndarray]
+    clock: int
+    epoch: int
+    counters: np.ndarray | None
+    policy: int
+    namespace: np.ndarray | Namespace | None = None
+    seed: int | None = None
+
+    def columns(self) -> tuple[Any, ...]:
+        """What there is of each entry: the first fields."""
+        return self.keys, self.scores, self.values, self.optimizer
+
+    def select(self, which: Any) -> Exported:
+        """Some of the entries, with all that they have.
+
+        Args:
+          which: a mask, ``bool[n]``; or places, integers from 0 to n - 1, whose order is theirs.
+
+        Raises:
+          ValueError: if it is neither.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> table, _ = hkv.insert_or_assign(
+          ...     hkv.create(128, 1), np.array([7, 5, 6], np.int32), np.float32([[7], [5], [6]]))
+          >>> exported = hkv.sharding.export_entries(table)
+          >>> exported.select(np.argsort(exported.keys)).values.tolist()
+          [[5.0], [6.0], [7.0]]
+          >>> exported.select(np.isin(exported.keys, [5, 6], invert=True)).keys.tolist()
+          [7]
+        """
+        count, places = len(self.keys), np.asarray(which)
+        is_mask = places.dtype == np.bool_ and places.shape == (count,)
+        are_places = places.ndim == 1 and (places.dtype.kind in "iu" or not places.size)
+        if are_places and places.size:
+            are_places = places.min() >= 0 and places.max() < count
+        if not (is_mask or are_places):
+            raise ValueError(
+                f"Exported.select: which must be a mask, bool[{count}], or places from 0 to "
+                f"{count - 1}, got {places.dtype}{list(places.shape)}: compare keys or scores, or "
+                "np.isin(exported.keys, some)"
+            )
+        own = places if is_mask else places.astype(np.int64)
+        columns = jax.tree.map(lambda leaf: leaf[own], self.columns())
+        return Exported(*columns, *self[len(columns) :])
