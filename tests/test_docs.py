@@ -98,11 +98,12 @@ def test_the_models_of_graphs_learn():
     assert not jax_hkv.contains(nodes, keys)[1].any()
 
 
-def test_the_recipes_do_what_they_say():
+@pytest.mark.parametrize(("name", "count"), [("recipes", 9), ("changing", 6)])
+def test_the_recipes_do_what_they_say(name, count):
     """Their blocks check what they claim; the first is what the others need."""
-    blocks = blocks_of("docs/recipes.md", FENCED)
-    assert len(blocks) == 9 and all("assert" in block for block in blocks[1:])
-    run("docs/recipes.md", blocks, {"__name__": "recipes"})
+    blocks = blocks_of(f"docs/{name}.md", FENCED)
+    assert len(blocks) == count and all("assert" in block for block in blocks[1:])
+    run(f"docs/{name}.md", blocks, {"__name__": name})
 
 
 @pytest.mark.parametrize(("first", "needed"), [(0, "equinox"), (2, "keras"), (3, "jax")])
