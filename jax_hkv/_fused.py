@@ -273,7 +273,7 @@ def set_hyperparam(table: Table, name: str, value: float | Float[Array, ""]) -> 
       TypeError, ValueError: as :func:`set_learning_rate`, which this is for other names.
     """
     call = "optim.set_hyperparam"
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise TypeError(
             f"{call}: name must be a str, got {type(name).__name__} {name!r}: give that of a "
             "number which optax.inject_hyperparams was given"
@@ -285,14 +285,12 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
     check_table(call, table)
     optimizer, what = table.optimizer, name.replace("_", " ")
     shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
-    leaves, own = (
-        [
-            leaf
-            for leaf in each
-            if leaf == name == _RATE or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
-        ]
-        for each in (shared, rows)
-    )
+
+    def is_it(leaf: str) -> bool:  # a rate, by whatever transformation
+        is_rate = name == _RATE and leaf.rpartition(".")[2] == name
+        return is_rate or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
+
+    leaves, own = (list(filter(is_it, each)) for each in (shared, rows))
     if own:
         raise ValueError(
             f"{call}: table must hold one {what} for all rows, got one for each row in "
@@ -300,10 +298,11 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
             "count_per_row=True"
         )
     if optimizer is None or len(leaves) != 1:
+        native = "optim.inject_learning_rate, or by " if name == _RATE else ""
         raise ValueError(
             f"{call}: table must hold one {what} in table.optimizer.shared, got "
-            f"{leaves or 'none'} among {sorted(shared)}: make its optimizer by "
-            "optim.inject_learning_rate, or by optim.sparse of optax.inject_hyperparams"
+            f"{leaves or 'none'} among {sorted(shared)}: make its optimizer by {native}"
+            f"optim.sparse of optax.inject_hyperparams of a function that has a {name}"
         )
     (leaf,) = leaves
     own_state = f"{leaf.removesuffix(_OF_OPTAX + name)}hyperparams_states.{name}."
@@ -312,8 +311,14 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
             f"{call}: table must hold a number as its {what}, got a schedule, which makes the "
             f"{what} of every step: give optax.inject_hyperparams a number"
         )
-    number = _one_number(call, argument, value).reshape(())
     old = shared[leaf]
+    number = _one_number(call, argument, value).reshape(()).astype(old.dtype)
+    is_whole = jnp.issubdtype(old.dtype, jnp.integer) and not is_traced(value)
+    if is_whole and float(number) != float(value):
+        raise ValueError(
+            f"{call}: {argument} must be a whole number of at most 24 bits, since the table holds "
+            f"{old.dtype}, got {value!r}: round it"
+        )
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
     new = jnp.where(jnp.isnan(old), number, jnp.clip(old, number, number)).astype(old.dtype)
     rows = dataclasses.replace(optimizer, shared=shared | {leaf: new})

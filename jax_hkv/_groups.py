@@ -325,7 +325,12 @@ class Group:
     def _in_common(self, call: str, of: Group, names: Mapping[str, str] | None) -> dict[str, str]:
         """Tables of both groups: by their names here, what the other one calls them."""
         mine, its = ([config.name for config in group.tables] for group in (self, of))
-        given = dict(names or {})
+        given = {} if names is None else names
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{call}: names must be a dict of names of tables, got {type(given).__name__}: "
+                "{'new name': 'old name'}"
+            )
         common = {own: given.get(own, own) for own in mine if given.get(own, own) in its}
         unknown = {own: other for own, other in given.items() if common.get(own) != other}
         if unknown or len(set(common.values())) < len(common):

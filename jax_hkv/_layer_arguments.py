@@ -102,6 +102,11 @@ def check_row_gradients(given: Any) -> None:
 _FIELDS = {"dim": "features", "dtype": "param_dtype", "init": "embedding_init"}
 
 
+def as_settings(call: str, given: Settings) -> Settings:
+    """What a layer says of its table, checked, in the types that a table needs."""
+    return given.checked(call, **_FIELDS)
+
+
 def check_given_table(call: str, table: Table, given: Settings, *, train: bool) -> None:
     """Raises for a table that a layer was given and would not have made, as far as it matters.
 
@@ -109,13 +114,12 @@ def check_given_table(call: str, table: Table, given: Settings, *, train: bool) 
     """
     if table.index.namespace is not None:
         raise ValueError(
-            f"{call}: table must be one whose keys are ids, got a collection's fused one "
-            f"with {keys_are(table.index.namespace)}, where these ids would not be found: make an "
-            "EmbedCollection of it, or take one table's entries out, by Group.take of a collection "
-            "with fuse=False, and import them"
+            f"{call}: table must be one whose keys are ids, got a collection's fused one, of "
+            f"{keys_are(table.index.namespace)}: make an EmbedCollection of it, or look it up by "
+            "jax_hkv.find and Group.keys. Of its entries, Group.ids gives ids that none folded"
         )
     if train:
-        given.checked(call, **_FIELDS).check_made_so(call, table, **_FIELDS)
+        as_settings(call, given).check_made_so(call, table, **_FIELDS)
 
 
 def new_table(
@@ -132,7 +136,7 @@ def new_table(
       given: the settings, which layers know by other names than tables.
     """
     check_optimizer(call, optimizer)
-    settings = given.checked(call, **_FIELDS)._asdict()
+    settings = as_settings(call, given)._asdict()
     exchange = as_exchange(axis_name)
     if exchange is not None:
         capacity = exchange.local_capacity(as_integer(call, "capacity", capacity, 1, 2**63 - 1))

@@ -553,18 +553,20 @@ def updated(
 
 
 def changed(
-    fn: Callable[[Table], Any], tables: Mapping[str, Table], only: str | Iterable[str] | None
-) -> dict[str, Table]:
-    """The tables of a state, by path, after a function of some; raises unless it makes tables."""
-    wanted = dict.fromkeys(tables if only is None else [only] if isinstance(only, str) else only)
-    if unknown := [path for path in wanted if path not in tables]:
+    fn: Callable[[Table], Any], tables: list[tuple[str, Table]], only: str | Iterable[str] | None
+) -> list[Table]:
+    """The tables of a state, given by path, after a function of some; raises unless of tables."""
+    names = [name for name, _ in tables]
+    wanted = names if only is None else [only] if isinstance(only, str) else only
+    wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    if unknown := [path for path in wanted if path not in names]:
         raise ValueError(
-            f"TrainState.map_tables: only must be paths of tables, {list(tables)}, got {unknown}: "
+            f"TrainState.map_tables: only must be paths of tables, {names}, got {unknown}: "
             "info.tables of a step is by these paths"
         )
-    before = [tables[path] for path in wanted]
-    after = mapped("TrainState.map_tables", fn, before, _check_changed)
-    return {**tables, **dict(zip(wanted, after, strict=True))}
+    before = [table for name, table in tables if name in wanted]
+    after = iter(mapped("TrainState.map_tables", fn, before, _check_changed))
+    return [next(after) if name in wanted else table for name, table in tables]
 
 
 def _check_changed(_: int, table: Any) -> None:

@@ -27,7 +27,9 @@ class Namespace:
     bits: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", tuple(self.tables))  # of JSON
+        # Of JSON; and names of NumPy or of an enumeration, which are strings, too.
+        object.__setattr__(self, "tables", tuple(map(str.__str__, self.tables)))
+        object.__setattr__(self, "bits", int(self.bits))
 
     def __str__(self) -> str:
         return "1 bit" if self.bits == 1 else f"{self.bits} bits"

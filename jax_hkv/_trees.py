@@ -52,9 +52,8 @@ def register(kind: type[Node]) -> type[Node]:
         values = all_of(node)
         return values[:count], values[count:]
 
-    def name_of(node: Any, field: str) -> str:
-        told = [f"{kind.__name__}={_code_of(node.identity())}"] if has_identity else []
-        told += [
+    def name_of(node: Any, field: str, codes: list[str]) -> str:
+        told = codes + [
             f"{other.name}={_shown(getattr(node, other.name))}"
             for other in others
             if other.metadata["told_by"] == field and _says(getattr(node, other.name))
@@ -63,7 +62,8 @@ def register(kind: type[Node]) -> type[Node]:
 
     def flatten_with_keys(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         children, settings = flatten(node)
-        keys = [jax.tree_util.GetAttrKey(name_of(node, field)) for field in data]
+        codes = [f"{kind.__name__}={_code_of(node.identity())}"] if has_identity else []
+        keys = [jax.tree_util.GetAttrKey(name_of(node, field, codes)) for field in data]
         return tuple(zip(keys, children, strict=True)), settings
 
     def unflatten(settings: tuple[Any, ...], children: Any) -> Any:

@@ -503,9 +503,13 @@ class TrainState:
           TypeError: if `fn` returns anything else.
           ValueError: if `only` has a path that no table has.
         """
-        tables = {"/".join(path): table for path, table in by_path(self.tables).items()}
-        changed = _layers.changed(fn, tables, only)
-        return dataclasses.replace(self, tables=unflatten_dict(changed, sep="/"))
+        named, structure = jax.tree_util.tree_flatten_with_path(
+            self.tables, is_leaf=lambda node: isinstance(node, Table)
+        )
+        tables = [
+            (jax.tree_util.keystr(path, simple=True, separator="/"), table) for path, table in named
+        ]
+        return self.replace(tables=structure.unflatten(_layers.changed(fn, tables, only)))
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in evaluation, which changes nothing; jit a function of the state."""

@@ -133,7 +133,10 @@ class Embed(Layer):
         super().__init__()
         call = type(self).__name__
         _arguments.check_outputs(call, dtype, unseen, return_evicted)
-        settings = Settings(features, param_dtype, policy, choices, embedding_init, seed, admission)
+        settings = _arguments.as_settings(
+            call,
+            Settings(features, param_dtype, policy, choices, embedding_init, seed, admission),
+        )
         self.features = features
         self.dtype = dtype
         self.optimizer = optimizer
@@ -513,10 +516,11 @@ class TrainState(nnx.Module, Generic[Model]):
           TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
           ValueError: if `only` has a path that no table has.
         """
-        variables = {where: own for where, (own, _) in places_of(self.model).items()}
-        tables = {where: own.get_value() for where, own in variables.items()}
-        for where, table in _layers.changed(fn, tables, only).items():
-            variables[where].set_value(table)
+        places = places_of(self.model)
+        tables = [(where, own.get_value()) for where, (own, _) in places.items()]
+        changed = _layers.changed(fn, tables, only)
+        for (own, _), table in zip(places.values(), changed, strict=True):
+            own.set_value(table)
 
 
 def train_step(

@@ -139,8 +139,9 @@ def test_a_checkpoint_restored_in_part_leaves_out_what_is_of_other_settings(rng,
     for options in ({"seed": 1}, {"choices": 2}, {"policy": hkv.Policy.LFU}):
         fresh = hkv.create(128, 4, **options)
         assert_same_bits(partly(fresh).index, fresh.index)
-    fresh = hkv.create(128, 4, seed=1)
-    assert_same_bits(partly(fresh), fresh)
+    for options in ({"seed": 1}, {"init": hkv.initializers.zeros()}, {"replicas": True}):
+        fresh = hkv.create(128, 4, **options)
+        assert_same_bits(partly(fresh), fresh)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jax_hkv as hkv
 
@@ -75,7 +76,7 @@ def test_a_layer_of_ids_takes_no_fused_table(api, layer, train):
     tables = [hkv.TableConfig(name, 128, DIM, optimizer=SGD) for name in ("users", "items")]
     features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
     (fused,) = hkv.Collection(tables, features).create().values()
-    message = rf"{layer}: table must be one whose keys are ids, got .*\['users', 'items'\].*take"
+    message = rf"{layer}: table must be one whose keys are ids, got .*\['users', 'items'\].*find"
     with pytest.raises(ValueError, match=message):
         Given(api, layer, fused)(IDS[:, None], train)
 
@@ -87,3 +88,11 @@ def test_a_layer_takes_a_table_of_a_collection_whose_keys_are_ids(api):
     alone, result = hkv.find_or_insert(alone, IDS)
     rows = Given(api, "Embed", alone)(jnp.asarray(IDS), False)
     np.testing.assert_array_equal(rows, result.values)
+
+
+def test_layers_that_say_the_same_are_the_same():
+    """Whatever their words: what is static of them is compared where they are jitted."""
+    plain = hkv.nnx.Embed(256, DIM, param_dtype="float32", seed=jnp.int32(5), choices=np.int8(1))
+    other = hkv.nnx.Embed(256, DIM, param_dtype=jnp.float32, seed=5)
+    assert nnx.split(plain)[0] == nnx.split(other)[0]
+    assert hash(nnx.split(plain)[0]) == hash(nnx.split(other)[0])

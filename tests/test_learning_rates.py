@@ -179,6 +179,7 @@ def test_other_numbers_of_an_injected_transformation_are_set_likewise():
         ("b1", [0.1, 0.2], TypeError, r"value must be one number, got float64\[2\]"),
         ("b1", float("inf"), ValueError, "value must be finite, got inf"),
         (0.1, "b1", TypeError, "name must be a str, got float 0.1"),
+        ("", 0.1, TypeError, "name must be a str, got str ''"),
     ],
 )
 def test_a_number_that_cannot_be_set_is_named(name, value, error, message):
@@ -251,3 +252,34 @@ def test_a_rate_that_became_nan_on_a_device_can_be_replaced():
     for rate in (jnp.float32(jnp.nan), 0.5):
         table = hkv.optim.set_learning_rate(table, rate)
         np.testing.assert_array_equal(table.optimizer.shared["learning_rate"], [rate])
+
+
+def test_a_whole_number_of_a_transformation_stays_one():
+    def every(learning_rate, steps):
+        return optax.sgd(learning_rate / steps)
+
+    opt = hkv.optim.sparse(optax.inject_hyperparams(every)(learning_rate=1.0, steps=2))
+    table = opt.init(hkv.create(128, DIM))
+    table = hkv.optim.set_hyperparam(table, "steps", 4)
+    assert table.optimizer.shared["hyperparams.steps"].tolist() == [4]
+    for wrong in (2.7, 2**24 + 1):
+        with pytest.raises(ValueError, match="value must be a whole number of at most 24 bits"):
+            hkv.optim.set_hyperparam(table, "steps", wrong)
+
+
+def test_a_rate_in_the_state_of_ones_own_transformation_is_set():
+    """Wherever it lies in a chain."""
+
+    def init(rows):
+        return {"learning_rate": jnp.float32(1.0)}
+
+    def update(gradients, state, rows=None):
+        return jax.tree.map(lambda own: -state["learning_rate"] * own, gradients), state
+
+    own = optax.GradientTransformation(init, update)
+    opt = hkv.optim.sparse(optax.chain(optax.identity(), own))
+    table = hkv.optim.set_learning_rate(opt.init(hkv.create(128, DIM)), 0.5)
+    table, result = hkv.find_or_insert(table, IDS)
+    table = opt.update(table, result, jnp.ones((3, DIM), jnp.float32))
+    moved = hkv.find(table, IDS)[1].values - result.values
+    np.testing.assert_allclose(moved, -0.5, rtol=1e-6)

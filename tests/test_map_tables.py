@@ -103,6 +103,8 @@ def test_the_tables_that_are_named_are_changed_once(api, only, epochs):
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_path_that_no_table_has_is_refused_before_anything_changes(api):
     state = state_of_two(api, hkv.Policy.EPOCH_LRU)
+    with pytest.raises(ValueError, match=r"only must be paths of tables, .* got \[3\]"):
+        state.map_tables(hkv.advance_epoch, only=3)
     expected = r"only must be paths of tables, \['a/table', 'b/table'\], got \['b'\]: info.tables"
     with pytest.raises(ValueError, match=expected):
         state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0), only=["a/table", "b"])
@@ -196,3 +198,30 @@ def test_a_table_of_two_nnx_layers_is_changed_once():
     state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
     state.map_tables(jax.jit(hkv.advance_epoch, donate_argnums=0))
     assert int(state.model.two.table.get_value().epoch[0]) == 1
+
+
+def test_tables_stay_where_they_are_whatever_their_names():
+    """Names with the slash that separates names of paths, too."""
+    tables = [hkv.TableConfig(name, 128, DIM, optimizer=SGD) for name in ("user/id", "user")]
+    features = [hkv.Feature("one", "user/id"), hkv.Feature("two", "user")]
+
+    class Slashed(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=()):
+            declared = hkv.Collection(tables, features, fuse=False)
+            layer = hkv.linen.EmbedCollection(declared, name="both")
+            rows = layer({"one": ids, "two": ids}, train=bool(train))
+            return (
+                rows["one"]
+                + rows["two"]
+                + hkv.linen.Embed(128, DIM, optimizer=SGD, name="e/x")(ids, train=bool(train))
+            )
+
+    state = hkv.linen.TrainState.create(Slashed(), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+    state, info = trained(state, True)
+    assert sorted(info.tables) == ["both/user", "both/user/id", "e/x/table"]
+    for only in (None, "both/user/id", ["e/x/table"]):
+        after = state.map_tables(lambda table: table, only=only)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+    _, info = trained(after, True)
+    assert [int(own.hits) for own in info.tables.values()] == [3, 3, 3]

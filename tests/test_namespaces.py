@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import warnings
 
 import flax
@@ -391,3 +392,52 @@ def test_a_resized_table_keeps_its_namespace():
     (table,) = collection_of("users", "items").create().values()
     wider, _ = hkv.resize(table, 4096)
     assert wider.index.namespace == table.index.namespace is not None
+
+
+def test_names_and_bits_of_numpy_are_those_of_python(tmp_path):
+    """In the names of arrays, where a restore looks for them, and in an export."""
+
+    class Name(enum.StrEnum):
+        USERS = "users"
+        ITEMS = "items"
+
+    names = {"python": ("users", "items"), "numpy": np.array(["users", "items"]), "enum": Name}
+    made = {
+        kind: collection_of(*own, table_bits=2 if kind == "python" else np.int64(2)).create()
+        for kind, own in names.items()
+    }
+    (saved,) = made["python"].values()
+    paths = [
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(*own.values())]
+        for own in made.values()
+    ]
+    assert paths[0] == paths[1] == paths[2]
+    for (table,) in (own.values() for own in made.values()):
+        assert jax.tree.structure(table) == jax.tree.structure(saved)
+        assert_same_bits(
+            sharding.export_entries(table).namespace, sharding.export_entries(saved).namespace
+        )
+
+
+def test_sightings_of_ids_are_not_those_of_keys_with_bits():
+    """Of the same table alone, and with room for others in its keys."""
+    config = hkv.TableConfig(
+        "users", 512, DIM, optimizer=ADAGRAD, admission=hkv.admission.frequency(2, width=64)
+    )
+    features = [hkv.Feature("f", "users")]
+    (alone,), (roomy,) = (
+        hkv.Collection([config], features, table_bits=bits).groups for bits in (None, 8)
+    )
+    table, _ = hkv.find_or_insert(alone.create(), hkv.Keys.from_numpy(HASHES))
+    exported = sharding.export_entries(table)
+    assert exported.counters.any()
+    assert roomy.take(exported, of=alone).counters is None
+    assert_same_bits(alone.take(exported, of=alone).counters, exported.counters)
+
+
+@pytest.mark.parametrize("names", ["items", 5, [("a", "b")]], ids=str)
+def test_names_that_are_no_dict_are_named(names):
+    (group,) = collection_of("users", "items").groups
+    exported = sharding.export_entries(group.create())
+    with pytest.raises(TypeError, match="take: names must be a dict of names of tables, got"):
+        group.take(exported, of=group, names=names)
