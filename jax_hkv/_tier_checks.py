@@ -15,6 +15,7 @@ from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced
 from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
+from jax_hkv._namespaces import keys_are
 from jax_hkv._placed import is_saved
 from jax_hkv._tiers import Tiers
 from jax_hkv._warnings import warn_of_part
@@ -115,7 +116,7 @@ def check(call: str, tiers: Any, may_be_saved: bool = False) -> None:
     for what, near, behind in (
         ("rows and optimizer rows", rows_of(cache), rows_of(store)),
         ("a policy", cache.policy.name, store.policy.name),
-        ("a namespace", cache.index.namespace, store.index.namespace),
+        ("keys", keys_are(cache.index.namespace), keys_are(store.index.namespace)),
         ("a seed", cache.seed, store.seed),
         ("an initializer", str(cache.initializer), str(store.initializer)),
         ("a name", repr(cache.name), repr(store.name)),

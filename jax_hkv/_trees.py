@@ -29,7 +29,7 @@ def static(*, told_by: str | None = None) -> Any:
 def register(kind: type[Node]) -> type[Node]:
     """Registers a dataclass as a pytree, like `jax.tree_util.register_dataclass`.
 
-    What its `identity` returns, if it has one, stands in the names of all leaves, as a code.
+    What its `_identity` returns, if it has one, stands in the names of all leaves, as a code.
 
     Example:
       >>> @register
@@ -46,7 +46,7 @@ def register(kind: type[Node]) -> type[Node]:
     data = [field.name for field in fields if field not in others]
     assert [*data, *others] == [*data, *fields[len(data) :]], "static fields come last"
     all_of = operator.attrgetter(*(field.name for field in fields))
-    count, has_identity = len(data), hasattr(kind, "identity")
+    count, has_identity = len(data), hasattr(kind, "_identity")
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values = all_of(node)
@@ -62,7 +62,7 @@ def register(kind: type[Node]) -> type[Node]:
 
     def flatten_with_keys(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         children, settings = flatten(node)
-        codes = [f"{kind.__name__}={_code_of(node.identity())}"] if has_identity else []
+        codes = [f"{kind.__name__}={_code_of(node._identity())}"] if has_identity else []
         keys = [jax.tree_util.GetAttrKey(name_of(node, field, codes)) for field in data]
         return tuple(zip(keys, children, strict=True)), settings
 

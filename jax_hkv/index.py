@@ -110,7 +110,7 @@ class Index:
     namespace: Namespace | None = _trees.static(told_by="keys")
     name: str = _trees.static()
 
-    def identity(self) -> tuple[Any, ...]:
+    def _identity(self) -> tuple[Any, ...]:
         """What none of its arrays can be read without: a part of them would be no index."""
         namespace = self.namespace and (*self.namespace.tables, self.namespace.bits)
         return self.policy, self.choices, namespace

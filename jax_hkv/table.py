@@ -93,7 +93,7 @@ class Table:
                 "update rows by an optimizer of jax_hkv.optim"
             )
 
-    def identity(self) -> tuple[Any, ...]:
+    def _identity(self) -> tuple[Any, ...]:
         """What of its own settings none of its arrays can be read without."""
         return self.initializer, self.seed, self.replicas
 

@@ -594,7 +594,7 @@ def test_a_store_of_other_keys_is_refused():
     features = [hkv.Feature(each.name, each.name) for each in config]
     near, far = (hkv.Collection(tables, features) for tables in (config, config[::-1]))
     (cache,), (other,) = near.create().values(), far.create().values()
-    with pytest.raises(ValueError, match=r"tiers\.store must have a namespace like the cache's"):
+    with pytest.raises(ValueError, match=r"tiers\.store must have keys like the cache's, keys"):
         tiered.find(tiered.Tiers(cache, tiered.create_store(other, 1024)), IDS)
 
 
