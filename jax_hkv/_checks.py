@@ -182,7 +182,8 @@ def as_mask(
 
 def remedy_of(array: jax.Array, dtype: Any, shape: tuple[int, ...]) -> str:
     """What makes an array one of a type and shape, of which it has one at most."""
-    remedies = [f"cast with .astype({jnp.dtype(dtype).name!r})"] * (array.dtype != dtype)
+    kind = "bool" if dtype == jnp.bool_ else f"jnp.{jnp.dtype(dtype).name}"
+    remedies = [f"cast with .astype({kind})"] * (array.dtype != dtype)
     if array.shape != shape:
         remedies.append(
             f"reshape to {list(shape)}"

@@ -433,10 +433,10 @@ def test_compiled_modules_that_are_older_than_the_package_are_named():
 @pytest.mark.parametrize(
     ("mask", "remedy"),
     [
-        (np.ones(8, np.int32), r"int32\[8\]: cast with .astype\('bool'\)$"),
+        (np.ones(8, np.int32), r"int32\[8\]: cast with .astype\(bool\)$"),
         (np.ones((2, 4), bool), r"bool\[2, 4\]: reshape to \[8\]$"),
         (np.True_, r"bool\[\]: give one of that shape, by jnp.broadcast_to\(..., \(8,\)\) where"),
-        (np.ones(3), r": cast with .astype\('bool'\), and give one of that shape"),
+        (np.ones(3), r": cast with .astype\(bool\), and give one of that shape"),
     ],
 )
 def test_the_remedy_for_a_mask_is_of_what_is_wrong(mask, remedy):
