@@ -52,6 +52,8 @@ class Exported(NamedTuple):
 
         Args:
           which: a mask, ``bool[n]``; or places, integers from 0 to n - 1, whose order is theirs.
+            Of ids ``np.isin(exported.keys, jax_hkv.Keys.from_numpy(ids).to_numpy())``: NumPy
+            compares ``uint64`` with other integers as floats, which round ids above 2^53.
 
         Raises:
           ValueError: if it is neither.
@@ -63,19 +65,20 @@ class Exported(NamedTuple):
           >>> exported = hkv.sharding.export_entries(table)
           >>> exported.select(np.argsort(exported.keys)).values.tolist()
           [[5.0], [6.0], [7.0]]
-          >>> exported.select(np.isin(exported.keys, [5, 6], invert=True)).keys.tolist()
+          >>> exported.select(np.isin(exported.keys, np.uint64([5, 6]), invert=True)).keys.tolist()
           [7]
         """
         count, places = len(self.keys), np.asarray(which)
+        got = f"{places.dtype}{list(places.shape)}"
         is_mask = places.dtype == np.bool_ and places.shape == (count,)
-        are_places = places.ndim == 1 and (places.dtype.kind in "iu" or not places.size)
-        if are_places and places.size:
-            are_places = places.min() >= 0 and places.max() < count
-        if not (is_mask or are_places):
+        are_places = places.dtype.kind in "iu" or (isinstance(which, list) and not which)
+        if are_places and places.size and not 0 <= places.min() <= places.max() < count:
+            are_places, got = False, f"{got} from {places.min()} to {places.max()}"
+        if not (is_mask or (are_places and places.ndim == 1)):
             raise ValueError(
-                f"Exported.select: which must be a mask, bool[{count}], or places from 0 to "
-                f"{count - 1}, got {places.dtype}{list(places.shape)}: compare keys or scores, or "
-                "np.isin(exported.keys, some)"
+                f"Exported.select: which must be a mask, bool[{count}], or places below {count}, "
+                f"got {got}: compare keys or scores; of ids np.isin(exported.keys, "
+                "jax_hkv.Keys.from_numpy(ids).to_numpy())"
             )
         own = places if is_mask else places.astype(np.int64)
         columns = jax.tree.map(lambda leaf: leaf[own], self.columns())

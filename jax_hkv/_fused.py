@@ -38,6 +38,7 @@ _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes af
 _LARGEST = float(np.finfo(np.float32).max)
 _RATE = "learning_rate"  # where it lies in the table
 _OF_OPTAX = "hyperparams."  # where those of optax.inject_hyperparams do, by their names
+_STATES = "hyperparams_states."  # where its schedules keep what they count
 
 _ONE_ALPHA = (
     "what its rows keep is for one alpha, and another would shrink or grow them; give ftrl a "
@@ -286,11 +287,16 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
     optimizer, what = table.optimizer, name.replace("_", " ")
     shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
 
-    def is_it(leaf: str) -> bool:  # a rate, by whatever transformation
-        is_rate = name == _RATE and leaf.rpartition(".")[2] == name
-        return is_rate or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
-
-    leaves, own = (list(filter(is_it, each)) for each in (shared, rows))
+    leaves, own = (
+        [
+            leaf
+            for leaf in each
+            if leaf == name == _RATE or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
+        ]
+        for each in (shared, rows)
+    )
+    if name == _RATE and not leaves and not own:  # of a transformation of one's own
+        leaves = [leaf for leaf in shared if leaf.endswith(f".{name}") and _STATES not in leaf]
     if own:
         raise ValueError(
             f"{call}: table must hold one {what} for all rows, got one for each row in "
@@ -305,20 +311,21 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
             f"optim.sparse of optax.inject_hyperparams of a function that has a {name}"
         )
     (leaf,) = leaves
-    own_state = f"{leaf.removesuffix(_OF_OPTAX + name)}hyperparams_states.{name}."
-    if any(other.startswith(own_state) for other in shared):
+    own_state = f"{leaf.removesuffix(_OF_OPTAX + name)}{_STATES}{name}"
+    if any(f"{other}.".startswith(f"{own_state}.") for other in shared):
         raise ValueError(
             f"{call}: table must hold a number as its {what}, got a schedule, which makes the "
             f"{what} of every step: give optax.inject_hyperparams a number"
         )
     old = shared[leaf]
     number = _one_number(call, argument, value).reshape(()).astype(old.dtype)
-    is_whole = jnp.issubdtype(old.dtype, jnp.integer) and not is_traced(value)
-    if is_whole and float(number) != float(value):
-        raise ValueError(
-            f"{call}: {argument} must be a whole number of at most 24 bits, since the table holds "
-            f"{old.dtype}, got {value!r}: round it"
-        )
+    if jnp.issubdtype(old.dtype, jnp.integer) and not is_traced(value):
+        given = np.asarray(value).reshape(())
+        if np.float32(given).astype(old.dtype) != given:
+            raise ValueError(
+                f"{call}: {argument} must be a whole number that float32 holds, since the table "
+                f"holds {old.dtype}, got {value!r}: round it"
+            )
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
     new = jnp.where(jnp.isnan(old), number, jnp.clip(old, number, number)).astype(old.dtype)
     rows = dataclasses.replace(optimizer, shared=shared | {leaf: new})

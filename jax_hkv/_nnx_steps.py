@@ -241,7 +241,13 @@ def places_of(model: nnx.Module) -> dict[str, tuple[TableVariable, Owner]]:
                     f"nnx: layers that share a table must have one optimizer, got another one at "
                     f"{own!r} than at {where!r}: give both the same object"
                 )
-    return {where: (variable, owner) for where, variable, owner in places.values()}
+    by_path = {where: (variable, owner) for where, variable, owner in places.values()}
+    if len(by_path) < len(places):
+        raise ValueError(
+            "nnx: tables must lie at different paths, got several at one, since a name has a slash "
+            f"in it: {sorted(where for where, *_ in places.values())}"
+        )
+    return by_path
 
 
 def trainable(model: nnx.Module) -> list[str]:

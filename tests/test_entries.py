@@ -306,14 +306,23 @@ def test_reading_entries_changes_nothing():
 
 @pytest.mark.parametrize(
     "which",
-    [np.ones(2, bool), np.array([[0]]), [3], [-1], np.array([0.0]), "all", np.ones((3, 1), bool)],
+    [
+        np.ones(2, bool),
+        np.zeros(0, bool),
+        np.array([[0]]),
+        [3],
+        [-1],
+        np.array([0.0]),
+        "all",
+        np.ones((3, 1), bool),
+    ],
     ids=str,
 )
 def test_entries_that_cannot_be_selected_are_named(which):
     table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(3, dtype=np.int32))
     exported = sharding.export_entries(table)
     with pytest.raises(
-        ValueError, match=r"select: which must be a mask, bool\[3\], or places from"
+        ValueError, match=r"select: which must be a mask, bool\[3\], or places below"
     ):
         exported.select(which)
 

@@ -263,8 +263,12 @@ def test_a_whole_number_of_a_transformation_stays_one():
     table = hkv.optim.set_hyperparam(table, "steps", 4)
     assert table.optimizer.shared["hyperparams.steps"].tolist() == [4]
     for wrong in (2.7, 2**24 + 1):
-        with pytest.raises(ValueError, match="value must be a whole number of at most 24 bits"):
+        with pytest.raises(ValueError, match="value must be a whole number that float32 holds"):
             hkv.optim.set_hyperparam(table, "steps", wrong)
+    for given in (5, np.array([5]), [5], jnp.array([[5]]), jnp.int32(5)):
+        inside = jax.jit(lambda table, given=given: hkv.optim.set_hyperparam(table, "steps", given))
+        for own in (inside(table), hkv.optim.set_hyperparam(table, "steps", given)):
+            assert own.optimizer.shared["hyperparams.steps"].tolist() == [5]
 
 
 def test_a_rate_in_the_state_of_ones_own_transformation_is_set():
@@ -283,3 +287,8 @@ def test_a_rate_in_the_state_of_ones_own_transformation_is_set():
     table = opt.update(table, result, jnp.ones((3, DIM), jnp.float32))
     moved = hkv.find(table, IDS)[1].values - result.values
     np.testing.assert_allclose(moved, -0.5, rtol=1e-6)
+    # Beside one that was injected, that one is meant.
+    both = optax.chain(optax.inject_hyperparams(optax.sgd)(1.0), own)
+    table = hkv.optim.sparse(both).init(hkv.create(128, DIM))
+    shared = hkv.optim.set_learning_rate(table, 0.25).optimizer.shared
+    assert shared["0.hyperparams.learning_rate"] == 0.25 and shared["1.learning_rate"] == 1

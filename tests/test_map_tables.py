@@ -225,3 +225,15 @@ def test_tables_stay_where_they_are_whatever_their_names():
         assert jax.tree.structure(after) == jax.tree.structure(state)
     _, info = trained(after, True)
     assert [int(own.hits) for own in info.tables.values()] == [3, 3, 3]
+
+
+def test_tables_of_nnx_at_one_path_are_named():
+    """Of names that a slash makes alike: one of them would be left out, silently."""
+
+    class Alike(nnx.Module):
+        def __init__(self):
+            inner = nnx.Dict({"b": hkv.nnx.Embed(256, DIM, optimizer=SGD)})
+            self.parts = nnx.Dict({"a/b": hkv.nnx.Embed(256, DIM, optimizer=SGD), "a": inner})
+
+    with pytest.raises(ValueError, match="several at one, .*'parts/a/b/table', 'parts/a/b/table'"):
+        hkv.nnx.TrainState(Alike(), optax.sgd(0.1))
