@@ -269,12 +269,12 @@ _TABLES = (
 
 def _check_one_table(signature: Signature, dims: Any) -> None:
     """Raises where the table that is changed is mapped: several of them."""
-    for argument, dim in zip(signature.operands, dims, strict=True):
-        if argument.name == "clock" and dim is not None:
-            raise NotImplementedError(
-                f"jax.vmap of {signature.name} over its table: several tables are not changed at "
-                f"once. {_TABLES}"
-            )
+    names = [argument.name for argument in signature.operands]
+    if dict(zip(names, dims, strict=True)).get("clock") is not None:
+        raise NotImplementedError(
+            f"jax.vmap of {signature.name} over its table: several tables are not changed at once. "
+            f"{_TABLES}"
+        )
 
 
 def _check_not_mapped(signature: Signature, dims: Any, rows_may_be: bool) -> None:

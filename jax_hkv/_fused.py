@@ -286,7 +286,6 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
     check_table(call, table)
     optimizer, what = table.optimizer, name.replace("_", " ")
     shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
-
     leaves, own = (
         [
             leaf

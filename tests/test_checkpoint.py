@@ -37,6 +37,17 @@ def restore(path, target):
         return checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
 
 
+def restore_in_part(path, target):
+    """What the target has by the same names; the rest of it stays."""
+    arguments = ocp.args.PyTreeRestore(
+        target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path, args=arguments)
+
+
 def assert_same_bits(tree, other):
     for got, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
@@ -121,15 +132,7 @@ def test_a_checkpoint_restored_in_part_leaves_out_what_is_of_other_settings(rng,
     table, _ = hkv.find_or_insert(hkv.create(128, 4), keys)
     save(tmp_path / "step", table)
 
-    def partly(target):
-        restored = ocp.args.PyTreeRestore(
-            target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-            partial_restore=True,
-        )
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(tmp_path / "step", args=restored)
-
+    partly = functools.partial(restore_in_part, tmp_path / "step")
     assert_same_bits(partly(jax.eval_shape(lambda: hkv.create(128, 4))), table)
     other = partly(jax.eval_shape(lambda: hkv.create(128, 4, seed=1)))
     assert isinstance(other.values, jax.ShapeDtypeStruct)
@@ -174,14 +177,7 @@ def test_a_model_gets_a_feature_more_from_a_checkpoint(rng, tmp_path, seed):
     saved, _ = step(state_of("a", "b"), ids)
     save(tmp_path / "state", saved)
     make = functools.partial(state_of, "a", "b", "c", seed=seed)
-    shapes = jax.eval_shape(make)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        arguments = ocp.args.PyTreeRestore(
-            shapes,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(shapes),
-            partial_restore=True,
-        )
-        restored = checkpointer.restore(tmp_path / "state", args=arguments)
+    restored = restore_in_part(tmp_path / "state", jax.eval_shape(make))
     state = jax.tree.map(
         lambda got, first: first if isinstance(got, jax.ShapeDtypeStruct) else got, restored, make()
     )

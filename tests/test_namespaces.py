@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from many_devices import assert_same_bits
+from test_checkpoint import restore_in_part
 
 import jax_hkv as hkv
 import jax_hkv.linen
@@ -257,13 +258,7 @@ def test_a_collection_is_served_without_its_optimizers_rows(tmp_path):
     serving, inputs = Linen(apart_by_optimizer()), inputs_of(NAMES)
     target = jax.eval_shape(lambda: serving.init(jax.random.key(0), inputs))
     target = jax.tree.map(bare, target, is_leaf=is_table)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        arguments = ocp.args.PyTreeRestore(
-            target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-            partial_restore=True,
-        )
-        variables = checkpointer.restore(tmp_path / "state", args=arguments)
+    variables = restore_in_part(tmp_path / "state", target)
     assert not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variables))
     assert float(serving.apply(variables, inputs)) == float(state.apply(inputs)) != 0
 
@@ -394,7 +389,7 @@ def test_a_resized_table_keeps_its_namespace():
     assert wider.index.namespace == table.index.namespace is not None
 
 
-def test_names_and_bits_of_numpy_are_those_of_python(tmp_path):
+def test_names_and_bits_of_numpy_are_those_of_python():
     """In the names of arrays, where a restore looks for them, and in an export."""
 
     class Name(enum.StrEnum):
