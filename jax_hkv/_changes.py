@@ -18,9 +18,9 @@ from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, operations, wh
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported
+from jax_hkv._exported import Exported, keys_to_go
 from jax_hkv._exports import all_of, first_change
-from jax_hkv._keys import Keys, check_unmasked
+from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers, trained
 from jax_hkv.index import Policy
@@ -68,6 +68,44 @@ class Changes(NamedTuple):
     before: int | None = None
     scores: np.ndarray | None = None
     witnesses: Witnesses | None = None
+
+    def without(self, keys: Any, *, erase: bool = True) -> Changes:
+        """These changes, naming some keys nowhere: of ids that must go from files.
+
+        Clean all files until the first one that was exported after the trained table's own erase,
+        that one included: tables that follow are compared with what each says of the time before.
+
+        Args:
+          keys: as of :meth:`jax_hkv.sharding.Exported.without`.
+          erase: whether they are named in `removed`, so that tables that have them lose them. False
+            for those that begin with changes without them, and have never had them.
+
+        Raises:
+          TypeError: naming the argument.
+
+        Example:
+          >>> import numpy as np, jax_hkv as hkv
+          >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
+          >>> changes = export_changes(table, None).without([5])
+          >>> changes.entries.keys.tolist(), changes.removed.tolist()
+          ([6], [5])
+        """
+        call = "Changes.without"
+        gone = keys_to_go(call, self.entries, keys)
+        removed = _others(self.removed, gone)
+        if as_bool(call, "erase", erase):
+            removed = np.union1d(removed, gone)
+        own, scores, witnesses = self.keys, self.scores, self.witnesses
+        if own is not None:
+            stays = ~np.isin(own, gone)
+            own, scores = own[stays], None if scores is None else scores[stays]
+        if witnesses is not None and len(witnesses.keys):
+            stays = ~np.isin(witnesses.keys, gone)
+            seen = witnesses._replace(keys=witnesses.keys[stays], scores=witnesses.scores[stays])
+            witnesses = seen if stays.any() else None  # no witness would say: without entries
+        return Changes(
+            self.entries.without(keys), removed, self.since, own, None, scores, witnesses
+        )
 
 
 class ChangeCounts(NamedTuple):

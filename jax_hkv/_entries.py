@@ -490,6 +490,14 @@ def check_fits(
             f"group.take({argument.split('.')[0]}, of=its_group), or, of keys by group.keys, "
             f"{_replaced(argument, 'namespace=group.namespace')}"
         )
+    if own is not None and own.bits and len(exported.keys):
+        latest, most = exported.keys.max(), len(own.tables) - 1
+        if (number := int(latest) >> (64 - own.bits)) > most:
+            raise ValueError(
+                f"{call}: {argument}.keys must be of {list(own.tables)}, numbers 0 to {most} in "
+                f"their highest {own}, got one of number {number} (key {latest}): make keys of ids "
+                "by group.keys(name, ids)"
+            )
     own = None if table.admission is None else table.admission.counters
     if own is None or exported.counters is None:
         return

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_hkv._keys import Keys, as_integers, check_unmasked
 from jax_hkv._namespaces import Namespace
 
 
@@ -53,10 +54,11 @@ class Exported(NamedTuple):
         Args:
           which: a mask, ``bool[n]``; or places, integers from 0 to n - 1, whose order is theirs.
             Of ids ``np.isin(exported.keys, jax_hkv.Keys.from_numpy(ids).to_numpy())``: NumPy
-            compares ``uint64`` with other integers as floats, which round ids above 2^53.
+            compares ``uint64`` with other integers as floats, which round ids above 2^53; all but
+            those of some ids: :meth:`without`.
 
         Raises:
-          ValueError: if it is neither.
+          TypeError, ValueError: if it is neither.
 
         Example:
           >>> import jax_hkv as hkv
@@ -68,10 +70,11 @@ class Exported(NamedTuple):
           >>> exported.select(np.isin(exported.keys, np.uint64([5, 6]), invert=True)).keys.tolist()
           [7]
         """
+        check_unmasked("Exported.select: which", which, "give which.filled(False), or its places")
         count, places = len(self.keys), np.asarray(which)
         got = f"{places.dtype}{list(places.shape)}"
         is_mask = places.dtype == np.bool_ and places.shape == (count,)
-        are_places = places.dtype.kind in "iu" or (isinstance(which, list) and not which)
+        are_places = places.dtype.kind in "iu" or (not places.size and places.dtype != np.bool_)
         if are_places and places.size and not 0 <= places.min() <= places.max() < count:
             are_places, got = False, f"{got} from {places.min()} to {places.max()}"
         if not (is_mask or (are_places and places.ndim == 1)):
@@ -83,3 +86,38 @@ class Exported(NamedTuple):
         own = places if is_mask else places.astype(np.int64)
         columns = jax.tree.map(lambda leaf: leaf[own], self.columns())
         return Exported(*columns, *self[len(columns) :])
+
+    def without(self, keys: Any) -> Exported:
+        """All entries but those of some keys: of ids that must go.
+
+        Args:
+          keys: :class:`jax_hkv.Keys` of any shape, or ids, integers on the host. Of a collection's
+            fused tables `group.keys(name, ids)`: ids alone do not say whose they are.
+
+        Raises:
+          TypeError: if they are something else.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> table, _ = hkv.insert_or_assign(
+          ...     hkv.create(128, 1), np.array([7, -5], np.int32), np.float32([[7], [5]]))
+          >>> exported = hkv.sharding.export_entries(table)
+          >>> exported.without([-5, 6]).keys.tolist()
+          [7]
+        """
+        gone = keys_to_go("Exported.without", self, keys)
+        return self.select(np.isin(self.keys, gone, invert=True))
+
+
+def keys_to_go(call: str, exported: Exported, keys: Any) -> np.ndarray:
+    """Keys of a caller as exports have them, in order."""
+    if isinstance(keys, Keys):
+        return np.unique(keys.to_numpy())
+    if exported.namespace is not None:
+        raise TypeError(
+            f"{call}: keys must be jax_hkv.Keys, since the entries are of a collection's fused "
+            f"tables, got {type(keys).__name__}, which does not say whose ids they are: give "
+            "group.keys(name, ids)"
+        )
+    ids = as_integers(keys, f"{call}: keys")
+    return np.unique(Keys.from_numpy(ids).to_numpy())

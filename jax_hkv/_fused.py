@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -285,17 +285,15 @@ def set_hyperparam(table: Table, name: str, value: float | Float[Array, ""]) -> 
 def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: Any) -> Table:
     check_table(call, table)
     optimizer, what = table.optimizer, name.replace("_", " ")
-    shared, rows = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
-    leaves, own = (
-        [
-            leaf
-            for leaf in each
-            if leaf == name == _RATE or f".{leaf}".endswith(f".{_OF_OPTAX}{name}")
-        ]
-        for each in (shared, rows)
-    )
-    if name == _RATE and not leaves and not own:  # of a transformation of one's own
-        leaves = [leaf for leaf in shared if leaf.endswith(f".{name}") and _STATES not in leaf]
+    shared, by_row = (optimizer.shared, optimizer.rows) if optimizer else ({}, {})
+
+    def ending(end: str) -> Iterator[list[str]]:
+        for each in (shared, by_row):
+            yield [leaf for leaf in each if f".{leaf}".endswith(end) and _STATES not in leaf]
+
+    leaves, own = ending(f".{_OF_OPTAX}{name}")
+    if name == _RATE and not leaves and not own:  # native, or of a transformation of one's own
+        leaves, own = ending(f".{name}")
     if own:
         raise ValueError(
             f"{call}: table must hold one {what} for all rows, got one for each row in "
@@ -318,13 +316,8 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
         )
     old = shared[leaf]
     number = _one_number(call, argument, value).reshape(()).astype(old.dtype)
-    if jnp.issubdtype(old.dtype, jnp.integer) and not is_traced(value):
-        given = np.asarray(value).reshape(())
-        if np.float32(given).astype(old.dtype) != given:
-            raise ValueError(
-                f"{call}: {argument} must be a whole number that float32 holds, since the table "
-                f"holds {old.dtype}, got {value!r}: round it"
-            )
+    if jnp.issubdtype(old.dtype, jnp.integer):
+        number = _whole_number(call, argument, value, old.dtype)  # float32 does not hold them all
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
     new = jnp.where(jnp.isnan(old), number, jnp.clip(old, number, number)).astype(old.dtype)
     rows = dataclasses.replace(optimizer, shared=shared | {leaf: new})
@@ -350,6 +343,19 @@ def _one_number(call: str, argument: str, given: Any) -> Float32[Array, " 1"]:
     if not isinstance(rate, jax.Array):  # of one on a device the host would wait for the value
         _check_finite(call, argument, rate.item())
     return jnp.asarray(rate, jnp.float32).reshape(1)
+
+
+def _whole_number(call: str, argument: str, given: Any, dtype: Any) -> Any:
+    """One number, as :func:`_one_number` lets it pass, of an integer type."""
+    if is_traced(given):
+        return given.reshape(()).astype(dtype)
+    number, most = np.asarray(given).item(), jnp.iinfo(dtype)
+    if not (most.min <= number <= most.max and number == int(number)):
+        raise ValueError(
+            f"{call}: {argument} must be a whole number from {most.min} to {most.max}, since the "
+            f"table holds {dtype}, got {given!r}"
+        )
+    return np.array(int(number), dtype)
 
 
 def _check_finite(call: str, argument: str, rate: Any) -> None:

@@ -55,7 +55,7 @@ class Keys:
           TypeError: if the array does not hold integers.
           ValueError: if a list's own lists are of unequal lengths.
         """
-        return cls(_wide_words(_integers(ids, "Keys.from_numpy: ids")))
+        return cls(_wide_words(as_integers(ids, "Keys.from_numpy: ids")))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Keys], axis: int = 0) -> Keys:
@@ -176,7 +176,7 @@ class Keys:
             is_on_host = _is_integer(own) or isinstance(own, (np.ndarray, np.generic))
             name = f"ids[{number}]"
             if is_on_host:
-                parts.append(cls(_wide_words(_integers(own, f"{call}: {name}"))))
+                parts.append(cls(_wide_words(as_integers(own, f"{call}: {name}"))))
             else:
                 parts.append(as_keys(call, name, own))
         _check_fit(call, "ids", *(part.shape for part in parts))
@@ -355,7 +355,7 @@ OF_FLOATS = (
 )
 
 
-def _integers(ids: Any, label: str) -> np.ndarray:
+def as_integers(ids: Any, label: str) -> np.ndarray:
     """What a caller gave as ids, as an array of integers; errors begin with what it is."""
     check_unmasked(label, ids)
     if is_traced(ids):

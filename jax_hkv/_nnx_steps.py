@@ -198,20 +198,24 @@ def forget(model: nnx.Module) -> None:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    return "/".join(map(str, path))
+    return "/".join(names_of(path))
+
+
+def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, path))
 
 
 def row_shapes(
     loss_fn: Callable[..., Any], model: nnx.Module, args: Any, kwargs: Any
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes of the rows that each layer looks up, by layer and name of the perturbation."""
+) -> dict[tuple[str, ...], dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of the rows that each layer looks up, by its names and that of the perturbation."""
     graph, state = nnx.split((model, args, kwargs))  # arguments can be objects that change too
 
-    def run(state: Any) -> dict[str, dict[str, jax.Array]]:
+    def run(state: Any) -> dict[tuple[str, ...], dict[str, jax.Array]]:
         copy, args, kwargs = nnx.merge(graph, state)
         loss_fn(copy, *args, **kwargs)
         return {
-            path_text(path): {
+            names_of(path): {
                 ROWS.format(owner.attribute, number): lookup.get_value().result.values
                 for owner in layer._owners()
                 for number, (_, lookup) in enumerate(layer._lookups(owner.attribute))

@@ -47,6 +47,7 @@ from jax_hkv._nnx_steps import (
     forget,
     in_micro_batches,
     layers_of,
+    names_of,
     path_text,
     pinned,
     places_of,
@@ -410,7 +411,7 @@ def value_and_grad(
                 layer.is_recording = True
             shapes = row_shapes(loss_fn, model, args, kwargs)
             for path, layer in layers_of(model):
-                for name, shape in shapes.get(path_text(path), {}).items():
+                for name, shape in shapes.get(names_of(path), {}).items():
                     setattr(layer, name, RowPerturbation(zeros_of(shape)))
             value, gradients = differentiate(model, *args, **kwargs)
             rows, dense = nnx.split_state(gradients, RowPerturbation, ...)
@@ -427,7 +428,7 @@ def value_and_grad(
 
 def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     """What the layers recorded, with the gradients of the perturbations, by path of the table."""
-    flat = {path_text(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
+    flat = {names_of(path): leaf.get_value() for path, leaf in nnx.to_flat_state(rows)}
     names = {id(variable): where for where, (variable, _) in places_of(model).items()}
     lookups = [
         (lookup, path, owner.attribute, number, names[id(getattr(layer, owner.attribute))])
@@ -439,7 +440,7 @@ def _row_gradients(model: nnx.Module, rows: Any) -> dict[str, RowGradients]:
     for lookup, path, attribute, number, where in sorted(lookups, key=lambda own: own[0].turn):
         own, looked = found[where], lookup.get_value()
         own.results.append(looked.result)
-        own.gradients.append(flat[path_text((*path, ROWS.format(attribute, number)))])
+        own.gradients.append(flat[names_of((*path, ROWS.format(attribute, number)))])
         own.counts.append(looked.counts and looked.counts.under(path_text(path)))
     return found
 

@@ -327,13 +327,19 @@ def test_entries_that_cannot_be_selected_are_named(which):
         exported.select(which)
 
 
+def test_a_mask_that_is_masked_selects_nothing():
+    table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(3, dtype=np.int32))
+    with pytest.raises(TypeError, match="Exported.select: which must not be a masked array"):
+        sharding.export_entries(table).select(np.ma.masked_array([0, 1], mask=[False, True]))
+
+
 def test_selected_entries_keep_all_that_they_have(rng):
     opt = hkv.optim.adam(0.1)
     table, result = hkv.find_or_insert(opt.init(hkv.create(256, 3)), rng.integers(0, 99, 60, "i4"))
     table = opt.update(table, result, result.values)
     exported = sharding.export_entries(table)
     order = np.argsort(-exported.scores.astype(np.int64), kind="stable")
-    for which in (order, exported.keys % 2 == 0, [], order[:5].tolist()):
+    for which in (order, exported.keys % 2 == 0, [], np.array([]), range(0), order[:5].tolist()):
         own = exported.select(which)
         places = np.arange(len(exported.keys))[np.asarray(which, None if len(which) else np.int64)]
         for name in ("keys", "scores", "values"):

@@ -262,9 +262,14 @@ def test_a_whole_number_of_a_transformation_stays_one():
     table = opt.init(hkv.create(128, DIM))
     table = hkv.optim.set_hyperparam(table, "steps", 4)
     assert table.optimizer.shared["hyperparams.steps"].tolist() == [4]
-    for wrong in (2.7, 2**24 + 1):
-        with pytest.raises(ValueError, match="value must be a whole number that float32 holds"):
+    for wrong in (2.7, 2**31, -(2**31) - 1, jnp.float32("nan"), jnp.float32(1e20)):
+        with pytest.raises(ValueError, match="value must be a whole number from -2147483648 to 21"):
             hkv.optim.set_hyperparam(table, "steps", wrong)
+    for given in (2**24 + 1, 2**31 - 1, -(2**31), np.int32(2**31 - 1), jnp.int32(2**31 - 1)):
+        own = hkv.optim.set_hyperparam(table, "steps", given)
+        assert own.optimizer.shared["hyperparams.steps"].tolist() == [int(given)]
+    traced = jax.jit(lambda table, steps: hkv.optim.set_hyperparam(table, "steps", steps))
+    assert traced(table, 2**31 - 1).optimizer.shared["hyperparams.steps"].tolist() == [2**31 - 1]
     for given in (5, np.array([5]), [5], jnp.array([[5]]), jnp.int32(5)):
         inside = jax.jit(lambda table, given=given: hkv.optim.set_hyperparam(table, "steps", given))
         for own in (inside(table), hkv.optim.set_hyperparam(table, "steps", given)):
@@ -292,3 +297,18 @@ def test_a_rate_in_the_state_of_ones_own_transformation_is_set():
     table = hkv.optim.sparse(both).init(hkv.create(128, DIM))
     shared = hkv.optim.set_learning_rate(table, 0.25).optimizer.shared
     assert shared["0.hyperparams.learning_rate"] == 0.25 and shared["1.learning_rate"] == 1
+    inside = optax.inject_hyperparams(optax.sgd)(1.0)
+
+    def init_both(rows):
+        return init(rows) | {"inner": inside.init(rows)}
+
+    def update_both(gradients, state, rows=None):
+        return gradients, state
+
+    table = hkv.optim.sparse(optax.GradientTransformation(init_both, update_both)).init(table)
+    shared = hkv.optim.set_learning_rate(table, 0.25).optimizer.shared
+    assert shared["inner.hyperparams.learning_rate"] == 0.25 and shared["learning_rate"] == 1
+    # Of each row one cannot be set.
+    table = hkv.optim.sparse(optax.chain(optax.identity(), own), count_per_row=True).init(table)
+    with pytest.raises(ValueError, match=r"got one for each row in .*'1.learning_rate'.*without"):
+        hkv.optim.set_learning_rate(table, 0.5)

@@ -237,3 +237,23 @@ def test_tables_of_nnx_at_one_path_are_named():
 
     with pytest.raises(ValueError, match="several at one, .*'parts/a/b/table', 'parts/a/b/table'"):
         hkv.nnx.TrainState(Alike(), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("name", ["c", "a/b"])
+def test_layers_of_one_table_train_it_whatever_their_names(name):
+    class Tied(nnx.Module):
+        def __init__(self):
+            first, second = (hkv.nnx.Embed(256, DIM, optimizer=SGD) for _ in range(2))
+            second.table = first.table
+            self.parts = nnx.Dict({name: first, "a": nnx.Dict({"b": second})})
+
+        def __call__(self, ids):
+            first, second = self.parts[name], self.parts["a"]["b"]
+            return first(ids, train=True).sum() + 10 * second(ids, train=True).sum()
+
+    state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
+    before = state.model.parts[name].table.get_value()
+    before = hkv.find(before, IDS, fill="initial")[1].values
+    hkv.nnx.train_step(lambda model: model(IDS))(state)
+    after = hkv.find(state.model.parts[name].table.get_value(), IDS)[1].values
+    np.testing.assert_allclose(after - before, -0.1 * 11, rtol=1e-5)
