@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from jax_hkv import _trees
 from jax_hkv._checks import as_integer, as_number
-from jax_hkv._keys import Keys
+from jax_hkv._keys import Keys, as_bool
 
 __all__ = ["Admission", "Frequency", "Probability", "frequency", "probability"]
 
@@ -41,15 +41,18 @@ class Frequency:
     sightings: int
     width: int
     depth: int
+    aging: bool = False
 
     def __str__(self) -> str:
-        return f"frequency({self.sightings}, width={self.width}, depth={self.depth})"
+        also = ", aging=True" if self.aging else ""
+        return f"frequency({self.sightings}, width={self.width}, depth={self.depth}{also})"
 
     def start(self) -> Admission | None:
         """What a new table carries; None where everything is admitted."""
         if self.sightings == 1:
             return None
-        return Admission(jnp.zeros((self.depth, self.width), jnp.uint32), self)
+        counters = jnp.zeros((self.depth, self.width), jnp.uint32)
+        return Admission(counters, jnp.zeros(1, jnp.uint32) if self.aging else None, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Probability:
 
     def start(self) -> Admission | None:
         """What a new table carries; None where everything is admitted."""
-        return None if self.threshold == 2**32 else Admission(None, self)
+        return None if self.threshold == 2**32 else Admission(None, None, self)
 
 
 @_trees.register
@@ -70,10 +73,12 @@ class Admission:
 
     Attributes:
       counters: ``uint32[depth, width]``, the sketch of :func:`frequency`; else None.
+      column: ``uint32[1]``, the next one of the sketch to be halved, where it ages; else None.
       rule: static.
     """
 
     counters: UInt32[Array, "depth width"] | None
+    column: UInt32[Array, " 1"] | None
     rule: Frequency | Probability = _trees.static(told_by="counters")
 
     def decide(
@@ -98,8 +103,37 @@ class Admission:
             # The clock before the key: keys of equal hash at one time have others at the next.
             draws = _hash(jnp.uint32(_DRAW), *words, clock[0], clock[1], keys.low, keys.high)
             return self, absent & (draws < jnp.uint32(self.rule.threshold))
+        own = self._aged(absent & (occurrences > 0))
+        assert own.counters is not None
+        return own._count(words, keys, absent, occurrences)
+
+    def _aged(self, counted: Bool[Array, " n"]) -> Admission:
+        """Halves a column of the sketch for each key that is to be counted, one after the other."""
+        if self.column is None:
+            return self
         assert self.counters is not None
+        (depth, width), count = self.counters.shape, jnp.sum(counted, dtype=jnp.uint32)
+        most, now, counters = min(counted.shape[0], width), self.column[0], self.counters
+        first = jnp.minimum(now, jnp.uint32(width - most))
+        # Two parts that stand side by side, as from the last column it goes on with number 0.
+        for start, end in ((first, jnp.uint32(width)), (jnp.uint32(0), first)):
+            own = start + jnp.arange(most, dtype=jnp.uint32)
+            turns = jnp.where(own < now, own + jnp.uint32(width), own) - now
+            part = jax.lax.dynamic_slice(counters, (jnp.uint32(0), start), (depth, most))
+            part = jnp.where((turns < count) & (own < end), part >> 1, part)
+            counters = jax.lax.dynamic_update_slice(counters, part, (jnp.uint32(0), start))
+        column = (self.column + count) % jnp.uint32(width)
+        return dataclasses.replace(self, counters=counters, column=column)
+
+    def _count(
+        self,
+        words: list[UInt32[Array, ""]],
+        keys: Keys,
+        absent: Bool[Array, " n"],
+        occurrences: Int32[Array, " n"],
+    ) -> tuple[Admission, Bool[Array, " n"]]:
         rule = self.rule
+        assert self.counters is not None and isinstance(rule, Frequency)
         rows = jnp.arange(rule.depth, dtype=jnp.uint32)[:, None]
         hashes = _hash(rows, *words, keys.low[None], keys.high[None])
         cells = (hashes % jnp.uint32(rule.width)).astype(jnp.int32)
@@ -123,7 +157,9 @@ def _absorb(state: jax.Array, word: jax.Array) -> jax.Array:
     return state ^ (state >> 16)
 
 
-def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequency:
+def frequency(
+    sightings: int, *, width: int = 2**20, depth: int = 4, aging: bool = False
+) -> Frequency:
     """A key gets a row at its `sightings`-th sighting.
 
     Sightings of keys without a row are counted by a count-min sketch (Cormode and Muthukrishnan: An
@@ -134,17 +170,22 @@ def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequenc
     call with `admit=` those whose flag is True), and the batch of the last one needed admits the
     key.
 
-    A sketch that only grows ends by admitting everything: call :func:`jax_hkv.halve_sightings` once
-    for every `width` sightings of absent keys, or half as many with `sightings` of 2, and take a
-    `width` for which that is seldom. After `width` sightings of as many keys in a sketch of four
-    rows, 2 lets in 16 of 100 keys that were never seen, and 3 not one of 100,000; after twice as
-    many 56 and 1 of 100, after half as many 2.4 and none. :func:`jax_hkv.metrics.summarize` says
-    which share it would let in now (`admits_unseen`).
+    A sketch that only grows ends by admitting everything. After `width` sightings of as many keys
+    in a sketch of four rows, 2 lets in 16 of 100 keys that were never seen, and 3 not one of
+    100,000; after twice as many 56 and 1 of 100, after half as many 2.4 and none. `aging` keeps it
+    as it is after some `width` sightings for ever (2 of 100 and none; Einziger, Friedman and Manes:
+    TinyLFU: a highly efficient cache admission policy, 2017), and forgets meanwhile: keys that are
+    seen less often than some `sightings` times in `width` of them may wait longer. Or call
+    :func:`jax_hkv.halve_sightings` once for every `width` keys without a row, counted batch by
+    batch, or half as many with `sightings` of 2. :func:`jax_hkv.metrics.summarize` says which share
+    it would let in now (`admits_unseen`).
 
     Args:
       sightings: 1 to 2**31 - 1; with 1 the table is as without admission.
       width: counters of a row of the sketch; a power of two hashes fastest.
       depth: rows of the sketch, 1 to 16.
+      aging: whether each key that a batch counts halves one column of the sketch before, the next
+        one, so that `width` of them have halved them all: for a stream that does not end.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -166,6 +207,7 @@ def frequency(sightings: int, *, width: int = 2**20, depth: int = 4) -> Frequenc
         as_integer(call, "sightings", sightings, 1, _MOST_SIGHTINGS),
         as_integer(call, "width", width, 1, (2**31 - 1) // depth),
         depth,
+        as_bool(call, "aging", aging),
     )
 
 

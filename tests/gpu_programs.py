@@ -200,6 +200,8 @@ def programs():
         )
         admitting = make(choices=choices, admission=hkv.admission.frequency(3))
         yield f"admitting_insert_{choices}", hkv.find_or_insert, (admitting, batch())
+        aging = make(choices=choices, admission=hkv.admission.frequency(3, aging=True))
+        yield f"aging_insert_{choices}", hkv.find_or_insert, (aging, batch())
 
 
 def collection_step(

@@ -28,22 +28,26 @@ def halves(word: Any) -> list[Any]:
 
 
 class AdmittingOracle(Oracle):
-    """An oracle of a table made with `sightings`, `width` and `depth`, `threshold`, or no rule."""
+    """A table with `sightings`, `width`, `depth` (and `aging`), or `threshold`, or no rule."""
 
     rule: dict[str, int]
     counters: Array
+    column: int
 
     @classmethod
     def of(cls, table: Any, **rule: int) -> AdmittingOracle:
         oracle = cls.from_table(table)
         oracle.rule = rule
         oracle.counters = np.zeros((rule.get("depth", 0), rule.get("width", 0)), np.uint32)
+        oracle.column = 0
         return oracle
 
     def assert_equal(self, table: Any) -> None:
         super().assert_equal(table)
         if self.counters.size:
             np.testing.assert_array_equal(table.admission.counters, self.counters, strict=True)
+        if self.rule.get("aging"):
+            assert np.asarray(table.admission.column).tolist() == [self.column]
 
     def admitted(self, keys: Array, occurrences: Array) -> Array:
         """Which of some absent keys get a row in the call that comes next."""
@@ -54,6 +58,11 @@ class AdmittingOracle(Oracle):
             draws = hash32([DRAW, *seed, *halves(self.time + 1), *halves(keys)])
             return draws < self.rule["threshold"]
         depth, width, most = (self.rule[name] for name in ("depth", "width", "sightings"))
+        if self.rule.get("aging"):
+            count = int((occurrences > 0).sum())
+            for turn in range(min(count, width)):
+                self.counters[:, (self.column + turn) % width] //= 2
+            self.column = (self.column + count) % width
         hashes = [hash32([row, *seed, *halves(keys)]) for row in range(depth)]
         cells = [(own % np.uint64(width)).astype(np.int64) for own in hashes]
         counted = [own[cell] for own, cell in zip(self.counters, cells, strict=True)]

@@ -24,6 +24,16 @@ THRESHOLD = {"threshold": 2**30}
 RULES = [
     pytest.param(hkv.admission.frequency(3, width=301, depth=3), FREQUENCY, id="frequency"),
     pytest.param(hkv.admission.probability(0.25), THRESHOLD, id="probability"),
+    pytest.param(
+        hkv.admission.frequency(2, width=301, depth=1, aging=True),
+        {"sightings": 2, "width": 301, "depth": 1, "aging": True},
+        id="aging",
+    ),
+    pytest.param(  # of which a batch has more than columns
+        hkv.admission.frequency(2, width=61, depth=1, aging=True),
+        {"sightings": 2, "width": 61, "depth": 1, "aging": True},
+        id="aging in every batch",
+    ),
 ]
 POLICIES = ["LRU", "LFU", "EPOCH_LFU", "CUSTOM"]
 SGD = hkv.optim.sparse(optax.sgd(0.1, momentum=0.9))
@@ -75,7 +85,9 @@ def test_random_batches_do_what_the_oracle_does(rng, twin, rule_number, policy, 
 
 
 @pytest.mark.parametrize("policy", ["LFU", "CUSTOM"])
-@pytest.mark.parametrize(("rule", "settings"), [pytest.param(None, {}, id="no rule"), RULES[0]])
+@pytest.mark.parametrize(
+    ("rule", "settings"), [pytest.param(None, {}, id="no rule"), RULES[0], RULES[2]]
+)
 def test_a_callers_own_admission_does_what_the_oracle_does(rng, twin, rule, settings, policy):
     """Any valid position lets its key in, if the rule does; who is there is found and scored."""
     both = twin(128, 3, policy=policy, init=hkv.initializers.normal(1.0), admission=rule)

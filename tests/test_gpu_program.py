@@ -37,6 +37,7 @@ BATCHES = [
         "erase",
         "scored_insert",
         "admitting_insert",
+        "aging_insert",
     )
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
@@ -205,7 +206,9 @@ def test_only_splits_and_sketches_are_scattered_by_xla(compiled):
     """Its scatters are atomics, and those on one address wait for each other."""
     scattering = {name for name, found in compiled.items() if found.get("scatters")}
     pooled = {f"find_or_insert_pooled_{choices}" for choices in (1, 2)}
-    admitting = {f"admitting_insert_{choices}" for choices in (1, 2)}
+    admitting = {
+        f"{rule}_insert_{choices}" for rule in ("admitting", "aging") for choices in (1, 2)
+    }
     assert scattering == pooled | admitting | {"jagged_step"}
 
 

@@ -22,7 +22,12 @@ KEYS = hkv.Keys.from_numpy(IDS)
 BAGS = hkv.Jagged.from_lists([[5, 6, 7], [], [5]], capacity=8)
 CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in hkv.CUSTOM_CALLS]
 
-ADMISSIONS = (None, hkv.admission.frequency(2, width=64), hkv.admission.probability(0.5))
+ADMISSIONS = (
+    None,
+    hkv.admission.frequency(2, width=64),
+    hkv.admission.frequency(2, width=64, aging=True),
+    hkv.admission.probability(0.5),
+)
 INITIALIZERS = (
     hkv.initializers.constant(-0.0),
     hkv.initializers.constant(np.inf),

@@ -346,7 +346,7 @@ def test_keys_of_replicas_whose_rows_differ_are_exported_once():
 
 def test_sightings_of_parts_without_entries_are_exported():
     """By keys alone parts that have none would be the same."""
-    rule = hkv.admission.frequency(3, width=256)
+    rule = hkv.admission.frequency(3, width=256, aging=True)
     table = PLACEMENT.create(lambda: hkv.create(1024, DIM, replicas=2, admission=rule))
     run = PLACEMENT.step(
         lambda table, ids: (sharding.find_or_insert(table, ids, axis_name=AXES)[0], None)
