@@ -10,6 +10,7 @@ from jax_hkv._ffi import CUSTOM_CALLS
 from jax_hkv._growth import grow
 from jax_hkv._host_checks import checked
 from jax_hkv._keys import Keys, equal, less, less_equal
+from jax_hkv._sampling import Sampled, sample
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
 from jax_hkv.index import Policy, Status, is_new
@@ -80,6 +81,7 @@ __all__ = [
     "Padded",
     "Policy",
     "PooledFindResult",
+    "Sampled",
     "ScoredFindResult",
     "Status",
     "Table",
@@ -121,6 +123,7 @@ __all__ = [
     "optim",
     "pool",
     "resize",
+    "sample",
     "sharding",
     "size",
     "size_if",

@@ -69,6 +69,12 @@ class Changes(NamedTuple):
     scores: np.ndarray | None = None
     witnesses: Witnesses | None = None
 
+    def __repr__(self) -> str:
+        """Without the entries."""
+        if not hasattr(self.removed, "shape"):
+            return tuple.__repr__(self)  # a tree of something else
+        return f"Changes({self.entries!r}, {len(self.removed):,} removed, since={self.since})"
+
     def without(self, keys: Any, *, erase: bool = True) -> Changes:
         """These changes, naming some keys nowhere: of ids that must go from files.
 

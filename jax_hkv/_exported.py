@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_hkv._keys import Keys, as_integers, check_unmasked
 from jax_hkv._namespaces import Namespace
+from jax_hkv.index import Policy
 
 
 class Exported(NamedTuple):
@@ -43,6 +44,16 @@ class Exported(NamedTuple):
     policy: int
     namespace: np.ndarray | Namespace | None = None
     seed: int | None = None
+
+    def __repr__(self) -> str:
+        """Without the entries."""
+        if not hasattr(self.values, "shape"):
+            return tuple.__repr__(self)  # a tree of something else
+        policy = Policy(self.policy).name
+        return (
+            f"Exported({len(self.keys):,} entries, {self.values.dtype}{list(self.values.shape)}, "
+            f"optimizer={sorted(self.optimizer)}, policy={policy}, clock={self.clock:,})"
+        )
 
     def columns(self) -> tuple[Any, ...]:
         """What there is of each entry: the first fields."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_hkv import _ffi
 from jax_hkv._compat import is_traced
-from jax_hkv._keys import OF_FLOATS, Keys, check_unmasked, form_of, is_missing
+from jax_hkv._keys import OF_FLOATS, OF_TEXTS, Keys, check_unmasked, form_of, is_missing, is_text
 
 _LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 _TRACED = (
@@ -74,6 +74,8 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         objects = ids.flat if ids.dtype == object else ()
         are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
         remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
+        if not are_floats and (ids.dtype.kind in "UST" or any(map(is_text, objects))):
+            remedy = OF_TEXTS
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
         )
@@ -95,6 +97,7 @@ def words_of(what: str, ids: Any) -> np.ndarray:
             word = operator.index(given)
         except TypeError:
             remedy = OF_FLOATS if is_missing(given) else "hash or cast its ids to int first"
+            remedy = OF_TEXTS if is_text(given) else remedy
             remedy = _TRACED if is_traced(given) else remedy
             raise TypeError(
                 f"{what} must hold integers, got {type(given).__name__} {given!r}: {remedy}"

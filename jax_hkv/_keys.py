@@ -355,6 +355,17 @@ OF_FLOATS = (
 )
 
 
+# And as texts.
+OF_TEXTS = (
+    "hash them to 64 bits by a function that is the same in every process (of hashlib, or xxhash; "
+    "not Python's hash, which is salted anew in each of them)"
+)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, (str, bytes))
+
+
 def as_integers(ids: Any, label: str) -> np.ndarray:
     """What a caller gave as ids, as an array of integers; errors begin with what it is."""
     check_unmasked(label, ids)
@@ -397,6 +408,8 @@ def as_integers(ids: Any, label: str) -> np.ndarray:
             remedy = "hash or cast them to 64 bits first"
     elif array.dtype.kind == "f" or any(map(is_missing, numbers)):
         remedy = OF_FLOATS
+    elif array.dtype.kind in "USOT" and (array.dtype.kind != "O" or any(map(is_text, array.flat))):
+        remedy = OF_TEXTS
     else:
         remedy = "hash or cast them to int64 or uint64 first"
     raise TypeError(f"{label} must hold integers, got dtype {array.dtype}: {remedy}")

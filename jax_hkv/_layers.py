@@ -144,7 +144,8 @@ def host_checked(
                 error.add_note(
                     "train_step: if loss_fn called a layer inside a transformation of JAX "
                     "(jit, checkpoint, lax.scan, cond or map), its table could not come back: "
-                    "call it outside, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit). "
+                    "call it outside, once with the whole batch, and transform what comes after "
+                    "the rows, or take Flax's own (nn.remat, nn.jit; nnx.remat, nnx.jit). "
                     "And in nnx loss_fn is to call its argument, not the model outside of it"
                 )
             elif "donate the same buffer" in text:

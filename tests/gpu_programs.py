@@ -112,6 +112,10 @@ def programs():
     def is_old(keys, scores, values):
         return hkv.less(scores, hkv.Keys(jnp.array([10, 0], jnp.uint32)))
 
+    def sample_and_insert(table, key):
+        drawn = hkv.sample(table, key, BATCH)
+        return hkv.find_or_insert(table, drawn.keys, valid=drawn.valid)
+
     def find_bags(table, ids, weights):
         return hkv.find_pooled(table, ids, weights=weights, combiner="mean")
 
@@ -143,6 +147,8 @@ def programs():
     yield "size", hkv.size, (make(),)
     yield "load_factor", hkv.load_factor, (make(),)
     yield "misplaced", hkv.misplaced, (make(),)
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    yield "sample", sample_and_insert, (make(), key)
     yield "size_if", lambda table: hkv.size_if(table, is_old), (make(),)
     yield "erase_if", lambda table: hkv.erase_if(table, is_old), (make(),)
     expiring = make(policy=hkv.Policy.EPOCH_LRU)

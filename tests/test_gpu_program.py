@@ -41,7 +41,7 @@ BATCHES = [
     )
 ]
 WHOLE = ["advance_epoch", "clear", "size", "load_factor", "export_batch", "export_batch_if"]
-WHOLE += ["halve_sightings", "export_keys", "import_batch"]
+WHOLE += ["halve_sightings", "export_keys", "import_batch", "sample"]
 WHOLE += ["tiered_admit", "tiered_admit_in_pieces", "tiered_restore", "tiered_prefetch"]
 STRAIGHT = [
     "train_step",
