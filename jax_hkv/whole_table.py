@@ -336,8 +336,8 @@ def advance_epoch(table: Table, epoch: Any = None) -> Table:
 
     Args:
       table: to change.
-      epoch: 0 to 2**32 - 1, a traced one clipped to that; None: the next one, which stops at
-        2**32 - 1.
+      epoch: 0 to 2**32 - 1, a traced one clipped to that (JAX cuts 64-bit integers before, see
+        :func:`jax_hkv.checked`); None: the next one, which stops at 2**32 - 1.
 
     Raises:
       TypeError, ValueError, RuntimeError: naming the argument; the last of a used-up table.

@@ -44,7 +44,7 @@ def blocks_of(name: str, pattern: str) -> list[str]:
 def run(name: str, blocks: list[str], namespace: dict[str, Any]) -> dict[str, Any]:
     """The namespace after all blocks, each continuing from those before it."""
     for block in blocks:
-        exec(compile(block, ROOT / name, "exec"), namespace)
+        exec(compile(block, ROOT / name, "exec", dont_inherit=True), namespace)
     return namespace
 
 
@@ -98,7 +98,10 @@ def test_the_models_of_graphs_learn():
     assert not jax_hkv.contains(nodes, keys)[1].any()
 
 
-@pytest.mark.parametrize(("name", "count"), [("recipes", 9), ("changing", 6)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("recipes", 9), ("changing", 6), ("retrieval", 6), ("streaming", 6)],
+)
 def test_the_recipes_do_what_they_say(name, count):
     """Their blocks check what they claim; the first is what the others need."""
     blocks = blocks_of(f"docs/{name}.md", FENCED)
