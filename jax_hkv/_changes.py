@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _tier_checks, _tiers, operations, whole_table
+from jax_hkv import _entries, _entry_files, _tier_checks, operations, whole_table
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
@@ -23,10 +23,12 @@ from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers, trained
+from jax_hkv._warnings import warn
 from jax_hkv.index import Policy
-from jax_hkv.table import Counts, Table, check_one_device, no_counts
+from jax_hkv.table import Counts, ScoredFindResult, Table, check_one_device, no_counts
 
 _SOME = 1024  # keys of a part that tell whether it is one
+_MOST_ROWS = 4096  # that are compared
 
 
 class Witnesses(NamedTuple):
@@ -155,6 +157,10 @@ def export_changes(
         whose cache lost newer entries, in a step without its prefetch.
       RuntimeError: if a table was used up before.
 
+    Warns:
+      UserWarning: if rows of `since` (of up to 4096 entries) changed and their scores did not, so
+        that nobody is told: of a table that went back and met the same ids again, or of `assign`.
+
     Example:
       >>> import numpy as np, jax_hkv as hkv
       >>> table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([5, 6], np.int32))
@@ -177,6 +183,7 @@ def export_changes(
     if earlier is not None and tells_time:
         first = first_change(call, parts, earlier, "since")
         _check_past(call, (known, was), (keys, scores), earlier.clock, first)
+        _warn_of_rows(call, parts, earlier, (keys, scores), first)
     entries = _exported(parts, earlier if tells_time else None)
     # New ones whose scores are old: of an import.
     old = _others(_others(keys, known), np.sort(entries.keys))
@@ -223,6 +230,42 @@ def _check_past(
             f"{int(keys[others[0]])}): the table went back to a checkpoint, was given entries by "
             "an import, or, of tiers, its cache lost newer ones (in a step without its prefetch). "
             "Give None, and fresh tables to follow"
+        )
+
+
+def _warn_of_rows(
+    call: str,
+    parts: Sequence[Table | Tiers],
+    earlier: Exported,
+    now: tuple[np.ndarray, np.ndarray],
+    first: int,
+) -> None:
+    """Warns where rows of an earlier export, some of them, changed and are not exported again."""
+    stays, places = _found(earlier.keys, now[0])
+    scores = now[1][places]
+    same = np.flatnonzero(stays)[(scores == earlier.scores[stays]) & (scores < np.uint64(first))]
+    some = same[:: max(1, -(-len(same) // _MOST_ROWS))]
+    each = [
+        table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
+    ]
+    form = (each[0].dtype, each[0].dim)
+    if not len(some) or (earlier.values.dtype, *earlier.values.shape[1:]) != form:
+        return
+    rows = np.ascontiguousarray(earlier.values[some])
+    is_other = np.zeros(len(some), bool)
+    for table in each:  # of tiers what the cache has last
+        found = _found_in(table, earlier.keys[some])
+        values = np.ascontiguousarray(np.concatenate([own.values for own in found])[: len(some)])
+        is_here = np.concatenate([own.found for own in found])[: len(some)]
+        differs = (values.view(np.uint8) != rows.view(np.uint8)).any(axis=1)
+        is_other = np.where(is_here, differs, is_other)
+    if is_other.any():
+        warn(
+            f"{call}: rows of table {each[0].name!r} changed since the earlier export, and their "
+            f"scores did not ({int(is_other.sum())} of {len(some)} looked at, one of key "
+            f"{int(earlier.keys[some][is_other.argmax()])}), so that tables which follow keep the "
+            "old ones. If it went back to a checkpoint and the same ids came again, or rows were "
+            "assigned, give since=None and fresh tables to follow"
         )
 
 
@@ -404,18 +447,24 @@ def import_changes(
     return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
+def _found_in(table: Table, keys: np.ndarray) -> list[ScoredFindResult]:
+    """What a table has of keys, chunk by chunk."""
+    devices = table.values.devices() if isinstance(table.values, jax.Array) else ()
+    chunks = jax.device_put(
+        list(_entries.key_chunks(keys)), *(devices if len(devices) == 1 else ())
+    )
+    return [
+        operations.find(table, own, valid=is_one, return_scores=True)[1] for own, is_one in chunks
+    ]
+
+
 def _are_there(
     parts: Sequence[Table], keys: np.ndarray, scores: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which keys tables have, and of those which with these scores."""
     is_there, is_same = np.zeros((2, len(keys)), bool)
-    chunks = list(_entries.key_chunks(keys))
     for part in parts:
-        found = [
-            operations.find(part, own, valid=valid, return_scores=True)[1]
-            for own, valid in jax.device_put(chunks, _tiers.device_of(part))
-        ]
-        if chunks:
+        if found := _found_in(part, keys):
             now = np.concatenate([each.scores.to_numpy() for each in found])[: len(keys)]
             is_here = np.concatenate([np.asarray(each.found) for each in found])[: len(keys)]
             is_there |= is_here
