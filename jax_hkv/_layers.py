@@ -33,7 +33,7 @@ from jax_hkv._host_checks import check_host
 from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
-from jax_hkv._placed import warn_of_torn
+from jax_hkv._placed import check_places, warn_of_torn
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
 from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
@@ -129,6 +129,7 @@ def host_checked(
         if is_first:
             is_first = False
             warn_of_torn("train_step", values_of(state))
+            check_places("train_step", values_of(state))
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)

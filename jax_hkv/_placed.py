@@ -12,9 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_hkv import index as _index
 from jax_hkv._checks import copied_axes
 from jax_hkv._compat import is_traced
 from jax_hkv._digest import names_in
+from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
 from jax_hkv.table import Entries, Table
 
@@ -174,6 +176,37 @@ def warn_of_torn(call: str, state: Any) -> None:
                 "axis_name= of their layers, or put them whole on every device"
             )
             return
+
+
+_SOME_BUCKETS = 16
+
+
+def check_places(call: str, state: Any) -> None:
+    """Raises if entries of a table of one device, some of them, stand where no lookup looks."""
+    for node in jax.tree.leaves(state, is_leaf=is_table):
+        if not is_table(node) or node.clock.shape != (2,) or is_traced(node.clock):
+            continue
+        if isinstance(node.keys, jax.Array) and len(node.keys.devices()) > 1:
+            continue
+        lost, all_of_them = map(int, _misplaced_of_some(node.index))
+        if lost:
+            raise ValueError(
+                f"{call}: table {node.name!r} must have its entries where lookups find them, got "
+                f"{lost} of {all_of_them} that were looked at elsewhere: its arrays were made for "
+                "another capacity (a checkpoint that was restored with strict=False, which cuts "
+                "them or fills them up) or for other choices. Restore it into a table of the "
+                "capacity that was saved (docs/guide.md, Growth); jax_hkv.resize makes it another"
+            )
+
+
+@jax.jit
+def _misplaced_of_some(index: _index.Index) -> tuple[jax.Array, jax.Array]:
+    """How many entries of some buckets no lookup finds, and of how many."""
+    count = index.digests.shape[0]
+    some = np.unique(np.linspace(0, count - 1, _SOME_BUCKETS).astype(np.int64)).astype(np.int32)
+    is_one = index.digests[some].reshape(-1) != 0
+    _, slots = _index.find(index, Keys(index.keys[some].reshape(-1, 2)), is_one)
+    return jnp.sum(is_one & (slots < 0)), jnp.sum(is_one)
 
 
 def is_entries(node: Any) -> bool:

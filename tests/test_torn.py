@@ -1,0 +1,94 @@
+"""Tables that were put together of arrays for another capacity are not trained on."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jax_hkv as hkv
+
+SGD = hkv.optim.sgd(0.1)
+IDS = np.arange(600, dtype=np.int32)
+
+
+class Linen(nn.Module):
+    capacity: int
+    choices: int = 1
+
+    @nn.compact
+    def __call__(self, ids, train=False):
+        embed = hkv.linen.Embed(
+            self.capacity, 4, optimizer=SGD, choices=self.choices, seed=3, name="embed"
+        )
+        return embed(ids, train=train)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, capacity, choices=1):
+        self.embed = hkv.nnx.Embed(capacity, 4, optimizer=SGD, choices=choices, seed=3)
+
+    def __call__(self, ids, train=False):
+        return self.embed(ids, train=train)
+
+
+def linen_state(*options):
+    return hkv.linen.TrainState.create(Linen(*options), jax.random.key(0), IDS, tx=optax.sgd(0.1))
+
+
+def linen_loss(apply, ids):
+    return apply(ids, train=True).sum()
+
+
+def restored(path, target):
+    """As Orbax's own error proposes."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, jax.eval_shape(lambda: target), strict=False)
+
+
+@pytest.mark.parametrize("capacity", [1024, 4096])
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_checkpoint_that_was_cut_or_filled_up_is_not_trained_on(choices, capacity, tmp_path):
+    state, _ = hkv.linen.train_step(linen_loss)(linen_state(2048, choices), IDS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    step = hkv.linen.train_step(linen_loss)
+    torn = restored(tmp_path / "state", linen_state(capacity, choices))
+    table = torn.tables["embed"]["table"]
+    assert table.capacity == capacity and int(hkv.misplaced(table)) > 100
+    with pytest.raises(
+        ValueError, match="train_step: table 'embed' must have its entries where .*"
+    ):
+        step(torn, IDS)
+    state, info = step(restored(tmp_path / "state", linen_state(2048, choices)), IDS)
+    assert int(info.tables["embed/table"].hits) == len(IDS)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_so_it_is_in_nnx_and_a_table_that_grew_is_sound(choices):
+    state = hkv.nnx.TrainState(Nnx(2048, choices), optax.sgd(0.1))
+    hkv.nnx.train_step(lambda model, ids: model(ids, train=True).sum())(state, IDS)
+    small = state.model.embed.table.get_value()
+    for table, is_torn in ((hkv.resize(small, 8192)[0], False), (small, True)):
+        if is_torn:
+            padded = jax.tree.map(
+                lambda leaf: (
+                    np.concatenate([leaf, np.zeros_like(leaf)]) if leaf.shape[0] > 2 else leaf
+                ),
+                small,
+            )
+            table = jax.tree.map(np.asarray, padded)
+        state.model.embed.table.set_value(table)
+        step = hkv.nnx.train_step(lambda model, ids: model(ids, train=True).sum())
+        if is_torn:
+            with pytest.raises(
+                ValueError, match="elsewhere: its arrays were made for another capac"
+            ):
+                step(state, IDS)
+        else:
+            assert int(step(state, IDS).tables["embed/table"].hits) == len(IDS)
+            small = state.model.embed.table.get_value()
