@@ -18,7 +18,7 @@ from jax_hkv import _entries, _entry_files, _tier_checks, operations, whole_tabl
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, keys_to_go
+from jax_hkv._exported import Exported, keys_to_go, shown
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
@@ -73,8 +73,8 @@ class Changes(NamedTuple):
 
     def __repr__(self) -> str:
         """Without the entries."""
-        if not hasattr(self.removed, "shape"):
-            return tuple.__repr__(self)  # a tree of something else
+        if not isinstance(self.removed, np.ndarray):  # a tree of something else
+            return shown(self)
         return f"Changes({self.entries!r}, {len(self.removed):,} removed, since={self.since})"
 
     def without(self, keys: Any, *, erase: bool = True) -> Changes:
@@ -241,29 +241,28 @@ def _warn_of_rows(
     first: int,
 ) -> None:
     """Warns where rows of an earlier export, some of them, changed and are not exported again."""
-    stays, places = _found(earlier.keys, now[0])
-    scores = now[1][places]
-    same = np.flatnonzero(stays)[(scores == earlier.scores[stays]) & (scores < np.uint64(first))]
-    some = same[:: max(1, -(-len(same) // _MOST_ROWS))]
+    some = np.arange(0, len(earlier.keys), max(1, len(earlier.keys) // (4 * _MOST_ROWS)))
+    stays, places = _found(earlier.keys[some], now[0])
+    some, scores = some[stays], now[1][places]
+    some = some[(scores == earlier.scores[some]) & (scores < np.uint64(first))]
+    some = some[:: max(1, -(-len(some) // _MOST_ROWS))]
     each = [
         table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
     ]
     form = (each[0].dtype, each[0].dim)
     if not len(some) or (earlier.values.dtype, *earlier.values.shape[1:]) != form:
         return
-    rows = np.ascontiguousarray(earlier.values[some])
-    is_other = np.zeros(len(some), bool)
+    keys, is_other = earlier.keys[some], np.zeros(len(some), bool)
+    rows = np.ascontiguousarray(earlier.values[some]).view(np.uint8)
     for table in each:  # of tiers what the cache has last
-        found = _found_in(table, earlier.keys[some])
-        values = np.ascontiguousarray(np.concatenate([own.values for own in found])[: len(some)])
-        is_here = np.concatenate([own.found for own in found])[: len(some)]
-        differs = (values.view(np.uint8) != rows.view(np.uint8)).any(axis=1)
-        is_other = np.where(is_here, differs, is_other)
+        is_here, values = _rows_in(table, keys)
+        differs = (np.ascontiguousarray(values).view(np.uint8) != rows[is_here]).any(axis=1)
+        is_other[is_here] = differs
     if is_other.any():
         warn(
             f"{call}: rows of table {each[0].name!r} changed since the earlier export, and their "
             f"scores did not ({int(is_other.sum())} of {len(some)} looked at, one of key "
-            f"{int(earlier.keys[some][is_other.argmax()])}), so that tables which follow keep the "
+            f"{int(keys[is_other.argmax()])}), so that tables which follow keep the "
             "old ones. If it went back to a checkpoint and the same ids came again, or rows were "
             "assigned, give since=None and fresh tables to follow"
         )
@@ -456,6 +455,24 @@ def _found_in(table: Table, keys: np.ndarray) -> list[ScoredFindResult]:
     return [
         operations.find(table, own, valid=is_one, return_scores=True)[1] for own, is_one in chunks
     ]
+
+
+def _rows_in(table: Table, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which keys a table has, and their rows; one of NumPy arrays goes to no device."""
+    if isinstance(table.values, np.ndarray):
+        words = np.asarray(table.keys).reshape(-1, 2).astype(np.uint64)
+        order = np.argsort(keys)
+        is_one, places = _found(words[:, 0] | words[:, 1] << np.uint64(32), keys[order])
+        is_held = is_one & (np.asarray(table.digests).reshape(-1) != 0)
+        slots = np.full(len(keys), -1)
+        slots[order[places[is_held[is_one]]]] = np.flatnonzero(is_held)
+        return slots >= 0, np.asarray(table.values)[slots[slots >= 0]]
+    found = _found_in(table, keys)
+    is_here, values = (
+        np.concatenate([np.asarray(getattr(own, name)) for own in found])[: len(keys)]
+        for name in ("found", "values")
+    )
+    return is_here, values[is_here]
 
 
 def _are_there(

@@ -35,6 +35,24 @@ def is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
+def as_whole(call: str, argument: str, given: Any, dtype: Any) -> Any:
+    """One number of an integer type, of an array of one or what makes one; errors name it."""
+    if is_traced(given):
+        if not jnp.issubdtype(given.dtype, jnp.integer):
+            raise TypeError(
+                f"{call}: {argument} must be an integer, since the table holds {dtype}, got "
+                f"{given.dtype}, traced: cast it"
+            )
+        return given.reshape(()).astype(dtype)
+    number, most = np.asarray(given).item(), jnp.iinfo(dtype)
+    if not (most.min <= number <= most.max and number == int(number)):
+        raise ValueError(
+            f"{call}: {argument} must be a whole number from {most.min} to {most.max}, since the "
+            f"table holds {dtype}, got {given!r}"
+        )
+    return np.array(int(number), dtype)
+
+
 def as_number(call: str, argument: str, value: Any, expected: str = "a number") -> float:
     """A number as a float, infinity where none is as large; one that is traced is none.
 

@@ -153,7 +153,7 @@ def without_entries(part: Table) -> Exported:
     """What an export of a table looks like that has no entries, and is of no time."""
     states: Any = part.optimizer.rows if part.optimizer else {}
     shared: Any = part.optimizer.shared if part.optimizer else {}
-    counters: Any = None if part.admission is None else part.admission.counters
+    counters: Any = None if part.admission is None else part.admission.sightings()
     values, optimizer = jax.tree.map(
         lambda leaf: np.zeros((0, *leaf.shape[1:]), leaf.dtype), (part.values, states)
     )
@@ -656,7 +656,8 @@ def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> 
         )
     admission = table.admission
     if admission and admission.counters is not None and exported.counters is not None:
-        counters = np.maximum(np.asarray(admission.counters), exported.counters)
-        admission = dataclasses.replace(admission, counters=jax.device_put(counters, device))
+        counts = np.maximum(np.asarray(admission.sightings()), exported.counters)
+        counters = jax.device_put(admission.with_sightings(counts).counters, device)
+        admission = dataclasses.replace(admission, counters=counters)
         table = dataclasses.replace(table, admission=admission)
     return table

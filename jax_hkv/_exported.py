@@ -9,7 +9,6 @@ import numpy as np
 
 from jax_hkv._keys import Keys, as_integers, check_unmasked
 from jax_hkv._namespaces import Namespace
-from jax_hkv.index import Policy
 
 
 class Exported(NamedTuple):
@@ -47,12 +46,11 @@ class Exported(NamedTuple):
 
     def __repr__(self) -> str:
         """Without the entries."""
-        if not hasattr(self.values, "shape"):
-            return tuple.__repr__(self)  # a tree of something else
-        policy = Policy(self.policy).name
+        if not isinstance(self.values, np.ndarray):  # a tree of something else
+            return shown(self)
         return (
             f"Exported({len(self.keys):,} entries, {self.values.dtype}{list(self.values.shape)}, "
-            f"optimizer={sorted(self.optimizer)}, policy={policy}, clock={self.clock:,})"
+            f"optimizer={list(self.optimizer)}, policy={self.policy!r}, clock={self.clock!r})"
         )
 
     def columns(self) -> tuple[Any, ...]:
@@ -118,6 +116,12 @@ class Exported(NamedTuple):
         """
         gone = keys_to_go("Exported.without", self, keys)
         return self.select(np.isin(self.keys, gone, invert=True))
+
+
+def shown(fields: Any) -> str:
+    """What a named tuple is shown as that shows itself otherwise."""
+    own = ", ".join(f"{name}={value!r}" for name, value in fields._asdict().items())
+    return f"{type(fields).__name__}({own})"
 
 
 def keys_to_go(call: str, exported: Exported, keys: Any) -> np.ndarray:

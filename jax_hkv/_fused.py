@@ -19,7 +19,15 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jax_hkv import _ffi, _updates
 from jax_hkv import index as _index
-from jax_hkv._checks import as_bool, as_flag, as_float_dtype, as_integer, as_number, is_real
+from jax_hkv._checks import (
+    as_bool,
+    as_flag,
+    as_float_dtype,
+    as_integer,
+    as_number,
+    as_whole,
+    is_real,
+)
 from jax_hkv._compat import is_traced
 from jax_hkv.table import (
     InsertResult,
@@ -317,7 +325,7 @@ def _with_hyperparam(call: str, table: Table, name: str, argument: str, value: A
     old = shared[leaf]
     number = _one_number(call, argument, value).reshape(()).astype(old.dtype)
     if jnp.issubdtype(old.dtype, jnp.integer):
-        number = _whole_number(call, argument, value, old.dtype)  # float32 does not hold them all
+        number = as_whole(call, argument, value, old.dtype)  # float32 does not hold them all
     # The old one, replaced everywhere: it lies on the devices, and varies over them, as that does.
     new = jnp.where(jnp.isnan(old), number, jnp.clip(old, number, number)).astype(old.dtype)
     rows = dataclasses.replace(optimizer, shared=shared | {leaf: new})
@@ -343,19 +351,6 @@ def _one_number(call: str, argument: str, given: Any) -> Float32[Array, " 1"]:
     if not isinstance(rate, jax.Array):  # of one on a device the host would wait for the value
         _check_finite(call, argument, rate.item())
     return jnp.asarray(rate, jnp.float32).reshape(1)
-
-
-def _whole_number(call: str, argument: str, given: Any, dtype: Any) -> Any:
-    """One number, as :func:`_one_number` lets it pass, of an integer type."""
-    if is_traced(given):
-        return given.reshape(()).astype(dtype)
-    number, most = np.asarray(given).item(), jnp.iinfo(dtype)
-    if not (most.min <= number <= most.max and number == int(number)):
-        raise ValueError(
-            f"{call}: {argument} must be a whole number from {most.min} to {most.max}, since the "
-            f"table holds {dtype}, got {given!r}"
-        )
-    return np.array(int(number), dtype)
 
 
 def _check_finite(call: str, argument: str, rate: Any) -> None:

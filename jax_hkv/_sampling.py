@@ -54,8 +54,12 @@ def sample(table: Table, key: Any, count: int) -> Sampled:
     """
     check_one_device("sample", table)
     dtype = getattr(key, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (is_key and key.shape == ()) and not (dtype == jnp.uint32 and key.ndim == 1):
+    shape = None
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        shape = ()
+    elif dtype == jnp.uint32:  # of PRNGKey
+        shape = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+    if shape is None or key.shape != shape:
         raise TypeError(
             "sample: key must be one of jax.random, got "
             f"{type(key).__name__ if dtype is None else f'{dtype}{list(key.shape)}'}: give "
@@ -66,7 +70,7 @@ def sample(table: Table, key: Any, count: int) -> Sampled:
 
 @jitted("count")
 def _sample(table: Table, key: jax.Array, count: int) -> Sampled:
-    slots = jax.random.randint(key, (count,), 0, table.digests.shape[0] * LANES)
+    slots = jax.random.randint(key, (count,), 0, table.digests.shape[0] * LANES, jnp.int32)
     at = slots // LANES, slots % LANES
     valid = table.digests[at] != 0
     return Sampled(Keys(jnp.where(valid[:, None], table.keys[at], jnp.uint32(0))), valid)

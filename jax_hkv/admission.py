@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jax_hkv import _trees
 from jax_hkv._checks import as_integer, as_number
 from jax_hkv._keys import Keys, as_bool
+from jax_hkv._warnings import warn
 
 __all__ = ["Admission", "Frequency", "Probability", "frequency", "probability"]
 
@@ -31,6 +33,11 @@ _GOLDEN = 0x9E3779B9
 _DRAW = 2**32 - 1
 
 _MOST_ROWS = 16  # an overestimate has a chance below e^-16 then
+# Of a sketch that ages: 2^24 periods of 2^20 keys each are more than anybody counts.
+_COUNT_BITS = 8
+_MOST_COUNT = 2**_COUNT_BITS - 1
+_MOST_PERIODS = 2 ** (32 - _COUNT_BITS) - 1
+
 _MOST_SIGHTINGS = 2**31 - 1  # a counter and the occurrences of a batch stay below 2^32 together
 
 
@@ -52,7 +59,7 @@ class Frequency:
         if self.sightings == 1:
             return None
         counters = jnp.zeros((self.depth, self.width), jnp.uint32)
-        return Admission(counters, jnp.zeros(1, jnp.uint32) if self.aging else None, self)
+        return Admission(counters, jnp.zeros(2, jnp.uint32) if self.aging else None, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +79,15 @@ class Admission:
     """A rule, and what it remembers of the keys that a table has no row for.
 
     Attributes:
-      counters: ``uint32[depth, width]``, the sketch of :func:`frequency`; else None.
-      column: ``uint32[1]``, the next one of the sketch to be halved, where it ages; else None.
+      counters: ``uint32[depth, width]``, the sketch of :func:`frequency`; else None. One that ages
+        has counts in the low 8 bits, of the period that the others number.
+      age: ``uint32[2]``, of a sketch that ages the period, and how many keys were counted in it;
+        else None.
       rule: static.
     """
 
     counters: UInt32[Array, "depth width"] | None
-    column: UInt32[Array, " 1"] | None
+    age: UInt32[Array, " 2"] | None
     rule: Frequency | Probability = _trees.static(told_by="counters")
 
     def decide(
@@ -103,47 +112,67 @@ class Admission:
             # The clock before the key: keys of equal hash at one time have others at the next.
             draws = _hash(jnp.uint32(_DRAW), *words, clock[0], clock[1], keys.low, keys.high)
             return self, absent & (draws < jnp.uint32(self.rule.threshold))
-        own = self._aged(absent & (occurrences > 0))
-        assert own.counters is not None
-        return own._count(words, keys, absent, occurrences)
-
-    def _aged(self, counted: Bool[Array, " n"]) -> Admission:
-        """Halves a column of the sketch for each key that is to be counted, one after the other."""
-        if self.column is None:
-            return self
-        assert self.counters is not None
-        (depth, width), count = self.counters.shape, jnp.sum(counted, dtype=jnp.uint32)
-        most, now, counters = min(counted.shape[0], width), self.column[0], self.counters
-        first = jnp.minimum(now, jnp.uint32(width - most))
-        # Two parts that stand side by side, as from the last column it goes on with number 0.
-        for start, end in ((first, jnp.uint32(width)), (jnp.uint32(0), first)):
-            own = start + jnp.arange(most, dtype=jnp.uint32)
-            turns = jnp.where(own < now, own + jnp.uint32(width), own) - now
-            part = jax.lax.dynamic_slice(counters, (jnp.uint32(0), start), (depth, most))
-            part = jnp.where((turns < count) & (own < end), part >> 1, part)
-            counters = jax.lax.dynamic_update_slice(counters, part, (jnp.uint32(0), start))
-        column = (self.column + count) % jnp.uint32(width)
-        return dataclasses.replace(self, counters=counters, column=column)
-
-    def _count(
-        self,
-        words: list[UInt32[Array, ""]],
-        keys: Keys,
-        absent: Bool[Array, " n"],
-        occurrences: Int32[Array, " n"],
-    ) -> tuple[Admission, Bool[Array, " n"]]:
         rule = self.rule
-        assert self.counters is not None and isinstance(rule, Frequency)
+        assert self.counters is not None
         rows = jnp.arange(rule.depth, dtype=jnp.uint32)[:, None]
         hashes = _hash(rows, *words, keys.low[None], keys.high[None])
         cells = (hashes % jnp.uint32(rule.width)).astype(jnp.int32)
         own = rows, jnp.where(absent[None], cells, rule.width)
-        before = jnp.min(self.counters.at[own].get(mode="fill", fill_value=0), axis=0)
+        counted = self._counts(self.counters.at[own].get(mode="fill", fill_value=0))
+        before = jnp.min(counted, axis=0)
         # It stops where it admits, so it never wraps.
         seen = jnp.minimum(before + occurrences.astype(jnp.uint32), jnp.uint32(rule.sightings))
-        counters = self.counters.at[own].max(seen[None], mode="drop")
+        written, age = seen[None], self.age
+        if age is not None:
+            _warn_of_batch(rule, absent.shape[0])
+            written = age[0] << _COUNT_BITS | jnp.maximum(counted, written)  # no period is later
+            total = age[1] + jnp.sum(absent & (occurrences > 0), dtype=jnp.uint32)
+            width = jnp.uint32(rule.width)
+            age = jnp.stack([_later(age[0], total >= width), total % width])
+        counters = self.counters.at[own].max(written, mode="drop")
         admitted = absent & (seen >= jnp.uint32(rule.sightings))
-        return dataclasses.replace(self, counters=counters), admitted
+        return dataclasses.replace(self, counters=counters, age=age), admitted
+
+    def _counts(self, words: Any) -> Any:
+        """The sightings that words of the sketch stand for by now."""
+        if self.age is None:
+            return words
+        halvings = self.age[0] - (words >> _COUNT_BITS)
+        of_counts = np if isinstance(words, np.ndarray) else jnp
+        return (words & _MOST_COUNT) >> of_counts.minimum(halvings, np.uint32(_COUNT_BITS))
+
+    def sightings(self) -> Any:
+        """``uint32[depth, width]``, the counts of the sketch; None where there is none."""
+        return None if self.counters is None else self._counts(self.counters)
+
+    def with_sightings(self, counts: np.ndarray) -> Admission:
+        """With counts of this width, on the host."""
+        if self.age is not None:
+            assert isinstance(self.rule, Frequency)
+            counts = np.minimum(counts, np.uint32(self.rule.sightings))
+            counts = np.asarray(self.age)[0] << np.uint32(_COUNT_BITS) | counts
+        return dataclasses.replace(self, counters=counts)
+
+    def halved(self) -> Admission:
+        """With half of all counts, rounded down."""
+        assert self.counters is not None
+        if self.age is None:
+            return dataclasses.replace(self, counters=self.counters >> 1)
+        age = jnp.stack([_later(self.age[0], jnp.bool_(True)), self.age[1]])
+        return dataclasses.replace(self, age=age)
+
+
+def _later(period: jax.Array, is_over: jax.Array) -> jax.Array:
+    return jnp.minimum(period + is_over.astype(jnp.uint32), jnp.uint32(_MOST_PERIODS))
+
+
+def _warn_of_batch(rule: Frequency, positions: int) -> None:
+    if 2 * positions > rule.width:
+        warn(
+            f"admission.frequency: a sketch that ages halves its counts for every {rule.width} ids "
+            f"without a row, and a batch may have {positions} of them: hardly any id is seen often "
+            "enough between two halvings. Give a width= of many batches"
+        )
 
 
 def _hash(*words: jax.Array) -> jax.Array:
@@ -172,20 +201,25 @@ def frequency(
 
     A sketch that only grows ends by admitting everything. After `width` sightings of as many keys
     in a sketch of four rows, 2 lets in 16 of 100 keys that were never seen, and 3 not one of
-    100,000; after twice as many 56 and 1 of 100, after half as many 2.4 and none. `aging` keeps it
-    as it is after some `width` sightings for ever (2 of 100 and none; Einziger, Friedman and Manes:
-    TinyLFU: a highly efficient cache admission policy, 2017), and forgets meanwhile: keys that are
-    seen less often than some `sightings` times in `width` of them may wait longer. Or call
-    :func:`jax_hkv.halve_sightings` once for every `width` keys without a row, counted batch by
-    batch, or half as many with `sightings` of 2. :func:`jax_hkv.metrics.summarize` says which share
-    it would let in now (`admits_unseen`).
+    100,000; after twice as many 56 and 1 of 100, after half as many 2.4 and none. With `aging` all
+    counts are halved, rounding down, once for every `width` keys without a row, counted batch by
+    batch (Einziger, Friedman and Manes: TinyLFU: a highly efficient cache admission policy, 2017):
+    of those never seen 2 lets in some 5 of 100, for ever. What lies between two sightings costs
+    them by chance: of keys that come again after `width / 8` others 89 of 100 get in at their
+    second sighting by 2, and 77 at their third by 3, after `width / 2` others 54 and 6. Take a
+    `width` that is many batches, and several times what comes between two sightings of a key that
+    is to get in. :func:`jax_hkv.halve_sightings` halves by hand.
+    :func:`jax_hkv.metrics.summarize` says which share of keys never seen it would let in now
+    (`admits_unseen`).
 
     Args:
-      sightings: 1 to 2**31 - 1; with 1 the table is as without admission.
+      sightings: 1 to 2**31 - 1, with `aging` to 255; with 1 the table is as without admission.
       width: counters of a row of the sketch; a power of two hashes fastest.
       depth: rows of the sketch, 1 to 16.
-      aging: whether each key that a batch counts halves one column of the sketch before, the next
-        one, so that `width` of them have halved them all: for a stream that does not end.
+      aging: whether it halves its counts by itself: for a stream that does not end.
+
+    Warns:
+      UserWarning: if one batch may have more keys than half of the `width` of a sketch that ages.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -203,11 +237,12 @@ def frequency(
     """
     call = "admission.frequency"
     depth = as_integer(call, "depth", depth, 1, _MOST_ROWS)
+    aging = as_bool(call, "aging", aging)
     return Frequency(
-        as_integer(call, "sightings", sightings, 1, _MOST_SIGHTINGS),
+        as_integer(call, "sightings", sightings, 1, _MOST_COUNT if aging else _MOST_SIGHTINGS),
         as_integer(call, "width", width, 1, (2**31 - 1) // depth),
         depth,
-        as_bool(call, "aging", aging),
+        aging,
     )
 
 

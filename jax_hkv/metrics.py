@@ -260,7 +260,7 @@ def _admits_unseen(table: Table) -> float | None:
     if own is None or own.counters is None:
         return None
     assert isinstance(own.rule, Frequency)
-    enough = own.counters >= np.uint32(own.rule.sightings - 1)
+    enough = own.sightings() >= np.uint32(own.rule.sightings - 1)
     return float(np.prod(np.asarray(jnp.mean(enough, axis=1), np.float64)))
 
 

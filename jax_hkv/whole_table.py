@@ -327,8 +327,7 @@ def halve_sightings(table: Table) -> Table:
             f"halve_sightings: the table {table.name!r} counts no sightings: create it with "
             "admission=jax_hkv.admission.frequency(sightings), sightings above 1"
         )
-    halved = dataclasses.replace(admission, counters=admission.counters >> 1)
-    return dataclasses.replace(table, admission=halved)
+    return dataclasses.replace(table, admission=admission.halved())
 
 
 def advance_epoch(table: Table, epoch: Any = None) -> Table:

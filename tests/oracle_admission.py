@@ -32,22 +32,26 @@ class AdmittingOracle(Oracle):
 
     rule: dict[str, int]
     counters: Array
-    column: int
+    words: Array
+    period: int
+    counted: int
 
     @classmethod
     def of(cls, table: Any, **rule: int) -> AdmittingOracle:
         oracle = cls.from_table(table)
         oracle.rule = rule
         oracle.counters = np.zeros((rule.get("depth", 0), rule.get("width", 0)), np.uint32)
-        oracle.column = 0
+        oracle.words = oracle.counters.copy()
+        oracle.period = oracle.counted = 0
         return oracle
 
     def assert_equal(self, table: Any) -> None:
         super().assert_equal(table)
         if self.counters.size:
-            np.testing.assert_array_equal(table.admission.counters, self.counters, strict=True)
+            np.testing.assert_array_equal(table.admission.sightings(), self.counters, strict=True)
         if self.rule.get("aging"):
-            assert np.asarray(table.admission.column).tolist() == [self.column]
+            np.testing.assert_array_equal(table.admission.counters, self.words, strict=True)
+            assert np.asarray(table.admission.age).tolist() == [self.period, self.counted]
 
     def admitted(self, keys: Array, occurrences: Array) -> Array:
         """Which of some absent keys get a row in the call that comes next."""
@@ -58,17 +62,20 @@ class AdmittingOracle(Oracle):
             draws = hash32([DRAW, *seed, *halves(self.time + 1), *halves(keys)])
             return draws < self.rule["threshold"]
         depth, width, most = (self.rule[name] for name in ("depth", "width", "sightings"))
-        if self.rule.get("aging"):
-            count = int((occurrences > 0).sum())
-            for turn in range(min(count, width)):
-                self.counters[:, (self.column + turn) % width] //= 2
-            self.column = (self.column + count) % width
         hashes = [hash32([row, *seed, *halves(keys)]) for row in range(depth)]
         cells = [(own % np.uint64(width)).astype(np.int64) for own in hashes]
         counted = [own[cell] for own, cell in zip(self.counters, cells, strict=True)]
         seen = np.minimum(np.min(counted, axis=0).astype(np.int64) + occurrences, most)
         for own, cell in zip(self.counters, cells, strict=True):
             np.maximum.at(own, cell, seen.astype(np.uint32))
+        if self.rule.get("aging"):
+            for words, own, cell in zip(self.words, self.counters, cells, strict=True):
+                words[cell] = self.period * 256 + own[cell]
+            self.counted += int((occurrences > 0).sum())
+            if self.counted >= width:
+                self.counted %= width
+                self.period += 1
+                self.counters //= 2
         return seen >= most
 
     def find_or_insert(

@@ -268,6 +268,8 @@ def test_a_whole_number_of_a_transformation_stays_one():
     for given in (2**24 + 1, 2**31 - 1, -(2**31), np.int32(2**31 - 1), jnp.int32(2**31 - 1)):
         own = hkv.optim.set_hyperparam(table, "steps", given)
         assert own.optimizer.shared["hyperparams.steps"].tolist() == [int(given)]
+    with pytest.raises(TypeError, match="value must be an integer, since .* got float32, traced"):
+        jax.jit(hkv.optim.set_hyperparam, static_argnums=1)(table, "steps", 2.7)
     traced = jax.jit(lambda table, steps: hkv.optim.set_hyperparam(table, "steps", steps))
     assert traced(table, 2**31 - 1).optimizer.shared["hyperparams.steps"].tolist() == [2**31 - 1]
     for given in (5, np.array([5]), [5], jnp.array([[5]]), jnp.int32(5)):

@@ -76,6 +76,7 @@ def test_each_device_draws_from_its_own_part(mode):
     [
         ((None, 5), TypeError, "key must be one of jax.random, got NoneType"),
         ((7, 5), TypeError, r"key must be one of jax.random, got int: give jax.random.key\(seed\)"),
+        ((np.zeros(3, np.uint32), 5), TypeError, r"key must be .*, got uint32\[3\]: give"),
         ((jax.random.split(jax.random.key(0)), 5), TypeError, r"key must be .*, got key<fry>\[2\]"),
         ((jax.random.key(0), -1), ValueError, "count must be from 0 to"),
         ((jax.random.key(0), 2.0), TypeError, "count must be an int"),
@@ -95,4 +96,4 @@ def test_a_fused_tables_keys_say_whose_they_are():
     drawn = hkv.sample(table, jax.random.key(0), 200)
     ids, are_items = group.ids("items", drawn.keys)
     valid = drawn.valid & are_items
-    assert set(ids.low[valid].tolist()) <= set(range(50, 80)) and int(jnp.sum(valid)) > 9
+    assert set(ids.low[valid].tolist()) <= set(range(50, 80)) and int(jnp.sum(valid)) > 5

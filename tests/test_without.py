@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_tables_follow_changes_without_some_ids(share, begin, tmp_path):
     """Whether they have them already or not; nothing names them afterwards."""
     count = 6_000 if share == "all that witness" else 60
     ids = np.arange(count, dtype=np.uint64) * 3 + 2**63
-    gone = {"few": ids[3:5], "most": ids[4:55], "all": ids}.get(share, ids[500:5_500])
+    gone = {"few": ids[3:5], "most": ids[4:55], "all": ids}.get(share, ids[1_000:])
     table, files = history(ids, gone, 4 * count)
     follower = SGD.init(hkv.create(4 * count, DIM))
     for number, changes in enumerate(files):
@@ -119,7 +120,10 @@ def test_tables_follow_changes_without_some_ids(share, begin, tmp_path):
 def test_cleaned_changes_are_an_earlier_time_too():
     """What a trainer exports behind them names the ids no more."""
     table, _ = hkv.erase(table_of(IDS), hkv.Keys.from_numpy(IDS[:2]))
-    first = sharding.export_changes(table_of(IDS), None).without(IDS[:2], erase=False)
+    first = sharding.export_changes(table_of(IDS), None)
+    for gone in (IDS[1::-1], hkv.Keys.from_numpy(IDS[[1, 0, 1]])):  # in any order
+        assert first.without(gone).removed.tolist() == sorted(IDS[:2].tolist())
+    first = first.without(IDS[:2], erase=False)
     after = sharding.export_changes(table, first)
     assert not len(after.removed) and after.before == 4
     assert not np.isin(IDS[:2], after.witnesses.keys).any()
@@ -130,8 +134,21 @@ def test_keys_of_no_table_are_not_imported():
     group = fused(table_bits=8)
     table, _ = hkv.find_or_insert(group.create(), group.keys("items", np.array([3], np.int32)))
     exported = sharding.export_entries(table)
-    hashed = exported._replace(keys=np.array([2**63 + 5], np.uint64))
-    with pytest.raises(ValueError, match=r"keys must be of \['users', 'items'\], .* number 128 "):
-        sharding.import_entries(None, group.create(), hashed)
+    for number in (128, 2):
+        hashed = exported._replace(keys=np.array([(number << 56) + 5], np.uint64))
+        match = rf"keys must be of \['users', 'items'\], .* number {number} "
+        with pytest.raises(ValueError, match=match):
+            sharding.import_entries(None, group.create(), hashed)
     right = exported._replace(keys=group.keys("users", IDS[:1].astype(np.int32)).to_numpy())
     assert int(sharding.import_entries(None, group.create(), right)[1].inserted) == 1
+
+
+def test_exports_are_shown_without_their_arrays():
+    """Trees of something else are shown with what they hold."""
+    exported = sharding.export_entries(table_of(IDS))
+    changes = sharding.export_changes(table_of(IDS), None)
+    for own in (exported, changes):
+        assert repr(own).startswith(type(own).__name__) and "6 entries, float32[6, 2]" in repr(own)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.uint32), own)
+        assert "scores=ShapeDtypeStruct(shape=(6,), dtype=uint32)" in repr(shapes)
+        jax.jit(lambda own: repr(own) and 0)(jax.tree.map(np.uint32, exported))
