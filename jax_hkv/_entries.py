@@ -49,7 +49,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
 
     Exports of one table at several times can be joined too: an entry, and what rows share, is that
     of the export whose clock is last, and of equal clocks of the last export (an entry of the one
-    in which its score is highest): exports of replicas, by several processes, are one.
+    in which its score is highest): exports of replicas, by several processes, are one. Tables that
+    were trained apart are not told from those (docs/recipes.md has their averages).
 
     Args:
       parts: of the parts of one table, at least one.

@@ -124,8 +124,13 @@ def export_chunks(
     return chunked(call, parts, entries, min_score, changed_since)
 
 
+def _is_variable(tables: Any) -> bool:
+    """Whether it is an nnx Variable, which can be iterated whatever it holds."""
+    return hasattr(tables, "get_value")
+
+
 def _parts_of(call: str, tables: Any) -> list[Table]:
-    is_one = isinstance(tables, Table) or not isinstance(tables, Iterable)
+    is_one = not isinstance(tables, Iterable) or isinstance(tables, Table) or _is_variable(tables)
     parts: Any = [tables] if is_one else tables
     parts = list(parts)
     for part in parts:

@@ -436,9 +436,9 @@ def as_bool(call: str, argument: str, value: Any, expected: str = "True or False
     return bool(value)
 
 
-def as_keys(call: str, argument: str, ids: Any) -> Keys:
+def as_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Keys:
     """What a caller gave as keys, as Keys; errors name the call and the argument."""
-    return keys_of(check_keys(call, argument, ids))
+    return keys_of(check_keys(call, argument, ids, namespace))
 
 
 def check_fixed(call: str, argument: str, shape: tuple[Any, ...]) -> None:
@@ -481,8 +481,10 @@ def keys_of(ids: Any) -> Keys:
     return ids if isinstance(ids, Keys) else Keys(_words(ids))
 
 
-def check_keys(call: str, argument: str, ids: Any) -> Any:
+def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any:
     """What a caller gave as keys, where it is Keys, or an array of which those can be made.
+
+    Of a table that several of a collection share, whose `namespace` says so, only Keys.
 
     NumPy's 64-bit integers are taken where JAX, with x64 off, would not cut them: an id is the same
     key whether it comes as such, or through a ``jax.jit`` that has made 32 bits of it.
@@ -495,6 +497,12 @@ def check_keys(call: str, argument: str, ids: Any) -> Any:
     check_unmasked(f"{call}: {argument}", ids)
     check_not_donated(call, argument, ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
+        if namespace is not None and namespace.bits:
+            raise TypeError(
+                f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since the "
+                f"table is one of {list(namespace.tables)} together, got {type(ids).__name__}, "
+                "which does not say whose ids they are"
+            )
         return _check_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."

@@ -624,9 +624,9 @@ def is_strict(result: Any) -> bool:
 # --- Parts ---------------------------------------------------------------------------------------
 
 
-def as_flat(call: str, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
+def as_flat(call: str, table: Table, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
     """Keys as they were given, and as a batch without bags."""
-    given = as_keys(call, "keys", keys)
+    given = as_keys(call, "keys", keys, table.index.namespace)
     check_fixed(call, "keys", given.shape)
     mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
     return given, Bagged(given.reshape(-1), mask, None)

@@ -57,7 +57,7 @@ def to_write(
 ) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
     """How keys travel, the keys as they were given, and flat with their mask."""
     exchange = _sharded.exchange_of(call, table, axis_name)
-    given = as_keys(call, "keys", keys)
+    given = as_keys(call, "keys", keys, table.index.namespace)
     check_fixed(call, "keys", given.shape)
     return (
         exchange,

@@ -50,7 +50,7 @@ def batch_of(
     if bags and isinstance(keys, (Jagged, Padded)):
         check_no_mask(call, keys, valid, names)
         keys, valid = in_bags(call if names[0] == "keys" else f"{call}, {names[0]}", keys)
-    given = check_keys(call, names[0], keys)
+    given = check_keys(call, names[0], keys, table and table.index.namespace)
     check_fixed(call, names[0], given.shape)
     mask = _checks.as_mask(call, names[1], valid, given.shape)
     if table is None:

@@ -59,7 +59,7 @@ def _batch(
     check_one_device(call, table)
     if changes or table.replicas is not True:  # of which any may be read as a table of one device
         warn_of_part(call)
-    given = check_keys(call, "keys", keys)
+    given = check_keys(call, "keys", keys, table.index.namespace)
     if merges:
         check_fixed(call, "keys", given.shape)
     return given, _checks.as_mask(call, "valid", valid, given.shape)
@@ -675,10 +675,10 @@ def _erase(table: Table, given: _Given, valid: jax.Array | None) -> Any:
 
 
 def clear(table: Table) -> Table:
-    """Removes every entry; the clock goes on.
+    """Removes every entry; the clock, step counts, sightings and skipped rows go on.
 
     Args:
-      table: to change.
+      table: to change. A fresh one is made by what made it, opt.init(create(...)).
 
     Raises:
       TypeError, RuntimeError: if it is no table of one device, or is used up.

@@ -449,7 +449,8 @@ def _kind(path: Any, two: Any, three: Any) -> str:
         raise ValueError(
             f"optim.sparse: the optimizer's state{jax.tree_util.keystr(path)} is {two.dtype}, for "
             "random numbers, which rows would share or have by their position in a batch, so it "
-            "mixes rows. Use a transformation without noise"
+            "mixes rows. Use a transformation without noise, and add it to the gradients of "
+            "distinct ids (jax_hkv.unique) before the update"
         )
     if two.shape[:1] == (2,) and three.shape == (3, *two.shape[1:]):
         return _ROW

@@ -181,7 +181,7 @@ def find(
     number = fill_of(call, fill)
     touches = _checks.as_bool(call, "touch", touch)
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, table, keys, valid)
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
     scored = _checks.as_bool(call, "return_scores", return_scores)
@@ -224,7 +224,7 @@ def contains(
     """
     call = "sharding.contains"
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, table, keys, valid)
     table, result, _ = _sharded.look_up(
         exchange, table, flat, train=False, reads=False, initial=False
     )
@@ -276,7 +276,7 @@ def find_or_insert(
     """
     call = "sharding.find_or_insert"
     exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, keys, valid)
+    given, flat = _sharded.as_flat(call, table, keys, valid)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     offered = None
     if values is not None:

@@ -26,6 +26,7 @@ from jax_hkv._checks import (
     check_arrays,
     check_not_used_up,
 )
+from jax_hkv._compat import is_used_up
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
@@ -182,7 +183,8 @@ class Table:
         return (
             f"Table({self.name!r}, capacity={self.capacity:,}, dim={self.dim}, "
             f"dtype={self.dtype.name}, policy={self.policy.name}, choices={self.choices}, "
-            f"{f'replicas={self.replicas}, ' if self.replicas else ''}bytes={self.nbytes:,})"
+            f"{f'replicas={self.replicas}, ' if self.replicas else ''}bytes={self.nbytes:,}"
+            f"{', used up' if is_used_up(self.values) else ''})"
         )
 
 

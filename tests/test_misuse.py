@@ -444,3 +444,43 @@ def test_the_remedy_for_a_mask_is_of_what_is_wrong(mask, remedy):
         TypeError, match=rf"find: valid must be bool\[8\] like the keys, got .*{remedy}"
     ):
         hkv.find(hkv.create(128, DIM), IDS, valid=mask)
+
+
+def test_a_table_of_several_takes_no_ids_that_do_not_say_whose_they_are():
+    """Those of its first table would be found, written and erased, and reported as a success."""
+    tables = [hkv.TableConfig(name, 256, 2) for name in ("users", "items")]
+    (group,) = hkv.Collection(tables, [hkv.Feature(own.name, own.name) for own in tables]).groups
+    ids, rows = np.array([5, 6], np.int32), np.ones((2, 2), np.float32)
+    table, _ = hkv.find_or_insert(group.create(), group.keys("users", ids))
+    calls = {
+        "find": lambda keys: hkv.find(table, keys),
+        "contains": lambda keys: hkv.contains(table, keys),
+        "export_keys": lambda keys: hkv.export_keys(table, keys),
+        "find_or_insert": lambda keys: hkv.find_or_insert(table, keys),
+        "insert_or_assign": lambda keys: hkv.insert_or_assign(table, keys, rows),
+        "assign": lambda keys: hkv.assign(table, keys, rows),
+        "erase": lambda keys: hkv.erase(table, keys),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name}: keys must be jax_hkv.Keys, of group\.keys"):
+            call(ids)
+        call(group.keys("items", ids))
+    alone = hkv.Collection(tables[:1], [hkv.Feature("users", "users")]).groups[0].create()
+    hkv.erase(alone, ids)
+
+
+def test_a_table_that_is_used_up_is_shown_as_such():
+    table = hkv.create(128, 2)
+    assert "used up" not in repr(table)
+    jax.jit(hkv.clear, donate_argnums=0)(table)
+    assert repr(table).endswith(", used up)")
+
+
+def test_a_variable_is_named_where_parts_are_wanted():
+    embed = hkv.nnx.Embed(128, 2)
+    for call in (
+        hkv.sharding.export_entries,
+        lambda own: next(iter(hkv.sharding.export_chunks(own, 9))),
+    ):
+        with pytest.raises(TypeError, match=r"tables must be a .*Table, got TableVariable"):
+            call(embed.table)
