@@ -497,12 +497,7 @@ def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any
     check_unmasked(f"{call}: {argument}", ids)
     check_not_donated(call, argument, ids)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
-        if namespace is not None and namespace.bits:
-            raise TypeError(
-                f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since the "
-                f"table is one of {list(namespace.tables)} together, got {type(ids).__name__}, "
-                "which does not say whose ids they are"
-            )
+        check_whose(call, argument, ids, namespace)
         return _check_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
@@ -518,6 +513,16 @@ def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any
     raise TypeError(
         f"{call}: {argument} must be jax_hkv.Keys or an integer array, got {kind}. {remedy}"
     )
+
+
+def check_whose(call: str, argument: str, ids: Any, namespace: Any) -> None:
+    """Raises for ids that do not say whose they are, of a table that several share."""
+    if namespace is not None and namespace.bits and not isinstance(ids, Keys):
+        raise TypeError(
+            f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since the table "
+            f"is one of {list(namespace.tables)} together, got {type(ids).__name__}, which does "
+            "not say whose ids they are (nor do Keys of ids alone)"
+        )
 
 
 def would_cut(leaf: Any) -> bool:

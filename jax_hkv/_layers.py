@@ -126,10 +126,10 @@ def host_checked(
     def checked(state: Any = None, /, *args: Any, **named: Any) -> Any:
         nonlocal is_first
         _check_state(state, kind, named)
-        if is_first:
-            is_first = False
+        if is_first and not any(map(is_traced, jax.tree.leaves(values_of(state)))):
             warn_of_torn("train_step", values_of(state))
             check_places("train_step", values_of(state))
+            is_first = False
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)

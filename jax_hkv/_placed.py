@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_hkv import index as _index
 from jax_hkv._checks import copied_axes
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, is_used_up
 from jax_hkv._digest import names_in
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
@@ -186,6 +186,8 @@ def check_places(call: str, state: Any) -> None:
     for node in jax.tree.leaves(state, is_leaf=is_table):
         if not is_table(node) or node.clock.shape != (2,) or is_traced(node.clock):
             continue
+        if is_used_up(node.keys) or is_used_up(node.digests):
+            continue  # the step says so
         if isinstance(node.keys, jax.Array) and len(node.keys.devices()) > 1:
             continue
         lost, all_of_them = map(int, _misplaced_of_some(node.index))

@@ -158,8 +158,10 @@ class Admission:
         assert self.counters is not None
         if self.age is None:
             return dataclasses.replace(self, counters=self.counters >> 1)
-        age = jnp.stack([_later(self.age[0], jnp.bool_(True)), self.age[1]])
-        return dataclasses.replace(self, age=age)
+        # Of whole tables over devices, too, where those of the parts stand side by side.
+        is_period = np.arange(self.age.shape[-1]) % 2 == 0
+        later = _later(self.age, jnp.bool_(True))
+        return dataclasses.replace(self, age=jnp.where(is_period, later, self.age))
 
 
 def _later(period: jax.Array, is_over: jax.Array) -> jax.Array:
@@ -167,11 +169,12 @@ def _later(period: jax.Array, is_over: jax.Array) -> jax.Array:
 
 
 def _warn_of_batch(rule: Frequency, positions: int) -> None:
-    if 2 * positions > rule.width:
+    if positions > rule.width:
         warn(
             f"admission.frequency: a sketch that ages halves its counts for every {rule.width} ids "
-            f"without a row, and a batch may have {positions} of them: hardly any id is seen often "
-            "enough between two halvings. Give a width= of many batches"
+            f"without a row, and a batch may have {positions} of them: if most are distinct and "
+            "new, hardly any is seen often enough between two halvings. Give a width= of many "
+            "batches"
         )
 
 
@@ -219,7 +222,7 @@ def frequency(
       aging: whether it halves its counts by itself: for a stream that does not end.
 
     Warns:
-      UserWarning: if one batch may have more keys than half of the `width` of a sketch that ages.
+      UserWarning: if one batch has more positions than a sketch that ages has `width`.
 
     Raises:
       TypeError, ValueError: naming the argument.
@@ -277,4 +280,8 @@ def check_rule(call: str, rule: Any) -> None:
         raise TypeError(
             f"{call}: admission must be None or come from jax_hkv.admission (frequency or "
             f"probability), got {type(rule).__name__}"
+        )
+    if isinstance(rule, Frequency) and rule.aging and rule.sightings > _MOST_COUNT:
+        raise ValueError(
+            f"{call}: admission must have sightings up to {_MOST_COUNT} with aging, got {rule}"
         )

@@ -308,7 +308,7 @@ def initial_rows(table: Table, keys: Any) -> Float[Array, "*batch dim"]:
       [[0.5, 0.5]]
     """
     check_one_device("initial_rows", table)
-    return _initial_rows(table, check_keys("initial_rows", "keys", keys))
+    return _initial_rows(table, check_keys("initial_rows", "keys", keys, table.index.namespace))
 
 
 @jitted()

@@ -23,7 +23,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._bags import Bagged, Given, Layout, counts_in, joined_bags
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
-from jax_hkv._keys import Keys, check_fixed, form_of
+from jax_hkv._keys import Keys, check_fixed, check_whose, form_of
 from jax_hkv._options import Combiner, Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
@@ -99,7 +99,7 @@ def find_pooled(
         warn_of_part("find_pooled")
     initial = is_initial("find_pooled", fill)
     kind = _checks.as_row_dtype("find_pooled", dtype)
-    batch, layout = as_batch("find_pooled", combiner, ids, weights, valid)
+    batch, layout = as_batch("find_pooled", combiner, ids, weights, valid, table.index.namespace)
     clock, result = _find_bags(table, batch, initial=initial, dtype=kind, layout=layout)
     return after_read(table, clock), result
 
@@ -164,7 +164,7 @@ def find_or_insert_pooled(
     call = "find_or_insert_pooled"
     check_one_device(call, table)
     warn_of_part(call)
-    batch, layout = as_batch(call, combiner, ids, weights, valid)
+    batch, layout = as_batch(call, combiner, ids, weights, valid, table.index.namespace)
     check_fixed(call, "ids", layout.ids)
     pairs = _checks.as_scores(call, table.policy, scores, layout.ids)
     own = _checks.as_mask(call, "admit", admit, layout.ids)
@@ -400,10 +400,14 @@ def check_combiner(call: str, combiner: Any) -> None:
 
 
 def as_batch(
-    call: str, combiner: Combiner, ids: Any, weights: Any, valid: Any
+    call: str, combiner: Combiner, ids: Any, weights: Any, valid: Any, namespace: Any = None
 ) -> tuple[Bagged, Layout]:
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
+    bare = ids
+    while isinstance(bare, (features.Jagged, features.Padded)):
+        bare = bare.ids
+    check_whose(call, "ids", bare, namespace)
     given, layout = features.as_given(call, ids, weights, valid)
     batch = features.as_bagged(given, layout)
     assert batch.bags is not None

@@ -586,7 +586,7 @@ def find_pooled(
     """
     call = "sharding.find_pooled"
     exchange = exchange_of(call, table, axis_name)
-    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid, table.index.namespace)
     check_fixed(call, "ids", layout.ids)
     table, result, _ = _sharded.look_up(
         exchange,
@@ -640,7 +640,7 @@ def find_or_insert_pooled(
     """
     call = "sharding.find_or_insert_pooled"
     exchange = exchange_of(call, table, axis_name)
-    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid)
+    batch, layout = pooled.as_batch(call, combiner, ids, weights, valid, table.index.namespace)
     check_fixed(call, "ids", layout.ids)
     table, result, _ = _sharded.look_up(
         exchange,

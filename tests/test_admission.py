@@ -16,6 +16,7 @@ from combinations import daily, pairs
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle_admission import AdmittingOracle
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 
@@ -507,11 +508,9 @@ def test_a_sketch_that_ages_goes_on_telling_rare_ids_from_frequent_ones():
 
 def test_batches_as_large_as_a_sketch_that_ages_are_warned_of():
     table = hkv.create(1024, 2, admission=hkv.admission.frequency(2, width=64, aging=True))
-    hkv.find_or_insert(table, numbers(*range(32)))
-    with pytest.warns(
-        UserWarning, match="halves its counts for every 64 ids .* may have 33 of the"
-    ):
-        hkv.find_or_insert(table, numbers(*range(33)))
+    hkv.find_or_insert(table, numbers(*range(64)))
+    with pytest.warns(UserWarning, match="halves its counts for every 64 ids .* may have 65 "):
+        hkv.find_or_insert(table, numbers(*range(65)))
 
 
 @pytest.mark.parametrize("aging", [False, True])
@@ -540,3 +539,38 @@ def test_sightings_are_halved_by_hand_and_go_along_with_exports(aging):
         np.testing.assert_array_equal(merged, np.maximum(own, before))
     with pytest.raises(ValueError, match="frequency: sightings must be from 1 to 255"):
         hkv.admission.frequency(256, aging=True)
+    many = dataclasses.replace(hkv.admission.frequency(256), aging=True)
+    with pytest.raises(ValueError, match="create: admission must have sightings up to 255 with"):
+        hkv.create(1024, 2, admission=many)
+
+
+def test_behind_the_last_period_nothing_is_halved():
+    rule = hkv.admission.frequency(9, width=512, aging=True)
+    table = hkv.create(1024, 2, admission=rule)
+    last = dataclasses.replace(table.admission, age=np.array([2**24 - 2, 511], np.uint32))
+    table = dataclasses.replace(table, admission=last)
+    counts = []
+    for _ in range(3):
+        table, _ = hkv.find_or_insert(table, np.full(4, 5, np.int32))
+        counts.append(int(table.admission.sightings().max()))
+        last = dataclasses.replace(table.admission, age=table.admission.age.at[1].set(511))
+        table = dataclasses.replace(table, admission=last)
+    assert counts == [2, 6, 9]  # 4 halved at the end of the last but one
+    table = hkv.halve_sightings(table)
+    assert table.admission.age.tolist()[0] == 2**24 - 1
+    assert int(table.admission.sightings().max()) == 9
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_sightings_of_all_parts_of_a_table_are_halved(mode):
+    placement = hkv.sharding.Placement(mesh_of(2), mode=mode)
+    rule = hkv.admission.frequency(9, width=512, aging=True)
+    table = placement.create(lambda: hkv.create(1024, 2, admission=rule))
+    insert = placement.step(lambda t, k: hkv.sharding.find_or_insert(t, k, axis_name="device"))
+    for _ in range(4):
+        table, _ = insert(table, placement.put(np.arange(400, dtype=np.int32)))
+    before = [np.asarray(own.admission.sightings()) for own in placement.shards(table)]
+    halved = hkv.halve_sightings(table)
+    for own, was in zip(placement.shards(halved), before, strict=True):
+        np.testing.assert_array_equal(own.admission.sightings(), was // 2)
+        assert was.max() > 1

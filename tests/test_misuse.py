@@ -461,8 +461,16 @@ def test_a_table_of_several_takes_no_ids_that_do_not_say_whose_they_are():
         "assign": lambda keys: hkv.assign(table, keys, rows),
         "erase": lambda keys: hkv.erase(table, keys),
     }
+    calls["insert_and_evict"] = lambda keys: hkv.insert_and_evict(table, keys, rows)
+    calls["initial_rows"] = lambda keys: hkv.initial_rows(table, keys)
+    calls["find_pooled"] = lambda keys: hkv.find_pooled(table, keys.reshape(1, 2))
+    calls["find_or_insert_pooled"] = lambda keys: hkv.find_or_insert_pooled(
+        table, hkv.Jagged(keys, np.array([0, 2], np.int32))
+    )
     for name, call in calls.items():
-        with pytest.raises(TypeError, match=rf"^{name}: keys must be jax_hkv.Keys, of group\.keys"):
+        argument = "ids" if "pooled" in name else "keys"
+        message = rf"^{name}: {argument} must be jax_hkv.Keys, of group\.keys"
+        with pytest.raises(TypeError, match=message):
             call(ids)
         call(group.keys("items", ids))
     alone = hkv.Collection(tables[:1], [hkv.Feature("users", "users")]).groups[0].create()
