@@ -71,7 +71,7 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         ids = as_numpy(what, ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
-        objects = ids.flat if ids.dtype == object else ()
+        objects = ids.ravel() if ids.dtype == object else ()
         are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
         remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
         if not are_floats and (ids.dtype.kind in "UST" or any(map(is_text, objects))):

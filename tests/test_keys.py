@@ -249,7 +249,11 @@ WRONG = {
     "a list of bools": ([True, False], "dtype bool: hash or cast"),
     "a list of fractions": ([1.5], "float64: hash or cast"),
     "an empty array of fractions": (np.zeros(0), "float64: hash or cast"),
-    "texts": (np.array(["a"]), "hash or cast"),
+    "texts": (np.array(["a"]), "not Python's hash, which is salted"),
+    "a list of texts": (["a", "b"], "not Python's hash, which is salted"),
+    "bytes": (np.array([b"a"]), "not Python's hash, which is salted"),
+    "objects that are texts": (np.array(["a", "b"], object), "not Python's hash, which is salted"),
+    "objects": (np.array([{}], object), "hash or cast them to int64"),
 }
 
 
