@@ -18,7 +18,7 @@ from jax_hkv import _entries, _entry_files, _tier_checks, operations, whole_tabl
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, keys_to_go, shown
+from jax_hkv._exported import Exported, are_among, keys_to_go, shown
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
@@ -105,10 +105,10 @@ class Changes(NamedTuple):
             removed = np.union1d(removed, gone)
         own, scores, witnesses = self.keys, self.scores, self.witnesses
         if own is not None:
-            stays = ~np.isin(own, gone)
+            stays = ~are_among(own, gone)
             own, scores = own[stays], None if scores is None else scores[stays]
         if witnesses is not None and len(witnesses.keys):
-            stays = ~np.isin(witnesses.keys, gone)
+            stays = ~are_among(witnesses.keys, gone)
             seen = witnesses._replace(keys=witnesses.keys[stays], scores=witnesses.scores[stays])
             witnesses = seen if stays.any() else None  # no witness would say: without entries
         return Changes(
@@ -189,7 +189,7 @@ def export_changes(
     old = _others(_others(keys, known), np.sort(entries.keys))
     if len(old):
         whole = _exported(parts, None)
-        came = whole.select(np.isin(whole.keys, old))
+        came = whole.select(are_among(whole.keys, old))
         entries = _entries.as_one([entries, came])
     clock, witnesses = None, None
     if earlier is not None:
@@ -207,7 +207,7 @@ def _entries_of(part: Table | Tiers) -> tuple[np.ndarray, np.ndarray]:
     """The keys of a part, in any order, and their scores."""
     if isinstance(part, Tiers):  # what both have, the cache has later
         (near, own), (behind, scores) = map(_entries_of, part)
-        alone = ~np.isin(behind, near)
+        alone = ~are_among(behind, near)
         return np.append(near, behind[alone]), np.append(own, scores[alone])
     return _entries.keys_of(part), _entries.scores_of(part)
 
@@ -519,7 +519,7 @@ def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> b
     is_any = bool(len(was.keys)) or not len(_are_there(parts, entries.keys, entries.scores)[0])
     if is_first and not is_more and is_any and are_as_said(was.keys, was.scores):
         return True
-    stays = ~np.isin(was.keys, np.append(entries.keys, changes.removed))
+    stays = ~are_among(was.keys, np.append(entries.keys, changes.removed))
     are_same = _are_there(parts, was.keys[stays], was.scores[stays])[1].all()
     return bool(now == entries.clock and are_same and are_as_said(entries.keys, entries.scores))
 

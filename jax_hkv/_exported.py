@@ -115,7 +115,12 @@ class Exported(NamedTuple):
           [7]
         """
         gone = keys_to_go("Exported.without", self, keys)
-        return self.select(np.isin(self.keys, gone, invert=True))
+        return self.select(~are_among(self.keys, gone))
+
+
+def are_among(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which keys are among others; NumPy 2.0 needs to be told how for those of 2^63 and above."""
+    return np.isin(keys, others, kind="sort")
 
 
 def shown(fields: Any) -> str:
