@@ -111,9 +111,8 @@ class Changes(NamedTuple):
             stays = ~are_among(witnesses.keys, gone)
             seen = witnesses._replace(keys=witnesses.keys[stays], scores=witnesses.scores[stays])
             witnesses = seen if stays.any() else None  # no witness would say: without entries
-        return Changes(
-            self.entries.without(keys), removed, self.since, own, None, scores, witnesses
-        )
+        entries = self.entries.select(~are_among(self.entries.keys, gone))
+        return Changes(entries, removed, self.since, own, None, scores, witnesses)
 
 
 class ChangeCounts(NamedTuple):
@@ -460,9 +459,8 @@ def _found_in(table: Table, keys: np.ndarray) -> list[ScoredFindResult]:
 def _rows_in(table: Table, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which keys a table has, and their rows; one of NumPy arrays goes to no device."""
     if isinstance(table.values, np.ndarray):
-        words = np.asarray(table.keys).reshape(-1, 2).astype(np.uint64)
         order = np.argsort(keys)
-        is_one, places = _found(words[:, 0] | words[:, 1] << np.uint64(32), keys[order])
+        is_one, places = _found(Keys(np.asarray(table.keys).reshape(-1, 2)).to_numpy(), keys[order])
         is_held = is_one & (np.asarray(table.digests).reshape(-1) != 0)
         slots = np.full(len(keys), -1)
         slots[order[places[is_held[is_one]]]] = np.flatnonzero(is_held)

@@ -21,10 +21,10 @@ from jax_hkv._checks import (
 from jax_hkv._compat import of_one_device
 from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported
+from jax_hkv._exported import Exported, namespace_of
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
-from jax_hkv._namespaces import Namespace, as_array, from_array, keys_are
+from jax_hkv._namespaces import Namespace, as_array, keys_are
 from jax_hkv._placed import check_replicas
 from jax_hkv._placement import Placement, check_placement
 from jax_hkv.index import Policy
@@ -119,11 +119,6 @@ def _without_older(parts: Sequence[Exported]) -> list[Exported]:
         return list(parts)
     masks = np.split(stays, np.cumsum(counts)[:-1])
     return [part.select(own) for part, own in zip(parts, masks, strict=True)]
-
-
-def namespace_of(exported: Exported) -> Namespace | None:
-    given = exported.namespace
-    return given if given is None or isinstance(given, Namespace) else from_array(given)
 
 
 def latest_time(
@@ -491,7 +486,7 @@ def check_fits(
             f"group.take({argument.split('.')[0]}, of=its_group), or, of keys by group.keys, "
             f"{_replaced(argument, 'namespace=group.namespace')}"
         )
-    if own is not None and own.bits and len(exported.keys):
+    if own is not None and len(exported.keys):
         latest, most = exported.keys.max(), len(own.tables) - 1
         if (number := int(latest) >> (64 - own.bits)) > most:
             raise ValueError(

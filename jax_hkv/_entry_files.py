@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import _entries
-from jax_hkv._exported import Exported
+from jax_hkv._exported import Exported, namespace_of
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
@@ -63,7 +63,7 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
     rows |= {f"{_SHARED}{name}": leaf for name, leaf in exported.shared.items()}
     if exported.counters is not None:
         rows["counters"] = exported.counters
-    if (namespace := as_array(_entries.namespace_of(exported))) is not None:
+    if (namespace := as_array(namespace_of(exported))) is not None:
         rows["namespace"] = namespace
     if exported.seed is not None:
         rows["seed"] = np.asarray(exported.seed, np.uint64)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_hkv._keys import Keys, as_integers, check_unmasked
-from jax_hkv._namespaces import Namespace
+from jax_hkv._keys import Keys, as_integers, check_unmasked, check_whose
+from jax_hkv._namespaces import Namespace, from_array
 
 
 class Exported(NamedTuple):
@@ -118,6 +118,11 @@ class Exported(NamedTuple):
         return self.select(~are_among(self.keys, gone))
 
 
+def namespace_of(exported: Exported) -> Namespace | None:
+    given = exported.namespace
+    return given if given is None or isinstance(given, Namespace) else from_array(given)
+
+
 def are_among(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which keys are among others; NumPy 2.0 needs to be told how for those of 2^63 and above."""
     return np.isin(keys, others, kind="sort")
@@ -131,13 +136,7 @@ def shown(fields: Any) -> str:
 
 def keys_to_go(call: str, exported: Exported, keys: Any) -> np.ndarray:
     """Keys of a caller as exports have them, in order."""
-    if isinstance(keys, Keys):
-        return np.unique(keys.to_numpy())
-    if exported.namespace is not None:
-        raise TypeError(
-            f"{call}: keys must be jax_hkv.Keys, since the entries are of a collection's fused "
-            f"tables, got {type(keys).__name__}, which does not say whose ids they are: give "
-            "group.keys(name, ids)"
-        )
-    ids = as_integers(keys, f"{call}: keys")
-    return np.unique(Keys.from_numpy(ids).to_numpy())
+    check_whose(call, "keys", keys, namespace_of(exported))
+    if not isinstance(keys, Keys):
+        keys = Keys.from_numpy(as_integers(keys, f"{call}: keys"))
+    return np.unique(keys.to_numpy())

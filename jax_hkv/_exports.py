@@ -124,13 +124,9 @@ def export_chunks(
     return chunked(call, parts, entries, min_score, changed_since)
 
 
-def _is_variable(tables: Any) -> bool:
-    """Whether it is an nnx Variable, which can be iterated whatever it holds."""
-    return hasattr(tables, "get_value")
-
-
 def _parts_of(call: str, tables: Any) -> list[Table]:
-    is_one = not isinstance(tables, Iterable) or isinstance(tables, Table) or _is_variable(tables)
+    is_variable = hasattr(tables, "get_value")  # which can be iterated whatever it holds
+    is_one = isinstance(tables, Table) or is_variable or not isinstance(tables, Iterable)
     parts: Any = [tables] if is_one else tables
     parts = list(parts)
     for part in parts:

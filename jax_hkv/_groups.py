@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool
 from jax_hkv import initializers
 from jax_hkv._changes import Changes
 from jax_hkv._checks import as_integer, as_replicas
-from jax_hkv._entries import check_exported, is_of, namespace_of
+from jax_hkv._entries import check_exported, is_of
 from jax_hkv._exchange import Exchange, as_exchange
-from jax_hkv._exported import Exported
+from jax_hkv._exported import Exported, namespace_of
 from jax_hkv._keys import Keys, as_keys
 from jax_hkv._namespaces import (
     Namespace,

@@ -12,7 +12,16 @@ import numpy as np
 
 from jax_hkv import _ffi
 from jax_hkv._compat import is_traced
-from jax_hkv._keys import OF_FLOATS, OF_TEXTS, Keys, check_unmasked, form_of, is_missing, is_text
+from jax_hkv._keys import (
+    OF_FLOATS,
+    OF_TEXTS,
+    Keys,
+    check_unmasked,
+    form_of,
+    has_texts,
+    is_missing,
+    is_text,
+)
 
 _LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 _TRACED = (
@@ -71,10 +80,10 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         ids = as_numpy(what, ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
-        objects = ids.ravel() if ids.dtype == object else ()
+        objects = ids.flat if ids.dtype == object else ()
         are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
         remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
-        if not are_floats and (ids.dtype.kind in "UST" or any(map(is_text, objects))):
+        if not are_floats and has_texts(ids):
             remedy = OF_TEXTS
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"

@@ -366,6 +366,10 @@ def is_text(value: Any) -> bool:
     return isinstance(value, (str, bytes))
 
 
+def has_texts(array: np.ndarray) -> bool:
+    return array.dtype.kind in "UST" or (array.dtype == object and any(map(is_text, array.flat)))
+
+
 def as_integers(ids: Any, label: str) -> np.ndarray:
     """What a caller gave as ids, as an array of integers; errors begin with what it is."""
     check_unmasked(label, ids)
@@ -408,7 +412,7 @@ def as_integers(ids: Any, label: str) -> np.ndarray:
             remedy = "hash or cast them to 64 bits first"
     elif array.dtype.kind == "f" or any(map(is_missing, numbers)):
         remedy = OF_FLOATS
-    elif array.dtype.kind in "USOT" and (array.dtype.kind != "O" or any(map(is_text, array.flat))):
+    elif has_texts(array):
         remedy = OF_TEXTS
     else:
         remedy = "hash or cast them to int64 or uint64 first"
@@ -517,7 +521,7 @@ def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any
 
 def check_whose(call: str, argument: str, ids: Any, namespace: Any) -> None:
     """Raises for ids that do not say whose they are, of a table that several share."""
-    if namespace is not None and namespace.bits and not isinstance(ids, Keys):
+    if namespace is not None and not isinstance(ids, Keys):
         raise TypeError(
             f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since the table "
             f"is one of {list(namespace.tables)} together, got {type(ids).__name__}, which does "

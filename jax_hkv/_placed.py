@@ -166,7 +166,7 @@ def warn_of_torn(call: str, state: Any) -> None:
     """Warns of tables of one device whose arrays lie in pieces on several."""
     for node in jax.tree.leaves(state, is_leaf=is_table):
         values = node.values if is_table(node) else None
-        if not isinstance(values, jax.Array) or is_traced(values) or node.clock.shape != (2,):
+        if not isinstance(values, jax.Array) or node.clock.shape != (2,):
             continue
         if not values.sharding.is_fully_replicated:
             warn(
@@ -184,7 +184,7 @@ _SOME_BUCKETS = 16
 def check_places(call: str, state: Any) -> None:
     """Raises if entries of a table of one device, some of them, stand where no lookup looks."""
     for node in jax.tree.leaves(state, is_leaf=is_table):
-        if not is_table(node) or node.clock.shape != (2,) or is_traced(node.clock):
+        if not is_table(node) or node.clock.shape != (2,):
             continue
         if is_used_up(node.keys) or is_used_up(node.digests):
             continue  # the step says so

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_sharding_traffic import mesh_of
+from test_without import fused
 
 import jax_hkv as hkv
 from jax_hkv import sharding
@@ -88,8 +89,7 @@ def test_what_cannot_be_drawn_is_named(given, error, message):
 
 
 def test_a_fused_tables_keys_say_whose_they_are():
-    tables = [hkv.TableConfig(name, 256, 2) for name in ("users", "items")]
-    (group,) = hkv.Collection(tables, [hkv.Feature(n, n) for n in ("users", "items")]).groups
+    group = fused()
     table = group.create()
     for name, own in (("users", range(50)), ("items", range(50, 80))):
         table, _ = hkv.find_or_insert(table, group.keys(name, np.array(own, np.int32)))
