@@ -18,7 +18,7 @@ from jax_hkv import _entries, _entry_files, _tier_checks, operations, whole_tabl
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, are_among, keys_to_go, shown
+from jax_hkv._exported import Exported, are_among, given_keys, shown
 from jax_hkv._exports import all_of, first_change
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
@@ -99,7 +99,7 @@ class Changes(NamedTuple):
           ([6], [5])
         """
         call = "Changes.without"
-        gone = keys_to_go(call, self.entries, keys)
+        gone = given_keys(call, self.entries, keys)
         removed = _others(self.removed, gone)
         if as_bool(call, "erase", erase):
             removed = np.union1d(removed, gone)

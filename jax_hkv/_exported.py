@@ -62,9 +62,8 @@ class Exported(NamedTuple):
 
         Args:
           which: a mask, ``bool[n]``; or places, integers from 0 to n - 1, whose order is theirs.
-            Of ids ``np.isin(exported.keys, jax_hkv.Keys.from_numpy(ids).to_numpy())``: NumPy
-            compares ``uint64`` with other integers as floats, which round ids above 2^53; all but
-            those of some ids: :meth:`without`.
+            By ids there are :meth:`only` and :meth:`without`: NumPy compares ``uint64`` with other
+            integers as floats, which round ids above 2^53.
 
         Raises:
           TypeError, ValueError: if it is neither.
@@ -76,8 +75,8 @@ class Exported(NamedTuple):
           >>> exported = hkv.sharding.export_entries(table)
           >>> exported.select(np.argsort(exported.keys)).values.tolist()
           [[5.0], [6.0], [7.0]]
-          >>> exported.select(np.isin(exported.keys, np.uint64([5, 6]), invert=True)).keys.tolist()
-          [7]
+          >>> exported.select(exported.scores > 0).keys.size
+          3
         """
         check_unmasked("Exported.select: which", which, "give which.filled(False), or its places")
         count, places = len(self.keys), np.asarray(which)
@@ -89,15 +88,15 @@ class Exported(NamedTuple):
         if not (is_mask or (are_places and places.ndim == 1)):
             raise ValueError(
                 f"Exported.select: which must be a mask, bool[{count}], or places below {count}, "
-                f"got {got}: compare keys or scores; of ids np.isin(exported.keys, "
-                "jax_hkv.Keys.from_numpy(ids).to_numpy())"
+                f"got {got}: compare scores, or values; by ids there are only(keys) and "
+                "without(keys)"
             )
         own = places if is_mask else places.astype(np.int64)
         columns = jax.tree.map(lambda leaf: leaf[own], self.columns())
         return Exported(*columns, *self[len(columns) :])
 
-    def without(self, keys: Any) -> Exported:
-        """All entries but those of some keys: of ids that must go.
+    def only(self, keys: Any) -> Exported:
+        """The entries of some keys, as far as there are any, in the order that they have here.
 
         Args:
           keys: :class:`jax_hkv.Keys` of any shape, or ids, integers on the host. Of a collection's
@@ -110,12 +109,29 @@ class Exported(NamedTuple):
           >>> import jax_hkv as hkv
           >>> table, _ = hkv.insert_or_assign(
           ...     hkv.create(128, 1), np.array([7, -5], np.int32), np.float32([[7], [5]]))
+          >>> hkv.sharding.export_entries(table).only([-5, 6]).values.tolist()
+          [[5.0]]
+        """
+        return self.select(are_among(self.keys, given_keys("Exported.only", self, keys)))
+
+    def without(self, keys: Any) -> Exported:
+        """All entries but those of some keys: of ids that must go.
+
+        Args:
+          keys: see :meth:`only`.
+
+        Raises:
+          TypeError: if they are something else.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> table, _ = hkv.insert_or_assign(
+          ...     hkv.create(128, 1), np.array([7, -5], np.int32), np.float32([[7], [5]]))
           >>> exported = hkv.sharding.export_entries(table)
           >>> exported.without([-5, 6]).keys.tolist()
           [7]
         """
-        gone = keys_to_go("Exported.without", self, keys)
-        return self.select(~are_among(self.keys, gone))
+        return self.select(~are_among(self.keys, given_keys("Exported.without", self, keys)))
 
 
 def namespace_of(exported: Exported) -> Namespace | None:
@@ -124,8 +140,9 @@ def namespace_of(exported: Exported) -> Namespace | None:
 
 
 def are_among(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which keys are among others; NumPy 2.0 needs to be told how for those of 2^63 and above."""
-    return np.isin(keys, others, kind="sort")
+    """Which keys are among others, as words of 64 bits: those of an export may be signed."""
+    own, asked = (part.astype(np.uint64, copy=False) for part in (keys, others))
+    return np.isin(own, asked, kind="sort")  # NumPy 2.0's own choice fails from 2^63 on
 
 
 def shown(fields: Any) -> str:
@@ -134,9 +151,9 @@ def shown(fields: Any) -> str:
     return f"{type(fields).__name__}({own})"
 
 
-def keys_to_go(call: str, exported: Exported, keys: Any) -> np.ndarray:
+def given_keys(call: str, exported: Exported, keys: Any) -> np.ndarray:
     """Keys of a caller as exports have them, in order."""
-    check_whose(call, "keys", keys, namespace_of(exported))
     if not isinstance(keys, Keys):
+        check_whose(call, "keys", keys, namespace_of(exported))
         keys = Keys.from_numpy(as_integers(keys, f"{call}: keys"))
     return np.unique(keys.to_numpy())

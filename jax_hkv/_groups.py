@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +29,14 @@ from jax_hkv._options import Combiner
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._table_counts import TableCounts, of_one
 from jax_hkv._warnings import warn
+from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.pooled import COMBINERS
 from jax_hkv.table import Counts, InsertResult, Settings, Table, check_dim, create
 
 _Entries = TypeVar("_Entries", Exported, Changes)
+_Bags = TypeVar("_Bags", Jagged, Padded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,14 +194,21 @@ class Group:
             raise ValueError(f"Group {self.name!r}: table must be one of {names}, got {table!r}")
         return names.index(table)
 
-    def keys(self, table: str, ids: Any) -> Keys:
+    @overload
+    def keys(self, table: str, ids: _Bags) -> _Bags: ...
+
+    @overload
+    def keys(self, table: str, ids: Any) -> Keys: ...
+
+    def keys(self, table: str, ids: Any) -> Any:
         """The keys that ids of one of the tables have in the physical table.
 
         All operations on that take them: a warm start is ``jax_hkv.insert_or_assign`` with them.
 
         Args:
           table: by its name.
-          ids: Keys or integers, of any shape.
+          ids: Keys or integers, of any shape; or a :class:`Jagged` or :class:`Padded` of them,
+            which comes back with keys.
 
         Example:
           >>> import jax_hkv
@@ -211,6 +220,8 @@ class Group:
           >>> tables[group.name], _ = jax_hkv.insert_or_assign(
           ...     tables[group.name], keys, jnp.ones((1, 2), jnp.float32))
         """
+        if isinstance(ids, (Jagged, Padded)):
+            return dataclasses.replace(ids, ids=self.keys(table, ids.ids))
         keys = as_keys("Group.keys", "ids", ids)
         return in_namespace(keys, self.number(table), self.bits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,16 +12,8 @@ import numpy as np
 
 from jax_hkv import _ffi
 from jax_hkv._compat import is_traced
-from jax_hkv._keys import (
-    OF_FLOATS,
-    OF_TEXTS,
-    Keys,
-    check_unmasked,
-    form_of,
-    has_texts,
-    is_missing,
-    is_text,
-)
+from jax_hkv._id_types import remedy_of, remedy_of_value
+from jax_hkv._keys import Keys, check_unmasked, form_of
 
 _LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 _TRACED = (
@@ -80,13 +72,9 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         ids = as_numpy(what, ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
-        objects = ids.flat if ids.dtype == object else ()
-        are_floats = ids.dtype.kind == "f" or any(map(is_missing, objects))
-        remedy = OF_FLOATS if are_floats else "hash or cast its ids to int64 or uint64 first"
-        if not are_floats and has_texts(ids):
-            remedy = OF_TEXTS
         raise TypeError(
-            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: {remedy}"
+            f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: "
+            f"{'flatten it' if ids.dtype.kind in 'iu' else remedy_of(ids)}"
         )
     no_bags = (str, bytes, bytearray, memoryview, Mapping)  # whose values would be lost
     if isinstance(ids, no_bags) or not isinstance(ids, Collection):
@@ -105,9 +93,7 @@ def words_of(what: str, ids: Any) -> np.ndarray:
                 raise TypeError
             word = operator.index(given)
         except TypeError:
-            remedy = OF_FLOATS if is_missing(given) else "hash or cast its ids to int first"
-            remedy = OF_TEXTS if is_text(given) else remedy
-            remedy = _TRACED if is_traced(given) else remedy
+            remedy = _TRACED if is_traced(given) else remedy_of_value(given)
             raise TypeError(
                 f"{what} must hold integers, got {type(given).__name__} {given!r}: {remedy}"
             ) from None
@@ -146,15 +132,27 @@ def weights_of(weights: Any, lengths: list[int]) -> np.ndarray:
     return np.concatenate(factors or [np.zeros(0)])
 
 
-def flat(call: str, argument: str, given: Any, kinds: str, if_masked: str = _MASKED) -> np.ndarray:
+def flat_ids(call: str, argument: str, given: Any) -> np.ndarray:
+    """Integers along one axis, which are ids."""
+    return flat(call, argument, given, "iu", remedy=remedy_of)
+
+
+def flat(
+    call: str,
+    argument: str,
+    given: Any,
+    kinds: str,
+    if_masked: str = _MASKED,
+    remedy: Callable[[np.ndarray], str] | None = None,
+) -> np.ndarray:
     """Numbers along one axis, of the given kinds of NumPy; an empty list is of any kind."""
     array = as_numpy(f"{call}: {argument}", given, if_masked)
     is_kind = array.dtype.kind in kinds or ("f" in kinds and array.dtype in _ffi.FLOATS)
     if array.ndim == 1 and (is_kind or not np.size(given)):
         return array.astype(np.int64) if not array.size else array
     what = "numbers" if "f" in kinds else "integers"
-    remedy = "flatten them" if is_kind else f"give an array whose dtype is one of {what}"
+    to_do = f"give an array whose dtype is one of {what}" if remedy is None else remedy(array)
     raise TypeError(
         f"{call}: {argument} must be {what} along one axis, got {array.dtype}{list(array.shape)}: "
-        f"{remedy}"
+        f"{'flatten them' if is_kind else to_do}"
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
 from jax_hkv._compat import is_fixed, is_traced, is_used_up, replicated
+from jax_hkv._id_types import remedy_of
 
 _WORD_BITS = 32
 _LOW_WORD = 0xFFFFFFFF
@@ -347,29 +348,6 @@ def check_unmasked(what: str, array: Any, remedy: str = _FILL) -> None:
         raise TypeError(f"{what} must not be a masked array, whose mask would be lost: {remedy}")
 
 
-# What to do about ids that came as floats.
-OF_FLOATS = (
-    "hash or cast them before they become floats, which round ids above 2**53. A column with "
-    "missing values comes as floats, or with None in it: fill those (fill_null(0), or fillna(0) of "
-    "an Int64 column) before NumPy makes an array of it, and give valid=, False where they were"
-)
-
-
-# And as texts.
-OF_TEXTS = (
-    "hash them to 64 bits by a function that is the same in every process (of hashlib, or xxhash; "
-    "not Python's hash, which is salted anew in each of them)"
-)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, (str, bytes))
-
-
-def has_texts(array: np.ndarray) -> bool:
-    return array.dtype.kind in "UST" or (array.dtype == object and any(map(is_text, array.flat)))
-
-
 def as_integers(ids: Any, label: str) -> np.ndarray:
     """What a caller gave as ids, as an array of integers; errors begin with what it is."""
     check_unmasked(label, ids)
@@ -410,19 +388,9 @@ def as_integers(ids: Any, label: str) -> np.ndarray:
             )
         else:
             remedy = "hash or cast them to 64 bits first"
-    elif array.dtype.kind == "f" or any(map(is_missing, numbers)):
-        remedy = OF_FLOATS
-    elif has_texts(array):
-        remedy = OF_TEXTS
     else:
-        remedy = "hash or cast them to int64 or uint64 first"
+        remedy = remedy_of(array, numbers)
     raise TypeError(f"{label} must hold integers, got dtype {array.dtype}: {remedy}")
-
-
-def is_missing(value: Any) -> bool:
-    """Whether it stands for a missing value, or is a float, as those beside one become."""
-    is_float = isinstance(value, (float, np.floating))
-    return value is None or is_float or type(value).__name__ in ("NAType", "NaTType")
 
 
 def as_bool(call: str, argument: str, value: Any, expected: str = "True or False") -> bool:
@@ -500,8 +468,8 @@ def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any
         return ids if words is ids.words else Keys(words)
     check_unmasked(f"{call}: {argument}", ids)
     check_not_donated(call, argument, ids)
+    check_whose(call, argument, ids, namespace)
     if isinstance(ids, (jax.Array, np.ndarray, np.generic)):
-        check_whose(call, argument, ids, namespace)
         return _check_array(call, argument, replicated(ids))
     kind = type(ids).__name__
     remedy = "Make keys on the host with jax_hkv.Keys.from_numpy(ids)."
@@ -523,9 +491,10 @@ def check_whose(call: str, argument: str, ids: Any, namespace: Any) -> None:
     """Raises for ids that do not say whose they are, of a table that several share."""
     if namespace is not None and not isinstance(ids, Keys):
         raise TypeError(
-            f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since the table "
-            f"is one of {list(namespace.tables)} together, got {type(ids).__name__}, which does "
-            "not say whose ids they are (nor do Keys of ids alone)"
+            f"{call}: {argument} must be jax_hkv.Keys, of group.keys(name, ids), since keys of the "
+            f"table, of {list(namespace.tables)}, say whose they are, got {type(ids).__name__}, "
+            "which does not (nor do Keys of ids alone, as Jagged.from_lists and from_lengths make "
+            "them: give group.keys(name, bags))"
         )
 
 
@@ -583,7 +552,7 @@ def _check_array(call: str, argument: str, ids: Any) -> Any:
             )
         return Keys.from_numpy(ids)
     if ids.dtype not in _INTEGERS:
-        remedy = "hash anything else to 64 bits"
+        remedy = remedy_of(ids)
         if jnp.issubdtype(ids.dtype, np.integer) and not ids.dtype.isnative:
             remedy = "its bytes have another order than here: give jax_hkv.Keys.from_numpy(ids)"
         raise TypeError(

@@ -33,7 +33,7 @@ from jax_hkv._host_checks import check_host
 from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
-from jax_hkv._placed import check_places, warn_of_torn
+from jax_hkv._placed import are_sound
 from jax_hkv._placement import Placement
 from jax_hkv._warnings import agree, lookup_of_layer, warn
 from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
@@ -120,16 +120,13 @@ def host_checked(
     """
     expected = "True or False"
     check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
-    is_first = placement is None
+    is_new = placement is None  # until a state with entries has been seen
 
     @functools.wraps(jitted, updated=())
     def checked(state: Any = None, /, *args: Any, **named: Any) -> Any:
-        nonlocal is_first
+        nonlocal is_new
         _check_state(state, kind, named)
-        if is_first and not any(map(is_traced, jax.tree.leaves(values_of(state)))):
-            warn_of_torn("train_step", values_of(state))
-            check_places("train_step", values_of(state))
-            is_first = False
+        is_known = is_new and are_sound("train_step", values_of(state))
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)
@@ -166,6 +163,7 @@ def host_checked(
                     "make a step for each, train_step(functools.partial(loss_fn, flag=True))"
                 )
             raise
+        is_new = is_new and not is_known
         for where, overflow in info_of(outputs).strict_overflow.items():
             if check_overflow and not is_traced(overflow):  # in a scan its report tells
                 sharding.check_overflow(overflow, where, outputs)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_hkv import index as _index
 from jax_hkv._checks import copied_axes
-from jax_hkv._compat import is_traced, is_used_up
+from jax_hkv._compat import is_traced, is_used_up, trace_state_clean
 from jax_hkv._digest import names_in
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
@@ -162,7 +162,7 @@ def warn_of_split(call: str, state: Any, placement: Any) -> None:
             return
 
 
-def warn_of_torn(call: str, state: Any) -> None:
+def _warn_of_torn(call: str, state: Any) -> None:
     """Warns of tables of one device whose arrays lie in pieces on several."""
     for node in jax.tree.leaves(state, is_leaf=is_table):
         values = node.values if is_table(node) else None
@@ -181,16 +181,26 @@ def warn_of_torn(call: str, state: Any) -> None:
 _SOME_BUCKETS = 16
 
 
-def check_places(call: str, state: Any) -> None:
-    """Raises if entries of a table of one device, some of them, stand where no lookup looks."""
-    for node in jax.tree.leaves(state, is_leaf=is_table):
-        if not is_table(node) or node.clock.shape != (2,):
-            continue
+def are_sound(call: str, state: Any) -> bool:
+    """Looks for tables that are no whole ones; whether that is known of the next state, too."""
+    if not trace_state_clean():  # also of a state that a program has closed over
+        return False
+    _warn_of_torn(call, state)
+    return _check_places(call, state)
+
+
+def _check_places(call: str, state: Any) -> bool:
+    """Raises if entries of a table of one device, some of them, stand where no lookup looks.
+
+    Whether there was any, or there is no such table.
+    """
+    tables = [node for node in jax.tree.leaves(state, is_leaf=is_table) if is_table(node)]
+    own = [node for node in tables if node.clock.shape == (2,) and _is_whole(node.index)]
+    seen = 0
+    for node in own:
         if is_used_up(node.keys) or is_used_up(node.digests):
             continue  # the step says so
-        if isinstance(node.keys, jax.Array) and len(node.keys.devices()) > 1:
-            continue
-        lost, all_of_them = map(int, _misplaced_of_some(node.index))
+        lost, all_of_them = map(int, _misplaced_of_some(jax.tree.map(_of_one, node.index)))
         if lost:
             raise ValueError(
                 f"{call}: table {node.name!r} must have its entries where lookups find them, got "
@@ -199,6 +209,18 @@ def check_places(call: str, state: Any) -> None:
                 "them or fills them up) or for other choices. Restore it into a table of the "
                 "capacity that was saved (docs/guide.md, Growth); jax_hkv.resize makes it another"
             )
+        seen += all_of_them
+    return seen > 0 or not own
+
+
+def _is_whole(index: _index.Index) -> bool:
+    """Whether every device that has any of it has all of it."""
+    leaves = jax.tree.leaves(index)
+    return all(not isinstance(leaf, jax.Array) or leaf.is_fully_replicated for leaf in leaves)
+
+
+def _of_one(leaf: Any) -> Any:
+    return leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
 
 
 @jax.jit

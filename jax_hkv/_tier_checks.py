@@ -19,7 +19,7 @@ from jax_hkv._namespaces import keys_are
 from jax_hkv._placed import is_saved
 from jax_hkv._tiers import Tiers
 from jax_hkv._warnings import warn_of_part
-from jax_hkv.features import Jagged, Padded, as_bagged
+from jax_hkv.features import Jagged, Padded, as_bagged, check_whose_bags
 from jax_hkv.table import Table, check_one_device, forms_of
 from jax_hkv.table import check_table as check_is_table
 
@@ -38,22 +38,27 @@ _PLACED = (
 
 def batch_of(
     call: str,
-    table: Table | None,
+    table: Table,
     keys: Any,
     valid: Any,
     *,
     bags: bool = False,
     names: tuple[str, str] = ("keys", "valid"),
+    is_placed: bool = False,
 ) -> tuple[Any, jax.Array | None]:
-    """Keys and mask, checked, on the table's device, before a table is used up."""
+    """Keys and mask, checked, on the table's device, before a table is used up.
+
+    Those that a placement has put stay where they are.
+    """
     warn_of_part(call, "call tiered.prefetch outside of steps, with placement=")
+    check_whose_bags(call, names[0], keys, table.index.namespace)
     if bags and isinstance(keys, (Jagged, Padded)):
         check_no_mask(call, keys, valid, names)
         keys, valid = in_bags(call if names[0] == "keys" else f"{call}, {names[0]}", keys)
-    given = check_keys(call, names[0], keys, table and table.index.namespace)
+    given = check_keys(call, names[0], keys)
     check_fixed(call, names[0], given.shape)
     mask = _checks.as_mask(call, names[1], valid, given.shape)
-    if table is None:
+    if is_placed:
         return given, mask
     for name, argument in zip(names, (given, mask), strict=True):
         for leaf in jax.tree.leaves(argument):

@@ -25,7 +25,7 @@ from jax_hkv._keys import Keys
 from jax_hkv._placed import cut, is_saved, is_table
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
-from jax_hkv.features import Jagged, Padded
+from jax_hkv.features import Jagged, Padded, check_whose_bags
 from jax_hkv.table import Table, check_table
 
 
@@ -45,15 +45,20 @@ class OneTable:
 def batch_of(
     call: str,
     placement: Placement,
+    tiers: Any,
     keys: Any,
     valid: Any,
     names: tuple[str, str] = ("keys", "valid"),
 ) -> dict[str, Any]:
-    """Keys of all devices, checked as those of one."""
+    """Keys of all devices, checked as those of one; those of bags where they are taken apart."""
+    if not isinstance(tiers, Tiers):
+        _tier_checks.check(call, tiers)
+    check_table(call, tiers.cache)
     if isinstance(keys, (Jagged, Padded)):
+        check_whose_bags(call, names[0], keys, tiers.cache.index.namespace)
         _tier_checks.check_no_mask(call, keys, valid, names)
     else:
-        _tier_checks.batch_of(call, None, keys, valid, names=names)
+        _tier_checks.batch_of(call, tiers.cache, keys, valid, names=names, is_placed=True)
     placement.check_named(call, dict(zip(names, (keys, valid), strict=True)))
     return {"keys": keys, "valid": valid}
 

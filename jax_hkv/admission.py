@@ -142,7 +142,17 @@ class Admission:
         return (words & _MOST_COUNT) >> of_counts.minimum(halvings, np.uint32(_COUNT_BITS))
 
     def sightings(self) -> Any:
-        """``uint32[depth, width]``, the counts of the sketch; None where there is none."""
+        """``uint32[depth, width]``, the counts of the sketch; None where there is none.
+
+        Raises:
+          ValueError: if it is of a table over devices, whose parts have halved theirs at times of
+            their own.
+        """
+        if self.age is not None and self.age.shape != (2,):
+            raise ValueError(
+                "Admission.sightings: age must be uint32[2], of one device, got "
+                f"uint32{list(self.age.shape)}: ask the parts of the table, placement.shards(table)"
+            )
         return None if self.counters is None else self._counts(self.counters)
 
     def with_sightings(self, counts: np.ndarray) -> Admission:
@@ -169,7 +179,7 @@ def _later(period: jax.Array, is_over: jax.Array) -> jax.Array:
 
 
 def _warn_of_batch(rule: Frequency, positions: int) -> None:
-    if positions > rule.width:
+    if 2 * positions > rule.width:
         warn(
             f"admission.frequency: a sketch that ages halves its counts for every {rule.width} ids "
             f"without a row, and a batch may have {positions} of them: if most are distinct and "
@@ -222,7 +232,7 @@ def frequency(
       aging: whether it halves its counts by itself: for a stream that does not end.
 
     Warns:
-      UserWarning: if one batch has more positions than a sketch that ages has `width`.
+      UserWarning: if one batch has more positions than half of the `width` of a sketch that ages.
 
     Raises:
       TypeError, ValueError: naming the argument.

@@ -22,6 +22,7 @@ from jax_hkv._host_bags import (
     as_numpy,
     check_on_host,
     flat,
+    flat_ids,
     plain_words,
     weights_of,
     words_of,
@@ -31,6 +32,7 @@ from jax_hkv._keys import (
     check_fixed,
     check_keys,
     check_unmasked,
+    check_whose,
     form_of,
     keys_of,
 )
@@ -134,7 +136,7 @@ class Jagged:
         elif given is not values and given.dtype.kind in "fO":  # NumPy finds no integer type
             ids = words_of(f"{call}: values", values)
         else:
-            ids = Keys.from_numpy(flat(call, "values", given, "iu")).to_numpy()
+            ids = Keys.from_numpy(flat_ids(call, "values", given)).to_numpy()
         if ids.ndim != 1:
             raise ValueError(
                 f"{call}: values must be flat, the ids of one bag after the other, got "
@@ -193,7 +195,7 @@ class Jagged:
                     f"shape {list(ids.shape[:-1])}: reshape them"
                 )
         else:
-            ids = flat(call, "ids", self.ids, "iu")
+            ids = flat_ids(call, "ids", self.ids)
         splits = known_splits(call, "row_splits", self.row_splits, len(ids))
         given = len(splits) - 1
         batch = given if batch is None else _checks.as_integer(call, "batch", batch, 0, MAX_SLOTS)
@@ -336,6 +338,14 @@ def as_given(
     factors = as_weights(call, weights, keys.shape)
     shape = (*keys.shape, 1) if is_each else keys.shape
     return Given(keys, mask, factors, None), Layout(shape, shape[:-1], weights is not None)
+
+
+def check_whose_bags(call: str, argument: str, ids: Any, namespace: Any) -> None:
+    """Raises for ids, or bags of them, that do not say whose they are, where they are to."""
+    while isinstance(ids, (Jagged, Padded)):
+        ids, argument = ids.ids, f"{argument}.ids"
+    check_unmasked(f"{call}: {argument}", ids)
+    check_whose(call, argument, ids, namespace)
 
 
 @jitted("layout")

@@ -23,7 +23,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._bags import Bagged, Given, Layout, counts_in, joined_bags
 from jax_hkv._compat import match_varying
 from jax_hkv._inserts import insert_result, insert_rows
-from jax_hkv._keys import Keys, check_fixed, check_whose, form_of
+from jax_hkv._keys import Keys, check_fixed, form_of
 from jax_hkv._options import Combiner, Fill
 from jax_hkv._pins import pinned_slots
 from jax_hkv._warnings import warn_of_part
@@ -404,10 +404,7 @@ def as_batch(
 ) -> tuple[Bagged, Layout]:
     """Bags of ids as a caller gave them, checked, with the weights of the combiner."""
     check_combiner(call, combiner)
-    bare = ids
-    while isinstance(bare, (features.Jagged, features.Padded)):
-        bare = bare.ids
-    check_whose(call, "ids", bare, namespace)
+    features.check_whose_bags(call, "ids", ids, namespace)
     given, layout = features.as_given(call, ids, weights, valid)
     batch = features.as_bagged(given, layout)
     assert batch.bags is not None

@@ -181,7 +181,7 @@ def prefetch(
     inserts = _checks.as_bool(call, "insert", insert)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, placement, keys, valid)
+        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, placement, tiers, keys, valid)
         keys_of = _tier_parts.OneTable(call)
         return _tier_parts.prefetch(call, placement, own, keys_of, batch, inserts)["keys"]
     _tier_checks.check(call, tiers)
@@ -258,7 +258,7 @@ def step_and_prefetch(
         kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
     else:
         placement = _tier_parts.check_placement(call, placement)
-        batch = _tier_parts.batch_of(call, placement, keys, valid)
+        batch = _tier_parts.batch_of(call, placement, tiers, keys, valid)
     if coming is None:
         if placement is not None:
             _tier_parts.parts_of(call, placement, tiers)  # which checks them
@@ -270,7 +270,8 @@ def step_and_prefetch(
         )
         after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
     else:
-        both = batch, _tier_parts.batch_of(call, placement, coming, coming_valid, names)
+        given = _tier_parts.batch_of(call, placement, tiers, coming, coming_valid, names)
+        both = batch, given
         keys_of = _tier_parts.OneTable(call)
         after, result = _tier_parts.step_and_prefetch(
             call, placement, {"keys": tiers}, keys_of, both, stepped

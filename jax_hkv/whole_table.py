@@ -306,10 +306,10 @@ def halve_sightings(table: Table) -> Table:
     with that many or fewer it never gets in.
 
     Args:
-      table: to change.
+      table: to change, of one device or of many.
 
     Raises:
-      TypeError, ValueError: if it is no table of one device, or one that counts no sightings.
+      TypeError, ValueError: if it is no table, or one that counts no sightings.
       RuntimeError: if it is used up.
 
     Example:

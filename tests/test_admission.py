@@ -506,11 +506,15 @@ def test_a_sketch_that_ages_goes_on_telling_rare_ids_from_frequent_ones():
     assert rows[False] == rows[True] == 160
 
 
-def test_batches_as_large_as_a_sketch_that_ages_are_warned_of():
+def test_batches_that_are_large_for_a_sketch_that_ages_are_warned_of():
+    """From half of its width on: ids of two batches in a row wait for another, most of them."""
     table = hkv.create(1024, 2, admission=hkv.admission.frequency(2, width=64, aging=True))
-    hkv.find_or_insert(table, numbers(*range(64)))
-    with pytest.warns(UserWarning, match="halves its counts for every 64 ids .* may have 65 "):
-        hkv.find_or_insert(table, numbers(*range(65)))
+    hkv.find_or_insert(table, numbers(*range(32)))
+    with pytest.warns(UserWarning, match="halves its counts for every 64 ids .* may have 33 "):
+        hkv.find_or_insert(table, numbers(*range(33)))
+    for _ in range(4):
+        table, result = hkv.find_or_insert(table, numbers(*range(64)))
+    assert int(result.counts.not_admitted) == 64  # what it warns of
 
 
 @pytest.mark.parametrize("aging", [False, True])
@@ -564,11 +568,13 @@ def test_behind_the_last_period_nothing_is_halved():
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_sightings_of_all_parts_of_a_table_are_halved(mode):
     placement = hkv.sharding.Placement(mesh_of(2), mode=mode)
-    rule = hkv.admission.frequency(9, width=512, aging=True)
+    rule = hkv.admission.frequency(9, width=1024, aging=True)
     table = placement.create(lambda: hkv.create(1024, 2, admission=rule))
     insert = placement.step(lambda t, k: hkv.sharding.find_or_insert(t, k, axis_name="device"))
     for _ in range(4):
         table, _ = insert(table, placement.put(np.arange(400, dtype=np.int32)))
+    with pytest.raises(ValueError, match=r"age must be uint32\[2\], of one device, got uint32"):
+        table.admission.sightings()
     before = [np.asarray(own.admission.sightings()) for own in placement.shards(table)]
     halved = hkv.halve_sightings(table)
     for own, was in zip(placement.shards(halved), before, strict=True):

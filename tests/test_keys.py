@@ -253,6 +253,7 @@ WRONG = {
     "a list of texts": (["a", "b"], "not Python's hash, which is salted"),
     "bytes": (np.array([b"a"]), "not Python's hash, which is salted"),
     "objects that are texts": (np.array(["a", "b"], object), "not Python's hash, which is salted"),
+    "texts beside a missing one": (np.array(["a", None], object), "not Python's hash, which is"),
     "objects": (np.array([{}], object), "hash or cast them to int64"),
 }
 
@@ -262,6 +263,35 @@ def test_what_is_no_integer_is_refused_with_a_remedy(name):
     ids, message = WRONG[name]
     with pytest.raises(TypeError, match=r"Keys\.from_numpy: ids must hold integers.*" + message):
         hkv.Keys.from_numpy(ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "remedy"),
+    [
+        (np.array(["a"]), "not Python's hash, which is salted"),
+        (np.array([b"a", None], object), "not Python's hash, which is salted"),
+        (np.array([2**60 + 1, np.nan]), "before they become floats"),
+        (np.array([None, 5], object), "before they become floats"),
+        (np.array([True]), "hash or cast them to int64 or uint64"),
+    ],
+    ids=str,
+)
+def test_the_remedy_is_the_same_whoever_is_given_what_is_no_integer(ids, remedy):
+    table = hkv.create(128, 1)
+    config = hkv.TableConfig("a", 128, 1)
+    (group,) = hkv.Collection([config], [hkv.Feature("a", "a")]).groups
+    calls = {
+        "find": lambda: hkv.find(table, ids),
+        "find_pooled": lambda: hkv.find_pooled(table, ids[None]),
+        "unique": lambda: hkv.unique(ids),
+        "Group.keys": lambda: group.keys("a", ids),
+        "Keys.from_numpy": lambda: hkv.Keys.from_numpy(ids),
+        "Jagged.from_lists": lambda: hkv.Jagged.from_lists([ids]),
+        "Jagged.from_lengths": lambda: hkv.Jagged.from_lengths(ids, [len(ids)]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name}: .*{remedy}"):
+            call()
 
 
 def test_keys_are_made_of_a_copy():

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 import jax_hkv.linen
@@ -468,13 +469,94 @@ def test_a_table_of_several_takes_no_ids_that_do_not_say_whose_they_are():
         table, hkv.Jagged(keys, np.array([0, 2], np.int32))
     )
     for name, call in calls.items():
-        argument = "ids" if "pooled" in name else "keys"
+        argument = {"find_pooled": "ids", "find_or_insert_pooled": r"ids\.ids"}.get(name, "keys")
         message = rf"^{name}: {argument} must be jax_hkv.Keys, of group\.keys"
-        with pytest.raises(TypeError, match=message):
-            call(ids)
+        for given in (ids, [5, 6]):
+            if "pooled" not in name or given is ids:
+                with pytest.raises(TypeError, match=message):
+                    call(given)
         call(group.keys("items", ids))
+    with pytest.raises(TypeError, match="find_pooled: ids must not be a masked array"):
+        hkv.find_pooled(table, np.ma.masked_equal(ids, 5))
     alone = hkv.Collection(tables[:1], [hkv.Feature("users", "users")]).groups[0].create()
     hkv.erase(alone, ids)
+
+
+def test_tiers_of_a_table_of_several_take_no_ids_that_do_not_say_whose_they_are():
+    """Users' entries were made for ids of items, and over devices, too."""
+    tables = [hkv.TableConfig(name, 256, 2) for name in ("users", "items")]
+    (group,) = hkv.Collection(tables, [hkv.Feature(own.name, own.name) for own in tables]).groups
+    ids, splits = np.arange(4, dtype=np.int32), np.array([0, 4], np.int32)
+    forms = {
+        "": lambda keys: keys,
+        r"\.ids": lambda keys: hkv.Jagged(keys, splits),
+        r"\.ids\.ids": lambda keys: hkv.Padded(hkv.Jagged(keys, splits)),
+    }
+    placement = hkv.sharding.Placement(mesh_of(1))
+    for where, form in forms.items():
+        for own in (None, placement):
+            cache = group.create() if own is None else own.create(group.create)
+            store = hkv.tiered.create_store(cache, 1024, placement=own)
+            tiers = hkv.tiered.Tiers(cache, store)
+            put = (lambda keys: keys) if own is None else own.put
+            of_items = put(form(group.keys("items", ids)))
+            wrong = rf"{where} must be jax_hkv\.Keys, of group\.keys"
+            if own is not None and "ids.*ids" in where:
+                continue
+            with pytest.raises(TypeError, match=r"^tiered\.prefetch: keys" + wrong):
+                hkv.tiered.prefetch(tiers, put(form(ids)), placement=own)
+            for coming, pair in (("keys", (ids, None)), ("coming", (None, ids))):
+                given = [of_items if keys is None else put(form(keys)) for keys in pair]
+                with pytest.raises(
+                    TypeError, match=rf"^tiered\.step_and_prefetch: {coming}" + wrong
+                ):
+                    hkv.tiered.step_and_prefetch(
+                        lambda table: (table, None), tiers, *given, placement=own
+                    )
+            tiers, counts = hkv.tiered.prefetch(tiers, of_items, placement=own)
+            assert int(counts.inserted) == len(ids)
+
+
+def test_operations_over_devices_of_a_table_of_several_take_keys_alone():
+    tables = [hkv.TableConfig(name, 256, 2) for name in ("users", "items")]
+    (group,) = hkv.Collection(tables, [hkv.Feature(own.name, own.name) for own in tables]).groups
+    placement = hkv.sharding.Placement(mesh_of(2))
+    ids, rows = np.arange(4, dtype=np.int32), np.ones((4, 2), np.float32)
+    splits = {"axis_name": placement.axes}
+    calls = {
+        "find": lambda table, keys: hkv.sharding.find(table, keys, **splits),
+        "find_or_insert": lambda table, keys: hkv.sharding.find_or_insert(table, keys, **splits),
+        "assign": lambda table, keys: hkv.sharding.assign(table, keys, rows[:2], **splits),
+        "erase": lambda table, keys: hkv.sharding.erase(table, keys, **splits),
+        "find_pooled": lambda table, keys: hkv.sharding.find_pooled(
+            table, keys.reshape(-1, 1), **splits
+        ),
+    }
+    for name, call in calls.items():
+        table = placement.create(group.create)
+        step = placement.step(call, donate=False)
+        with pytest.raises(TypeError, match=rf"sharding\.{name}: .* of group\.keys"):
+            step(table, placement.put(ids))
+        step(table, placement.put(group.keys("items", ids)))
+
+
+def test_bags_of_a_table_of_several_get_its_keys():
+    tables = [hkv.TableConfig(name, 256, 1) for name in ("users", "items")]
+    (group,) = hkv.Collection(tables, [hkv.Feature(own.name, own.name) for own in tables]).groups
+    table = group.create()
+    for name, row in (("users", 2.0), ("items", 9.0)):
+        keys = group.keys(name, np.array([5, 6], np.int32))
+        table, _ = hkv.insert_or_assign(table, keys, jnp.full((2, 1), row, jnp.float32))
+    bags = hkv.Jagged.from_lists([[5, 6], []])
+    both = {
+        "jagged": (bags, [[18.0], [0.0]]),
+        "padded": (hkv.Padded(np.array([[5, 6]], np.int32), np.array([[True, False]])), [[9.0]]),
+        "both": (hkv.Padded(bags, np.array([False, True])), [[9.0], [0.0]]),
+    }
+    for given, expected in both.values():
+        keyed = group.keys("items", given)
+        assert type(keyed) is type(given)
+        assert hkv.find_pooled(table, keyed)[1].values.tolist() == expected
 
 
 def test_a_table_that_is_used_up_is_shown_as_such():

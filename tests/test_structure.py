@@ -30,6 +30,7 @@ LAYERS = (
         "_build",
         "_compat",
         "_ffi",
+        "_id_types",
         "_keys",
         "_namespaces",
         "_options",

@@ -9,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 
@@ -99,3 +100,51 @@ def test_a_used_up_state_is_named_at_the_first_call_too():
     hkv.linen.train_step(linen_loss)(state, IDS)
     with pytest.raises(RuntimeError, match="train_step: state was used up by an earlier step"):
         hkv.linen.train_step(linen_loss)(state, IDS)
+
+
+@pytest.mark.parametrize("before", ["used up", "empty", "sound and traced"])
+def test_a_torn_state_is_seen_after_calls_that_met_no_entries(before, tmp_path):
+    """Neither a call that failed nor a fresh state says anything of the next one's."""
+    step = hkv.linen.train_step(linen_loss)
+    state, _ = step(linen_state(2048), IDS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    step = hkv.linen.train_step(linen_loss)
+    if before == "used up":
+        used_up = linen_state(4096)
+        hkv.linen.train_step(linen_loss)(used_up, IDS)
+        with pytest.raises(RuntimeError, match="used up"):
+            step(used_up, IDS)
+    elif before == "empty":
+        step(linen_state(4096), IDS)
+    else:
+        jax.eval_shape(lambda ids: step(state, ids)[1].loss, IDS)
+    with pytest.raises(ValueError, match="its arrays were made for another capacity"):
+        step(restored(tmp_path / "state", linen_state(4096)), IDS)
+
+
+def test_a_state_that_a_program_holds_is_trained_from_the_first_call_on():
+    state, _ = hkv.linen.train_step(linen_loss)(linen_state(2048), IDS)
+    losses = [
+        jax.jit(lambda ids, step=step: step(state, ids)[1].loss)(IDS) for step in fresh_steps()
+    ]
+    eager = hkv.linen.train_step(linen_loss, donate=False)(state, IDS)[1].loss
+    assert float(losses[0]) == float(losses[1]) == float(eager)
+
+
+def fresh_steps():
+    """One that has seen nothing, and one that has been called."""
+    yield hkv.linen.train_step(linen_loss)
+    known = hkv.linen.train_step(linen_loss)
+    known(linen_state(2048), IDS)
+    yield known
+
+
+def test_a_torn_table_on_every_device_is_seen(tmp_path):
+    state, _ = hkv.linen.train_step(linen_loss)(linen_state(2048), IDS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    everywhere = jax.sharding.NamedSharding(mesh_of(2), jax.sharding.PartitionSpec())
+    torn = jax.device_put(restored(tmp_path / "state", linen_state(4096)), everywhere)
+    with pytest.raises(ValueError, match="its arrays were made for another capacity"):
+        hkv.linen.train_step(linen_loss)(torn, IDS)

@@ -10,7 +10,6 @@ from many_devices import entries_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding
-from jax_hkv._exported import are_among
 
 DIM = 2
 SGD = hkv.optim.sgd(0.5)
@@ -19,6 +18,10 @@ IDS = np.array([5, 2**63 + 1, 2**63 + 2, 2**53, 2**53 + 1, 7], np.uint64)
 
 def table_of(ids, capacity=256):
     return hkv.find_or_insert(SGD.init(hkv.create(capacity, DIM)), hkv.Keys.from_numpy(ids))[0]
+
+
+def are_among(keys, others):
+    return np.array([key in {*others.tolist()} for key in keys.tolist()], bool)
 
 
 def fused(**options):
@@ -45,6 +48,10 @@ def test_entries_of_some_ids_are_left_out(gone, stay):
     own = exported.without(gone)
     assert set(own.keys.tolist()) == set(stay.tolist())
     is_own = are_among(exported.keys, own.keys)
+    assert is_own.sum() == len(stay)
+    others = exported.only(gone)
+    assert sorted([*others.keys.tolist(), *own.keys.tolist()]) == sorted(IDS.tolist())
+    np.testing.assert_array_equal(others.values, exported.values[~is_own])
     np.testing.assert_array_equal(own.values, exported.values[is_own])
     np.testing.assert_array_equal(own.scores, exported.scores[is_own])
     assert own[4:] == exported[4:]
@@ -61,12 +68,26 @@ def test_ids_of_a_fused_table_go_by_its_keys(bits):
     for call, own in (("Exported", exported), ("Changes", changes)):
         with pytest.raises(TypeError, match=rf"^{call}.without: keys must be jax_hkv.Keys.*group"):
             own.without([1, 2])
+    with pytest.raises(TypeError, match=r"^Exported.only: keys must be jax_hkv.Keys.*group"):
+        exported.only([1, 2])
+    items = exported.only(group.keys("items", np.array([1, 2, 9], np.int32)))
+    assert len(items.keys) == 2
     for own in (exported, changes.entries):
         left = own.without(group.keys("items", np.array([1, 2], np.int32)))
         after, _ = sharding.import_entries(None, group.create(), left)
         for name, expected in (("users", [1, 1, 1, 1]), ("items", [1, 0, 0, 1])):
             keys = group.keys(name, np.arange(4, dtype=np.int32))
             assert hkv.contains(after, keys)[1].tolist() == expected
+
+
+def test_signed_keys_of_an_export_are_the_same_words():
+    """A view of them, as recipes make for what knows no uint64; near 2^60 floats are 128 apart."""
+    ids = np.arange(200) + 2**60
+    exported = sharding.export_entries(table_of(ids, 1024))
+    signed = exported._replace(keys=exported.keys.view(np.int64))
+    for own in (exported, signed):
+        assert sorted(own.without(ids[:50]).keys.tolist()) == ids[50:].tolist()
+        assert sorted(own.only(ids[:50]).keys.tolist()) == ids[:50].tolist()
 
 
 def test_keys_that_are_no_integers_are_named():

@@ -103,7 +103,7 @@ inline constexpr int64_t kKeptOfBlock = 1536;  // of a block's memory, beside th
 // kUniqueThreads-th position. Both ends of the batch come first, so that a frequent key's positions are not
 // told one after the other of later ones.
 template <int kItems>
-__global__ void __launch_bounds__(kUniqueThreads)
+__global__ void __launch_bounds__(kUniqueThreads, 1)
     unique_by_block(int n, int cell_count, const Words* keys, Mask valid, UniqueKeys out) {
   constexpr int kWarp = 32;
   constexpr int kStretches = kItems * kUniqueThreads / kWarp;  // of a warp's neighbouring positions

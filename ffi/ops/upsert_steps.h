@@ -49,7 +49,7 @@ struct ProbeKey {
 
   template <Group G>
   HKV_HOST_DEVICE void operator()(const G& group, int64_t u) const {
-    const bool exists = u < *state.count;
+    const bool exists = u < n && u < *state.count;  // the last group's threads may be behind n
     const Slot slot = find_slot(group, state.table, exists, exists ? state.unique_keys[u].value() : 0);
     note(group, u, exists, slot);
   }

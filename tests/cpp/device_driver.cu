@@ -65,7 +65,7 @@ int main(int count, char** arguments) {
   run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3001);
   // Enough for CUB to sort and scan in several tiles, and what a block sorts.
   run_scenarios(machines, checks, {{Policy::kLfu, 2, 60, RowType::kFloat32, 8, 12000}},
-                {20000, kSortedByBlock, kSortedByBlock - 1, 1025}, kSeed + 4000);
+                {20000, kSortedByBlock, kSortedByBlock - 1, 2049, 1025}, kSeed + 4000);
   if (size.empty()) {
     run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
     // For each form the host makes and compares gigabytes, while the device waits.
