@@ -47,7 +47,27 @@ def as_numpy(what: str, given: Any, if_masked: str = _MASKED) -> np.ndarray:
         raise
 
 
-def plain_words(bags: list[Any]) -> np.ndarray | None:
+def words_of_lists(
+    call: str, lists: Any, weights: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Of a list of ids for each bag: words, one bag after the other, lengths, and weights."""
+    try:
+        lists = list(lists)
+    except TypeError:
+        raise TypeError(
+            f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: ids of "
+            "one bag are [ids]"
+        ) from None
+    ids = _plain_words(lists)
+    if ids is None:
+        lists = [words_of(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
+        ids = np.concatenate([*lists, np.zeros(0, np.uint64)])
+    lengths = [len(bag) for bag in lists]
+    factors = None if weights is None else _weights_of(call, weights, lengths)
+    return ids, np.array(lengths, np.int64), factors
+
+
+def _plain_words(bags: list[Any]) -> np.ndarray | None:
     """Ids of all bags one after the other, of lists of ints or arrays of one type; None: others."""
     kinds = set(map(type, bags))
     if kinds == {list}:
@@ -75,6 +95,12 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: "
             f"{'flatten it' if ids.dtype.kind in 'iu' else remedy_of(ids)}"
+        )
+    if ids is None or getattr(ids, "is_valid", True) is False:  # the latter of Arrow
+        raise TypeError(
+            f"{what} must be a list or an array of integers, got {ids!r}: a missing bag is one "
+            "without ids, [] (of Arrow's list arrays give from_lengths(array.flatten(), "
+            "array.value_lengths().fill_null(0)))"
         )
     no_bags = (str, bytes, bytearray, memoryview, Mapping)  # whose values would be lost
     if isinstance(ids, no_bags) or not isinstance(ids, Collection):
@@ -105,14 +131,14 @@ def words_of(what: str, ids: Any) -> np.ndarray:
     return words
 
 
-def weights_of(weights: Any, lengths: list[int]) -> np.ndarray:
+def _weights_of(call: str, weights: Any, lengths: list[int]) -> np.ndarray:
     """Weights of bags of these lengths, one bag after the other."""
     try:
         weights = list(weights)  # an iterator has them once
         given = [len(bag) for bag in weights]
     except TypeError:
         raise TypeError(
-            "Jagged.from_lists: weights must be a list of numbers for each bag, got "
+            f"{call}: weights must be a list of numbers for each bag, got "
             f"{type(weights).__name__} {weights!r}: weights of one bag are [weights]"
         ) from None
     if given != lengths:
@@ -121,14 +147,11 @@ def weights_of(weights: Any, lengths: list[int]) -> np.ndarray:
             min(len(given), len(lengths)),
         )
         raise ValueError(
-            "Jagged.from_lists: weights must be one for each id, bag by bag; the first bag where "
+            f"{call}: weights must be one for each id, bag by bag; the first bag where "
             f"they are not is {where}: give {lengths[where : where + 1]} weights there, got "
             f"{given[where : where + 1]}"
         )
-    factors = [
-        flat("Jagged.from_lists", f"weights[{number}]", bag, "iuf")
-        for number, bag in enumerate(weights)
-    ]
+    factors = [flat(call, f"weights[{number}]", bag, "iuf") for number, bag in enumerate(weights)]
     return np.concatenate(factors or [np.zeros(0)])
 
 

@@ -8,26 +8,33 @@ from typing import Any
 import numpy as np
 
 _OF_FLOATS = (
-    "hash or cast them before they become floats, which round ids above 2**53. A column with "
-    "missing values comes as floats, or with None in it: fill those (fill_null(0), or fillna(0) of "
-    "an Int64 column) before NumPy makes an array of it, and give valid=, False where they were"
+    "hash or cast them before they become floats, which round ids above 2**53. So they come of a "
+    "list with ids on both sides of 2**63 (give the list itself), and of a column with missing "
+    "values or None in it: fill those (fill_null(0), or fillna(0) of an Int64 or UInt64 "
+    "column) before NumPy makes an array of it, and give valid=, False where they were"
 )
 _OF_TEXTS = (
     "hash them to 64 bits by a function that is the same in every process (of hashlib, or xxhash; "
     "not Python's hash, which is salted anew in each of them)"
 )
-_TEXTS = str, bytes
+_OF_NUMERALS = (
+    "these are numbers that were read as text (of a column with ids from 2**63 on, say): read them "
+    "as integers (UInt64), or give [int(text) for text in ids], so that an id is one key whichever "
+    "way it comes"
+)
 _OF_OTHERS = "hash or cast them to int64 or uint64 first"
 
 
 def remedy_of(array: Any, values: Iterable[Any] | None = None) -> str:
     """What to do about an array, of which `values` are the elements where it holds objects."""
     kind = getattr(array.dtype, "kind", "")
-    objects = array.flat if values is None and kind == "O" else values
-    own = [] if objects is None else [*objects]
+    if values is None and kind == "O" and isinstance(array, np.ndarray):
+        values = array.flat
+    own = [] if values is None else [*values]
     # Texts before what is missing among them.
-    if kind in "UST" or any(isinstance(value, _TEXTS) for value in own):
-        return _OF_TEXTS
+    if kind in ("U", "S", "T") or any(isinstance(value, (str, bytes)) for value in own):
+        texts = [value for value in own or array.flat if isinstance(value, (str, bytes))]
+        return _OF_NUMERALS if texts and all(map(_is_numeral, texts)) else _OF_TEXTS
     if kind == "f" or any(map(_is_missing, own)):
         return _OF_FLOATS
     return _OF_OTHERS
@@ -38,7 +45,16 @@ def remedy_of_value(value: Any) -> str:
     return remedy_of(np.empty(0, object), [value])
 
 
+def _is_numeral(text: str | bytes) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_missing(value: Any) -> bool:
     """Whether it stands for a missing value, or is a float, as those beside one become."""
     is_float = isinstance(value, (float, np.floating))
-    return value is None or is_float or type(value).__name__ in ("NAType", "NaTType")
+    is_null = getattr(value, "is_valid", True) is False  # of Arrow
+    return value is None or is_float or is_null or type(value).__name__ in ("NAType", "NaTType")

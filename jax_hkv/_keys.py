@@ -369,27 +369,15 @@ def as_integers(ids: Any, label: str) -> np.ndarray:
     is_list = isinstance(ids, (list, tuple))
     if is_list and not array.size:
         return array.astype(np.int64)
-    numbers = np.asarray(ids, object).ravel() if is_list or array.dtype == object else ()
-    if len(numbers) and all(type(number) is int for number in numbers):
-        least, most = min(numbers), max(numbers)
-        what = "list" if is_list else "array"
-        if least >= -(2**63) and most < 2**63:
-            remedy = "give np.array(ids, np.int64)"
-        elif least >= 0 and most < 2**64:
-            remedy = (
-                f"that is what NumPy makes of this {what}, whose numbers no integer type of its "
-                "choice holds: give np.array(ids, np.uint64)"
-            )
-        elif least >= -(2**63) and most < 2**64:
-            remedy = (
-                "hash or cast them first to one of int64 and uint64, of which neither holds both "
-                f"{least} and {most}; (np.asarray(ids, object) % 2**64).astype(np.uint64) are the "
-                "same keys"
-            )
-        else:
-            remedy = "hash or cast them to 64 bits first"
-    else:
-        remedy = remedy_of(array, numbers)
+    objects = np.asarray(ids, object) if is_list or array.dtype == object else None
+    numbers = () if objects is None else objects.ravel()
+    remedy = remedy_of(array, numbers)
+    # NumPy has no type for those of both halves of 64 bits.
+    if objects is not None and len(numbers) and all(map(_is_integer, numbers)):
+        if min(numbers) >= -(2**63) and max(numbers) < 2**64:
+            words = [int(number) % 2**64 for number in numbers]
+            return np.array(words, np.uint64).reshape(objects.shape)
+        remedy = "hash or cast them to 64 bits first"
     raise TypeError(f"{label} must hold integers, got dtype {array.dtype}: {remedy}")
 
 

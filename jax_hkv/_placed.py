@@ -18,6 +18,7 @@ from jax_hkv._compat import is_traced, is_used_up, trace_state_clean
 from jax_hkv._digest import names_in
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
+from jax_hkv.features import is_jagged
 from jax_hkv.table import Entries, Table
 
 
@@ -66,6 +67,30 @@ def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     each = splits.reshape(parts, -1)
     is_rising = (np.diff(each, axis=1) >= 0).all()
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
+
+
+def check_bags(call: str, batch: Any, parts: int, *, is_first: bool) -> None:
+    """Raises for a Jagged that is not one of each device: it would be cut somewhere.
+
+    Splits that lie on devices are looked at once: that waits for them.
+    """
+    for node in jax.tree.leaves(batch, is_leaf=is_jagged):
+        if not is_jagged(node) or is_traced(node.row_splits):
+            continue
+        splits, positions = node.row_splits, np.shape(jax.tree.leaves(node.ids)[0])[0]
+        if isinstance(splits, jax.Array) and not (is_first and splits.is_fully_addressable):
+            continue
+        each = np.asarray(jax.device_get(splits))
+        if len(each) % parts or positions % parts:
+            continue  # JAX says so
+        each = each.reshape(parts, -1)  # of a device; in micro-batches one after the other
+        if each[:, 0].any() or (each > positions // parts).any():
+            raise ValueError(
+                f"{call}: a Jagged must be one for each of the {parts} devices, one after the "
+                "other, each with row_splits that begin at 0 and end within its "
+                f"{positions // parts} positions, got one whose bags would be cut: make it by "
+                f"bags.for_parts({parts}, capacity=), and give placement.put(bags)"
+            )
 
 
 def is_shared(leaf: Any) -> bool:

@@ -303,7 +303,7 @@ class Placement:
         return Checked(self, "Placement.run", jax.jit(on_all))
 
     def put(self, batch: Any, *, micro_batches: int = 1) -> Any:
-        """The batch of this process's devices, as steps take it.
+        """The batch of this process's devices, as steps take it, a copy of what lies on the host.
 
         Args:
           batch: pytree of arrays on the host; leading axes are those of the devices' batches, one
@@ -417,7 +417,9 @@ class Placement:
             return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
         sharding = NamedSharding(self.mesh, P(self.axes))
         if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
+            # Copied is what the caller may fill anew: JAX reads it later, or takes it as it is.
+            is_mutable = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+            return jax.device_put(leaf.copy() if is_mutable else leaf, sharding)
         shape = (leaf.shape[0] // count * self.devices, *leaf.shape[1:])
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 

@@ -9,6 +9,7 @@ import jax
 from jax_hkv._checks import check_held_once, check_mesh, check_not_cut, check_not_used_up
 from jax_hkv._compat import check_elements, on_one_device, without_rematerialization
 from jax_hkv._placed import (
+    check_bags,
     explicit_of,
     has_twins,
     is_from_host,
@@ -66,6 +67,9 @@ class Checked:
         for leaf in jax.tree.leaves(batch):
             check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
+        placement = self._placement
+        if placement.mode != "pmap" and placement.devices > 1:
+            check_bags(self._call, batch, placement.devices, is_first=self._is_first)
         if self._placement.mode == "pmap":
             self._placement.check_put(self._call, batch)
         elif is_from_host(leaves):
@@ -84,6 +88,12 @@ class Checked:
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
             if explicit_of(self._placement.mesh, self._placement.axes):
                 self._placement.check_put(self._call, batch, error)
+            if "evenly divisible" in str(error):
+                error.add_note(
+                    f"{self._call}: the leading axis of every array of a batch must be a multiple "
+                    f"of the {placement.devices} devices: pad it, with a mask (valid=) that says "
+                    f"so; of bags Jagged.for_parts({placement.devices}, capacity=, batch=) makes it"
+                )
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,8 @@ from jax_hkv._host_bags import (
     check_on_host,
     flat,
     flat_ids,
-    plain_words,
-    weights_of,
     words_of,
+    words_of_lists,
 )
 from jax_hkv._keys import (
     Keys,
@@ -85,20 +84,8 @@ class Jagged:
           TypeError, ValueError: naming the bag, or the argument.
         """
         call = "Jagged.from_lists"
-        try:
-            lists = list(lists)
-        except TypeError:
-            raise TypeError(
-                f"{call}: lists must be a list of ids for each bag, got {type(lists).__name__}: "
-                "ids of one bag are [ids]"
-            ) from None
-        ids = plain_words(lists)
-        if ids is None:
-            words = [words_of(f"{call}: bag {number}", bag) for number, bag in enumerate(lists)]
-            ids, lists = np.concatenate([*words, np.zeros(0, np.uint64)]), words
-        lengths = [len(bag) for bag in lists]
-        factors = None if weights is None else weights_of(weights, lengths)
-        return _packed(call, ids, np.array(lengths, np.int64), capacity, factors)
+        ids, lengths, factors = words_of_lists(call, lists, weights)
+        return _packed(call, ids, lengths, capacity, factors)
 
     @classmethod
     def from_lengths(
@@ -286,6 +273,59 @@ class Padded:
     ids: Any
     valid: Bool[Any, "*batch hotness"] | None = None
     weights: Float32[Any, "*batch hotness"] | None = None
+
+    @classmethod
+    def from_lists(
+        cls,
+        lists: Sequence[Sequence[int] | Int[Any, " ids"]],
+        *,
+        hotness: int | None = None,
+        keep: Literal["first", "last"] | None = None,
+        weights: Sequence[Sequence[float]] | None = None,
+    ) -> Padded:
+        """From a list of ids for each bag, on the host, without a device; ids keep their 64 bits.
+
+        Args:
+          lists: see :meth:`Jagged.from_lists`.
+          hotness: positions of each bag; by default those of the longest.
+          keep: which ids of a list that is longer stay, the "first" or the "last" ones; None: such
+            a list is an error.
+          weights: a list for each bag, as long as its ids; padding gets 0.
+
+        Returns:
+          Keys ``[batch, hotness]`` with their mask; a list stands at the beginning of its bag.
+
+        Raises:
+          TypeError, ValueError: naming the bag, or the argument.
+
+        Example:
+          >>> bags = Padded.from_lists([[5, 6, 7], [8]], hotness=2, keep="last")
+          >>> bags.ids.to_numpy().tolist(), bags.valid.tolist()
+          ([[6, 7], [8, 0]], [[True, True], [True, False]])
+        """
+        call = "Padded.from_lists"
+        ids, lengths, factors = words_of_lists(call, lists, weights)
+        most = int(lengths.max(initial=0))
+        hotness = most if hotness is None else hotness
+        hotness = _checks.as_integer(call, "hotness", hotness, 0, MAX_SLOTS)
+        if keep not in (None, "first", "last"):
+            raise ValueError(f'{call}: keep must be "first", "last" or None, got {keep!r}')
+        if keep is None and hotness < most:
+            raise ValueError(
+                f"{call}: hotness must be at least {most}, the ids of bag {lengths.argmax()}, got "
+                f'{hotness}: raise it, or say keep="first" or keep="last" to leave the others out'
+            )
+        position = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        if keep == "last":
+            position -= np.repeat(np.maximum(lengths - hotness, 0), lengths)
+        stays = (position >= 0) & (position < hotness)
+        valid = np.arange(hotness) < lengths[:, None]
+        words = np.zeros(valid.shape, np.uint64)
+        words[valid] = ids[stays]
+        if factors is not None:
+            own, factors = factors, np.zeros(valid.shape, np.float32)
+            factors[valid] = own[stays]
+        return cls(Keys.from_numpy(words), valid, factors)
 
 
 def _packed(

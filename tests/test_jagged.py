@@ -474,3 +474,47 @@ def test_masks_of_bags_are_cut_into_micro_batches():
     assert_same_bits(*found)
     with pytest.raises(TypeError, match=r"\[0\]\.valid must be bool\[10\] like .* got shape \[9\]"):
         step(state, hkv.Padded(bags, valid[:9]), labels)
+
+
+@pytest.mark.parametrize("keep", [None, "first", "last"])
+@pytest.mark.parametrize("hotness", [None, 0, 1, 3, 7])
+def test_padded_lists_are_the_lists_with_a_mask(rng, keep, hotness):
+    lists = [list(map(int, rng.integers(-(2**63), 2**63, count))) for count in (2, 0, 5, 1, 3)]
+    weights = [rng.random(len(bag)).astype(np.float32).tolist() for bag in lists]
+    if keep is None and hotness is not None and hotness < 5:
+        with pytest.raises(
+            ValueError, match="Padded.from_lists: hotness must be at least 5.*bag 2"
+        ):
+            hkv.Padded.from_lists(lists, hotness=hotness)
+        return
+    bags = hkv.Padded.from_lists(lists, hotness=hotness, keep=keep, weights=weights)
+    most = 5 if hotness is None else hotness
+    for number, (ids, factors) in enumerate(zip(lists, weights, strict=True)):
+        cut = slice(0, most) if keep != "last" else slice(max(len(ids) - most, 0), None)
+        count = len(ids[cut])
+        assert bags.valid[number].tolist() == [True] * count + [False] * (most - count)
+        expected = [key % 2**64 for key in ids[cut]] + [0] * (most - count)
+        assert bags.ids[number].to_numpy().tolist() == expected
+        assert bags.weights[number].tolist() == factors[cut] + [0.0] * (most - count)
+
+
+def test_padded_lists_pool_as_jagged_ones():
+    lists = [[5, 6], [], [2**64 - 1, 5, 5]]
+    table = hkv.create(128, DIM, init=hkv.initializers.uniform(-1.0, 1.0))
+    table, _ = hkv.find_or_insert(table, hkv.Keys.from_numpy([5, 6, 2**64 - 1]))
+    for combiner in ("sum", "mean"):
+        rows = [
+            hkv.find_pooled(table, kind.from_lists(lists), combiner=combiner)[1].values
+            for kind in (hkv.Jagged, hkv.Padded)
+        ]
+        np.testing.assert_array_equal(*rows)
+    assert hkv.Padded.from_lists([]).ids.shape == (0, 0)
+    for wrong, message in (
+        ({"keep": "middle"}, 'keep must be "first", "last" or None, got .middle'),
+        ({"hotness": -1}, "hotness must be"),
+        ({"weights": [[1.0]]}, "weights must be one for each id"),
+    ):
+        with pytest.raises(ValueError, match=f"Padded.from_lists: {message}"):
+            hkv.Padded.from_lists(lists, **wrong)
+    with pytest.raises(TypeError, match="Padded.from_lists: bag 1 must hold integers"):
+        hkv.Padded.from_lists([[1], ["a"]])

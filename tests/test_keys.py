@@ -231,19 +231,35 @@ def test_an_empty_list_is_no_key(name):
     assert hkv.Keys.from_numpy(EMPTY[name]).shape == np.shape(EMPTY[name])
 
 
-WRONG = {
-    "a list without a type": (
+@pytest.mark.parametrize(
+    "ids",
+    [
         [2**63, 1],
-        r"NumPy makes of this list.*np\.array\(ids, np\.uint64\)",
-    ),
+        [[2**63], [-1]],
+        [-(2**63), 2**64 - 1],
+        [np.int64(5), np.uint64(2**63 + 12345)],
+        np.array([-2, 1], object),
+        np.array([[2**63], [1]], object),
+    ],
+    ids=str,
+)
+def test_integers_that_numpy_has_no_type_for_are_keys(ids):
+    """As Jagged.from_lists takes them: a list of hashes has some on both sides of 2^63."""
+    objects = np.asarray(ids, object)
+    expected = [int(number) % 2**64 for number in objects.flat]
+    keys = hkv.Keys.from_numpy(ids)
+    assert keys.to_numpy().tolist() == np.array(expected, object).reshape(objects.shape).tolist()
+    lists = hkv.Jagged.from_lists([[int(number) for number in objects.flat]])
+    np.testing.assert_array_equal(lists.ids.to_numpy(), keys.to_numpy().ravel())
+
+
+WRONG = {
     "a list beyond 64 bits": ([[2**65], [1]], "dtype object: hash or cast"),
-    "a list of both signs": (
-        [2**63, -1],
-        r"hash or cast .* neither holds both -1 and 9223372036854775808",
-    ),
-    "lists of both signs": ([[2**63], [-1]], r"object\) % 2\*\*64\).* are the same keys"),
-    "an array of objects": (np.array([-2, 1], object), r"give np\.array\(ids, np\.int64\)"),
-    "an array without a type": (np.array([2**63, 1], object), "NumPy makes of this array"),
+    "a list below them": ([-(2**63) - 1, 1], "hash or cast them to 64 bits first"),
+    "an array of a list on both sides of 2^63": (np.array([2**63, -5]), "give the list itself"),
+    "numbers that are text": (np.array(["9223372036854775813", "-5"]), "were read as text .* int"),
+    "numbers and a missing one": (np.array(["5", None], object), "were read as text .* int"),
+    "a text among numbers": (np.array(["5", "a"], object), "not Python's hash, which is salted"),
     "a column with a missing value": (np.array([2**60 + 1, np.nan]), "missing values .* valid="),
     "a list with a missing value": ([2**60 + 1, None], "round ids .* missing values .* valid="),
     "a list of bools": ([True, False], "dtype bool: hash or cast"),

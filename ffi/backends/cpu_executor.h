@@ -22,7 +22,7 @@ class Partition {
  public:
   static constexpr int64_t kChunk = 16384;      // items of one task; 128 KiB of keys, an L2's half
   static constexpr int64_t kPartItems = 4096;   // aim for a part: its hash table fits the L2
-  static constexpr int64_t kMostParts = 1024;   // open write streams that a core's TLB still covers
+  static constexpr int64_t kMostParts = 1024;   // open write streams that a core's TLB still covers, and int16
 
   explicit Partition(int64_t n)
       : n_(n),
@@ -42,15 +42,17 @@ class Partition {
     return std::max(0, all - std::countr_zero(static_cast<uint64_t>(parts_)));
   }
 
-  // part_of(i): the part of item i, or -1 to leave it out; place(i, at): item i comes to `at`.
-  template <class Workers, class PartOf, class Place>
-  void run(const Workers& workers, int32_t* table, const PartOf& part_of, const Place& place) {
+  // part_of(i): the part of item i, or -1 to leave it out; place(i, at): item i comes to `at`. It is asked
+  // twice, the first time of find_part(i), and both must say the same.
+  template <class Workers, class FindPart, class PartOf, class Place>
+  void run(const Workers& workers, int32_t* table, const FindPart& find_part, const PartOf& part_of,
+           const Place& place) {
     starts_ = table;  // [chunks, parts], later the first row holds the parts' beginnings
     std::fill(table, table + table_size(), 0);
     workers.run(chunks_, [&](int64_t chunk) {
       int32_t* counts = table + chunk * parts_;
       for (int64_t i = chunk * kChunk; i < chunk_end(chunk); ++i) {
-        const int64_t part = part_of(i);
+        const int64_t part = find_part(i);
         if (part >= 0) ++counts[part];
       }
     });
@@ -63,6 +65,10 @@ class Partition {
       }
     });
     restore(table);
+  }
+  template <class Workers, class PartOf, class Place>
+  void run(const Workers& workers, int32_t* table, const PartOf& part_of, const Place& place) {
+    run(workers, table, part_of, part_of, place);
   }
 
  private:
@@ -216,12 +222,18 @@ class CpuExecutor {
     const UniqueScratch scratch(arena, n);
     Partition partition(n);
     const int shift = 64 - std::countr_zero(static_cast<uint64_t>(partition.parts()));
+    // A mask and keys may be memory of NumPy, which somebody fills anew while they are read: each is asked
+    // once of where items come to, so that such a batch is a wrong one and no more.
     partition.run(
         workers_, scratch.table,
         [=](int64_t i) -> int64_t {
-          if (!valid[i]) return -1;
-          return shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
+          const bool is_valid = valid[i];
+          const int64_t part = shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
+          scratch.parts[i] = static_cast<int16_t>(is_valid ? part : -1);
+          if (!is_valid) out.inverse[i] = -1;
+          return is_valid ? part : -1;
         },
+        [=](int64_t i) -> int64_t { return scratch.parts[i]; },
         [=](int64_t i, int64_t at) {
           scratch.items[at].key = keys[i].value();
           scratch.items[at].position = static_cast<int32_t>(i);
@@ -229,7 +241,7 @@ class CpuExecutor {
     workers_.run(partition.parts(), [&](int64_t part) {
       find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
     });
-    number_firsts(n, keys, valid, scratch, out);
+    number_firsts(n, keys, scratch, out);
     if (*out.count == partition.total()) return;
     workers_.run(partition.parts(), [&](int64_t part) {
       number_others(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
@@ -317,9 +329,11 @@ class CpuExecutor {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           items(arena.take<Item>(n)),
+          parts(arena.take<int16_t>(n)),
           firsts(arena.take<int32_t>(Partition(n).chunks())) {}
     int32_t* table;
     Item* items;
+    int16_t* parts;   // of each position, -1 where it is not valid
     int32_t* firsts;  // of each chunk: first occurrences before it
   };
 
@@ -401,13 +415,12 @@ class CpuExecutor {
   }
 
   // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows how many came
-  // before each. Until then `inverse` holds what find_firsts says of valid positions.
-  void number_firsts(int64_t n, const Words* keys, Mask valid, const UniqueScratch& scratch,
-                     const UniqueKeys& out) const {
+  // before each. Until then `inverse` holds what find_firsts says of valid positions, and -1 of others.
+  void number_firsts(int64_t n, const Words* keys, const UniqueScratch& scratch, const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
     int32_t* before = scratch.firsts;
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
-    const auto is_first = [=](int64_t i) { return valid[i] && out.inverse[i] >= 0; };
+    const auto is_first = [=](int64_t i) { return out.inverse[i] >= 0; };
     workers_.run(chunks, [&](int64_t chunk) {
       int32_t firsts = 0;
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) firsts += is_first(i) ? 1 : 0;
