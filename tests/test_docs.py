@@ -100,7 +100,7 @@ def test_the_models_of_graphs_learn():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("recipes", 14), ("changing", 6), ("retrieval", 6), ("streaming", 6)],
+    [("recipes", 14), ("changing", 6), ("retrieval", 6), ("streaming", 6), ("input", 6)],
 )
 def test_the_recipes_do_what_they_say(name, count):
     """Their blocks check what they claim; the first is what the others need."""
