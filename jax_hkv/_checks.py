@@ -165,7 +165,8 @@ def as_array(call: str, argument: str, value: Any, expected: str) -> jax.Array:
         return replicated(jnp.asarray(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"{call}: {argument} must be {expected}, got {type(value).__name__} ({error})"
+            f"{call}: {argument} must be {expected}, got {type(value).__name__} ({error}): give an "
+            "array of such; of a column column.to_numpy(), with its missing values filled"
         ) from None
 
 

@@ -75,7 +75,7 @@ def check_bags(call: str, batch: Any, parts: int, *, is_first: bool) -> None:
     Splits that lie on devices are looked at once: that waits for them.
     """
     for node in jax.tree.leaves(batch, is_leaf=is_jagged):
-        if not is_jagged(node) or is_traced(node.row_splits):
+        if parts == 1 or not is_jagged(node) or is_traced(node.row_splits):
             continue
         splits, positions = node.row_splits, np.shape(jax.tree.leaves(node.ids)[0])[0]
         if isinstance(splits, jax.Array) and not (is_first and splits.is_fully_addressable):

@@ -68,26 +68,27 @@ class Checked:
             check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
         placement = self._placement
-        if placement.mode != "pmap" and placement.devices > 1:
+        if placement.mode == "pmap":
+            placement.check_put(self._call, batch)
+        else:
             check_bags(self._call, batch, placement.devices, is_first=self._is_first)
-        if self._placement.mode == "pmap":
-            self._placement.check_put(self._call, batch)
-        elif is_from_host(leaves):
-            state = self._placement._from_host(self._call, state)
-        elif self._is_first:
-            warn_of_split(self._call, state, self._placement)
-        self._is_first = False
+            if is_from_host(leaves):
+                state = placement._from_host(self._call, state)
+            elif self._is_first:
+                warn_of_split(self._call, state, placement)
         try:
             with without_rematerialization():
-                return self._compiled(state, *batch)
+                outputs = self._compiled(state, *batch)
+            self._is_first = False
+            return outputs
         except (ValueError, KeyError) as error:
-            if self._placement.mode != "pmap":
-                mesh, put = self._placement.mesh, "give placement.put(batch)"
+            if placement.mode != "pmap":
+                mesh, put = placement.mesh, "give placement.put(batch)"
                 check_mesh(self._call, "state", state, mesh, OTHER_MESH, cause=error)
                 check_mesh(self._call, "arguments", batch, mesh, put, cause=error)
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
-            if explicit_of(self._placement.mesh, self._placement.axes):
-                self._placement.check_put(self._call, batch, error)
+            if explicit_of(placement.mesh, placement.axes):
+                placement.check_put(self._call, batch, error)
             if "evenly divisible" in str(error):
                 error.add_note(
                     f"{self._call}: the leading axis of every array of a batch must be a multiple "

@@ -73,9 +73,9 @@ def test_bags_that_devices_would_cut_are_refused(call, form):
         return hkv.sharding.find_pooled(table, bags, axis_name="device")[1].values
 
     compiled = placement.step(step) if call == "step" else placement.run(run)
-    with pytest.raises(ValueError, match=rf"Placement.{call}: a Jagged must be .*for_parts\(4"):
-        compiled(table, bags)
-    compiled = placement.step(step) if call == "step" else placement.run(run)
+    for _ in range(2):  # whoever runs a cell again is told again
+        with pytest.raises(ValueError, match=rf"Placement.{call}: a Jagged must be .*for_parts\(4"):
+            compiled(table, bags)
     result = compiled(table, of_each)
     if call == "step":
         assert int(result[1].inserted) == 62
