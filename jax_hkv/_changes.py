@@ -100,7 +100,7 @@ class Changes(NamedTuple):
         """
         call = "Changes.without"
         gone = given_keys(call, self.entries, keys)
-        removed = _others(self.removed, gone)
+        removed = _others(self.removed.astype(np.uint64, copy=False), gone)
         if as_bool(call, "erase", erase):
             removed = np.union1d(removed, gone)
         own, scores, witnesses = self.keys, self.scores, self.witnesses

@@ -12,8 +12,8 @@ import numpy as np
 
 from jax_hkv import _ffi
 from jax_hkv._compat import is_traced
-from jax_hkv._id_types import remedy_of, remedy_of_value
-from jax_hkv._keys import Keys, check_unmasked, form_of
+from jax_hkv._id_types import is_missing, remedy_of, remedy_of_value
+from jax_hkv._keys import Keys, as_integers, check_unmasked, form_of
 
 _LOWEST_ID, _HIGHEST_ID = -(2**63), 2**64 - 1
 _TRACED = (
@@ -92,11 +92,13 @@ def words_of(what: str, ids: Any) -> np.ndarray:
         ids = as_numpy(what, ids)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):  # an empty list is float64
             return ids.astype(np.uint64)  # which extends the sign
+        if ids.ndim == 1 and ids.dtype == object:
+            return as_integers(ids, what).astype(np.uint64)
         raise TypeError(
             f"{what} must hold integers along one axis, got {ids.dtype}{list(ids.shape)}: "
             f"{'flatten it' if ids.dtype.kind in 'iu' else remedy_of(ids)}"
         )
-    if ids is None or getattr(ids, "is_valid", True) is False:  # the latter of Arrow
+    if is_missing(ids):
         raise TypeError(
             f"{what} must be a list or an array of integers, got {ids!r}: a missing bag is one "
             "without ids, [] (of Arrow's list arrays give from_lengths(array.flatten(), "
@@ -157,6 +159,8 @@ def _weights_of(call: str, weights: Any, lengths: list[int]) -> np.ndarray:
 
 def flat_ids(call: str, argument: str, given: Any) -> np.ndarray:
     """Integers along one axis, which are ids."""
+    if getattr(given, "dtype", None) == np.dtype(object) and np.ndim(given) == 1:
+        return as_integers(given, f"{call}: {argument}")
     return flat(call, argument, given, "iu", remedy=remedy_of)
 
 

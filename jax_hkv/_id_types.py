@@ -35,8 +35,10 @@ def remedy_of(array: Any, values: Iterable[Any] | None = None) -> str:
     if kind in ("U", "S", "T") or any(isinstance(value, (str, bytes)) for value in own):
         texts = [value for value in own or array.flat if isinstance(value, (str, bytes))]
         return _OF_NUMERALS if texts and all(map(_is_numeral, texts)) else _OF_TEXTS
-    if kind == "f" or any(map(_is_missing, own)):
+    if "float" in str(array.dtype) or any(map(is_missing, own)):
         return _OF_FLOATS
+    if own and {type(value) for value in own} == {int}:
+        return "give jax_hkv.Keys.from_numpy(ids)"
     return _OF_OTHERS
 
 
@@ -53,7 +55,7 @@ def _is_numeral(text: str | bytes) -> bool:
     return True
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Whether it stands for a missing value, or is a float, as those beside one become."""
     is_float = isinstance(value, (float, np.floating))
     is_null = getattr(value, "is_valid", True) is False  # of Arrow

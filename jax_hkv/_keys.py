@@ -371,13 +371,14 @@ def as_integers(ids: Any, label: str) -> np.ndarray:
         return array.astype(np.int64)
     objects = np.asarray(ids, object) if is_list or array.dtype == object else None
     numbers = () if objects is None else objects.ravel()
-    remedy = remedy_of(array, numbers)
     # NumPy has no type for those of both halves of 64 bits.
-    if objects is not None and len(numbers) and all(map(_is_integer, numbers)):
-        if min(numbers) >= -(2**63) and max(numbers) < 2**64:
+    if objects is not None and all(map(_is_integer, numbers)):
+        if min(numbers, default=0) >= -(2**63) and max(numbers, default=0) < 2**64:
             words = [int(number) % 2**64 for number in numbers]
             return np.array(words, np.uint64).reshape(objects.shape)
         remedy = "hash or cast them to 64 bits first"
+    else:
+        remedy = remedy_of(array, numbers)
     raise TypeError(f"{label} must hold integers, got dtype {array.dtype}: {remedy}")
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_hkv import index as _index
 from jax_hkv._checks import copied_axes
-from jax_hkv._compat import is_traced, is_used_up, trace_state_clean
+from jax_hkv._compat import is_traced, is_used_up, on_one_device, trace_state_clean
 from jax_hkv._digest import names_in
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
@@ -69,28 +69,45 @@ def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
 
 
-def check_bags(call: str, batch: Any, parts: int, *, is_first: bool) -> None:
+def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
     """Raises for a Jagged that is not one of each device: it would be cut somewhere.
 
-    Splits that lie on devices are looked at once: that waits for them.
+    To look at splits on devices waits for them, so those of shapes that are known are not looked
+    at. Those that were are returned, and are known where the call succeeds.
     """
-    for node in jax.tree.leaves(batch, is_leaf=is_jagged):
-        if parts == 1 or not is_jagged(node) or is_traced(node.row_splits):
+    seen = set()
+    for node in jax.tree.leaves(batch, is_leaf=is_jagged) if parts > 1 else ():
+        if not is_jagged(node):
             continue
-        splits, positions = node.row_splits, np.shape(jax.tree.leaves(node.ids)[0])[0]
-        if isinstance(splits, jax.Array) and not (is_first and splits.is_fully_addressable):
+        splits, ids = node.row_splits, jax.tree.leaves(node.ids)
+        shape, positions = np.shape(splits), np.shape(ids[0])[:1] if len(ids) == 1 else ()
+        if len(shape) != 1 or not positions or 0 in shape or is_traced(splits):
+            continue  # the call says so
+        if shape[0] % parts or positions[0] % parts:
             continue
-        each = np.asarray(jax.device_get(splits))
-        if len(each) % parts or positions % parts:
-            continue  # JAX says so
-        each = each.reshape(parts, -1)  # of a device; in micro-batches one after the other
-        if each[:, 0].any() or (each > positions // parts).any():
-            raise ValueError(
-                f"{call}: a Jagged must be one for each of the {parts} devices, one after the "
-                "other, each with row_splits that begin at 0 and end within its "
-                f"{positions // parts} positions, got one whose bags would be cut: make it by "
-                f"bags.for_parts({parts}, capacity=), and give placement.put(bags)"
-            )
+        if isinstance(splits, jax.Array):
+            if (shape, positions) in known:
+                continue
+            seen.add((shape, positions))
+        most = positions[0] // parts
+        # Of a device each; in micro-batches its bags are those of one after the other.
+        for own in _pieces(splits, shape[0] // parts):
+            if own[0] != 0 or own.max() > most:
+                raise ValueError(
+                    f"{call}: a Jagged must be one for each of the {parts} devices, one after the "
+                    f"other, each with row_splits that begin at 0 and end within its {most} "
+                    "positions, got one whose bags would be cut: make it by "
+                    f"bags.for_parts({parts}, capacity=), and give placement.put(bags)"
+                )
+    return seen
+
+
+def _pieces(splits: Any, each: int) -> list[np.ndarray]:
+    """What this process knows of splits, by device."""
+    if isinstance(splits, jax.Array) and not splits.is_fully_addressable:
+        pieces = [jax.device_get(shard.data) for shard in splits.addressable_shards]
+        return [piece for piece in pieces if len(piece) == each]
+    return list(np.asarray(jax.device_get(splits)).reshape(-1, each))
 
 
 def is_shared(leaf: Any) -> bool:
@@ -225,7 +242,8 @@ def _check_places(call: str, state: Any) -> bool:
     for node in own:
         if is_used_up(node.keys) or is_used_up(node.digests):
             continue  # the step says so
-        lost, all_of_them = map(int, _misplaced_of_some(jax.tree.map(_of_one, node.index)))
+        with on_one_device():
+            lost, all_of_them = map(int, _misplaced_of_some(jax.tree.map(_of_one, node.index)))
         if lost:
             raise ValueError(
                 f"{call}: table {node.name!r} must have its entries where lookups find them, got "
@@ -251,8 +269,11 @@ def _of_one(leaf: Any) -> Any:
 @jax.jit
 def _misplaced_of_some(index: _index.Index) -> tuple[jax.Array, jax.Array]:
     """How many entries of some buckets no lookup finds, and of how many."""
-    count = index.digests.shape[0]
-    some = np.unique(np.linspace(0, count - 1, _SOME_BUCKETS).astype(np.int64)).astype(np.int32)
+    # Of those that have any, spread over all of them, so that few entries are found, too.
+    before = jnp.cumsum((index.occupancy.reshape(-1) > 0).astype(jnp.int32))
+    last = jnp.maximum(before[-1] - 1, 0)
+    asked = 1 + last * jnp.arange(_SOME_BUCKETS, dtype=jnp.int32) // (_SOME_BUCKETS - 1)
+    some = jnp.minimum(jnp.searchsorted(before, asked), len(before) - 1).astype(jnp.int32)
     is_one = index.digests[some].reshape(-1) != 0
     _, slots = _index.find(index, Keys(index.keys[some].reshape(-1, 2)), is_one)
     return jnp.sum(is_one & (slots < 0)), jnp.sum(is_one)

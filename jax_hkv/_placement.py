@@ -406,6 +406,9 @@ class Placement:
         if is_shared(leaf):
             return leaf
         check_not_cut("Placement.put", leaf)
+        # Copied is what the caller may fill anew: JAX reads it later, or takes it as it is.
+        if isinstance(leaf, np.ndarray) and (leaf.flags.writeable or not leaf.flags.owndata):
+            leaf = leaf.copy()
         count = len(self.local_parts)
         if leaf.shape[0] % count:
             raise ValueError(
@@ -417,9 +420,7 @@ class Placement:
             return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
         sharding = NamedSharding(self.mesh, P(self.axes))
         if jax.process_count() == 1:
-            # Copied is what the caller may fill anew: JAX reads it later, or takes it as it is.
-            is_mutable = isinstance(leaf, np.ndarray) and leaf.flags.writeable
-            return jax.device_put(leaf.copy() if is_mutable else leaf, sharding)
+            return jax.device_put(leaf, sharding)
         shape = (leaf.shape[0] // count * self.devices, *leaf.shape[1:])
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 

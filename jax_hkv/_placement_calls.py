@@ -7,7 +7,12 @@ from typing import Any
 import jax
 
 from jax_hkv._checks import check_held_once, check_mesh, check_not_cut, check_not_used_up
-from jax_hkv._compat import check_elements, on_one_device, without_rematerialization
+from jax_hkv._compat import (
+    check_elements,
+    on_one_device,
+    trace_state_clean,
+    without_rematerialization,
+)
 from jax_hkv._placed import (
     check_bags,
     explicit_of,
@@ -57,6 +62,7 @@ class Checked:
         self._compiled = compiled
         self._donates = donates
         self._is_first = True
+        self._known_bags: set[Any] = set()  # shapes of what was looked at
 
     def __call__(self, state: Any, *batch: Any) -> Any:
         leaves = jax.tree.leaves(state)
@@ -67,11 +73,11 @@ class Checked:
         for leaf in jax.tree.leaves(batch):
             check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
-        placement = self._placement
+        placement, bags = self._placement, set()
         if placement.mode == "pmap":
             placement.check_put(self._call, batch)
         else:
-            check_bags(self._call, batch, placement.devices, is_first=self._is_first)
+            bags = check_bags(self._call, batch, placement.devices, self._known_bags)
             if is_from_host(leaves):
                 state = placement._from_host(self._call, state)
             elif self._is_first:
@@ -80,6 +86,8 @@ class Checked:
             with without_rematerialization():
                 outputs = self._compiled(state, *batch)
             self._is_first = False
+            if trace_state_clean():  # a program that is only made tells nothing of its bags
+                self._known_bags |= bags
             return outputs
         except (ValueError, KeyError) as error:
             if placement.mode != "pmap":

@@ -12,43 +12,60 @@ from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 
-# Where keys come to was asked twice of the mask: another answer wrote behind the scratch memory.
+# Where keys come to was asked twice of a mask, and of keys: another answer wrote behind the scratch
+# memory, or brought equal keys to different places.
 REFILLS = """
 import sys
 import jax, numpy as np, jax_hkv as hkv
 count, rng = 65536, np.random.default_rng(0)
-buffer = np.zeros(count + 64, np.bool_)
-begin = -buffer.ctypes.data % 64
-valid = buffer[begin : begin + count]           # aligned, so that JAX takes it as it is
-insert = lambda table, keys, valid: hkv.find_or_insert(table, keys, valid=valid)
+
+def aligned(shape, dtype):  # so that JAX takes it as it is
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.zeros(size + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    return buffer[begin : begin + size].view(dtype).reshape(shape)
+
+valid, words = aligned(count, np.bool_), aligned((count, 2), np.uint32)
+valid[:] = True
+def insert(table, keys, valid):
+    return hkv.find_or_insert(table, keys, valid=valid)
+
 step = jax.jit(insert, donate_argnums=0)
 table = hkv.create(2**18, 16)
 for _ in range(100):
-    valid[:] = rng.random(count) < 0.5
-    table, _ = step(table, hkv.Keys.from_numpy(rng.integers(0, 40_000, count)), valid)
-print(int(hkv.size(table)) <= 40_000, int(hkv.misplaced(table)))
+    ids = rng.integers(0, 40_000, count)
+    if sys.argv[1] == "mask":
+        valid[:] = rng.random(count) < 0.5
+        keys = hkv.Keys.from_numpy(ids)
+    else:
+        words[:, 0] = ids
+        keys = hkv.Keys(words)
+    table, _ = step(table, keys, valid)
+keys = table.keys.reshape(-1, 2)[:, 0][(table.index.digests != 0).reshape(-1)]
+print(len(np.unique(keys)) == len(keys) == int(hkv.size(table)), int(hkv.misplaced(table)))
 """
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there JAX takes a copy")
-def test_a_mask_that_changes_while_it_is_read_ends_no_process():
+@pytest.mark.parametrize("what", ["mask", "keys"])
+def test_memory_that_changes_while_it_is_read_harms_no_table(what):
     run = subprocess.run(
-        [sys.executable, "-c", REFILLS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", REFILLS, what], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout) == (0, "True 0\n"), run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_put_copies_what_lies_on_the_host(mode):
-    placement = hkv.sharding.Placement(mesh_of(1), mode=mode)
-    count = 4096
-    buffer = np.zeros(count + 16, np.int32)
+    placement = hkv.sharding.Placement(mesh_of(2), mode=mode)
+    buffer = np.zeros(2 * 4096 + 16, np.int32)
     begin = -buffer.ctypes.data % 64 // 4
-    ids = buffer[begin : begin + count]
-    put = placement.put({"ids": ids, "valid": np.ones(count, bool)})
-    if mode == "shard_map":  # pmap's batch stays on the host
-        ids[:] = 7
-        assert not np.asarray(put["ids"]).any()
+    ids = buffer[begin : begin + 4096]
+    view = ids.view()
+    view.flags.writeable = False
+    put = placement.put({"ids": ids, "view": view, "keys": hkv.Keys.from_numpy(ids)})
+    buffer[:] = 7
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(put))
 
 
 @pytest.mark.parametrize("call", ["step", "run"])
@@ -92,3 +109,47 @@ def test_a_batch_that_does_not_divide_is_told_how_to():
     with pytest.raises(ValueError, match="divisible") as caught:
         run(table, np.arange(31, dtype=np.int32))
     assert any("multiple of the 4 devices: pad it" in note for note in caught.value.__notes__)
+
+
+def test_bags_of_a_new_shape_are_looked_at_and_traces_tell_nothing():
+    placement = hkv.sharding.Placement(mesh_of(4))
+    table = placement.create(lambda: hkv.create(1024, 2))
+    place = jax.sharding.NamedSharding(placement.mesh, jax.sharding.PartitionSpec("device"))
+
+    def bags(count):
+        lists = [[i, i + 100] for i in range(count)]
+        return jax.device_put(hkv.Jagged.from_lists(lists, capacity=64), place)
+
+    run = placement.run(
+        lambda table, bags: hkv.sharding.find_pooled(table, bags, axis_name="device")[1].values
+    )
+    jax.eval_shape(run, table, bags(31))
+    with pytest.raises(ValueError, match="a Jagged must be one for each of the 4 devices"):
+        run(table, bags(31))
+    good = hkv.Jagged.from_lists([[1], [2], [3]]).for_parts(4, capacity=8, batch=4)
+    for _ in range(2):
+        assert run(table, placement.put(good)).shape == (4, 2)
+    with pytest.raises(ValueError, match="a Jagged must be one for each of the 4 devices"):
+        run(table, bags(27))
+
+
+def test_what_is_no_jagged_of_each_device_is_left_to_the_call():
+    """Bags of several steps, and what is malformed, of which the operation speaks."""
+    placement = hkv.sharding.Placement(mesh_of(2))
+    table = placement.create(lambda: hkv.create(1024, 2))
+    step = placement.run(
+        lambda table, bags: jax.lax.map(
+            lambda own: hkv.sharding.find_pooled(table, own, axis_name="device")[1].values,
+            jax.tree.map(lambda leaf: leaf[0], bags),
+        )
+    )
+    one = hkv.Jagged.from_lists([[1, 2], [3]], capacity=4)
+    stacked = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (2, 3, *np.shape(leaf))), one)
+    assert step(table, stacked).shape == (6, 2, 2)
+    find = placement.run(
+        lambda table, bags: hkv.sharding.find_pooled(table, bags, axis_name="device")[1].values
+    )
+    for ids in ([1, 2, 3, 4], None):
+        wrong = hkv.Jagged(ids, np.zeros(4, np.int32))
+        with pytest.raises(TypeError, match=r"must be jax_hkv.Keys or an integer array, got"):
+            find(table, wrong)

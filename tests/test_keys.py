@@ -240,6 +240,7 @@ def test_an_empty_list_is_no_key(name):
         [np.int64(5), np.uint64(2**63 + 12345)],
         np.array([-2, 1], object),
         np.array([[2**63], [1]], object),
+        np.zeros(0, object),
     ],
     ids=str,
 )
@@ -249,8 +250,17 @@ def test_integers_that_numpy_has_no_type_for_are_keys(ids):
     expected = [int(number) % 2**64 for number in objects.flat]
     keys = hkv.Keys.from_numpy(ids)
     assert keys.to_numpy().tolist() == np.array(expected, object).reshape(objects.shape).tolist()
-    lists = hkv.Jagged.from_lists([[int(number) for number in objects.flat]])
-    np.testing.assert_array_equal(lists.ids.to_numpy(), keys.to_numpy().ravel())
+    flat, count = objects.ravel(), objects.size
+    for bags in (
+        hkv.Jagged.from_lists([flat.tolist()]),
+        hkv.Jagged.from_lists([flat]),
+        hkv.Jagged.from_lengths(flat, [count]),
+        hkv.Jagged.from_lengths(flat.tolist(), [count]),
+    ):
+        np.testing.assert_array_equal(bags.ids.to_numpy(), keys.to_numpy().ravel())
+    if count and isinstance(ids, np.ndarray):
+        with pytest.raises(TypeError, match=r"find: .* object: give jax_hkv.Keys.from_numpy\(ids"):
+            hkv.find(hkv.create(128, 1), ids)
 
 
 WRONG = {
@@ -289,6 +299,7 @@ def test_what_is_no_integer_is_refused_with_a_remedy(name):
         (np.array([2**60 + 1, np.nan]), "before they become floats"),
         (np.array([None, 5], object), "before they become floats"),
         (np.array([True]), "hash or cast them to int64 or uint64"),
+        (np.array([1, 2], jnp.bfloat16), "before they become floats"),
     ],
     ids=str,
 )

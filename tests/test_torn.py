@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from flax import nnx
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
+from jax_hkv import _placed
 
 SGD = hkv.optim.sgd(0.1)
 IDS = np.arange(600, dtype=np.int32)
@@ -148,3 +151,30 @@ def test_a_torn_table_on_every_device_is_seen(tmp_path):
     torn = jax.device_put(restored(tmp_path / "state", linen_state(4096)), everywhere)
     with pytest.raises(ValueError, match="its arrays were made for another capacity"):
         hkv.linen.train_step(linen_loss)(torn, IDS)
+
+
+@pytest.mark.parametrize("where", ["one device", "all devices"])
+def test_steps_under_a_mesh_are_looked_at_too(where):
+    mesh = mesh_of(2)
+    losses = []
+    for _ in range(2):
+        state, step = linen_state(2048), hkv.linen.train_step(linen_loss)
+        if where == "all devices":
+            everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            state = jax.device_put(state, everywhere)
+        with jax.set_mesh(mesh) if losses else contextlib.nullcontext():
+            for _ in range(3):
+                state, info = step(state, IDS)
+        losses.append(float(info.loss))
+    assert losses[0] == losses[1]
+
+
+def test_a_few_entries_of_a_large_table_are_enough(monkeypatch):
+    """Else each step would wait for the one before it, to look again."""
+    looks = []
+    own = _placed._misplaced_of_some
+    monkeypatch.setattr(_placed, "_misplaced_of_some", lambda index: looks.append(0) or own(index))
+    state, step = linen_state(2**17), hkv.linen.train_step(linen_loss)
+    for _ in range(5):
+        state, _ = step(state, IDS[:3])
+    assert len(looks) == 2  # an empty one, and one with three entries

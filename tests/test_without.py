@@ -90,6 +90,17 @@ def test_signed_keys_of_an_export_are_the_same_words():
         assert sorted(own.only(ids[:50]).keys.tolist()) == ids[:50].tolist()
 
 
+def test_signed_keys_of_changes_are_the_same_words():
+    ids = np.arange(200) + 2**60
+    table = table_of(ids, 1024)
+    first = sharding.export_changes(table, None)
+    table, _ = hkv.erase(table, hkv.Keys.from_numpy(ids[:80]))
+    second = sharding.export_changes(table, first)
+    for own in (second, second._replace(removed=second.removed.view(np.int64))):
+        after = own.without(ids[75:85], erase=False)
+        assert after.removed.dtype == np.uint64 and after.removed.tolist() == ids[:75].tolist()
+
+
 def test_keys_that_are_no_integers_are_named():
     exported = sharding.export_entries(table_of(IDS))
     with pytest.raises(TypeError, match="Exported.without: keys must hold integers, got .*float64"):

@@ -222,26 +222,28 @@ class CpuExecutor {
     const UniqueScratch scratch(arena, n);
     Partition partition(n);
     const int shift = 64 - std::countr_zero(static_cast<uint64_t>(partition.parts()));
-    // A mask and keys may be memory of NumPy, which somebody fills anew while they are read: each is asked
-    // once of where items come to, so that such a batch is a wrong one and no more.
+    // A mask and keys may be memory of NumPy, which somebody fills anew while they are read: each is read
+    // once, so that such a batch is a wrong one and no more.
     partition.run(
         workers_, scratch.table,
         [=](int64_t i) -> int64_t {
           const bool is_valid = valid[i];
-          const int64_t part = shift == 64 ? 0 : static_cast<int64_t>(hash_of(keys[i].value()) >> shift);
+          const Key key = keys[i].value();
+          const int64_t part = shift == 64 ? 0 : static_cast<int64_t>(hash_of(key) >> shift);
+          scratch.keys[i] = key;
           scratch.parts[i] = static_cast<int16_t>(is_valid ? part : -1);
           if (!is_valid) out.inverse[i] = -1;
           return is_valid ? part : -1;
         },
         [=](int64_t i) -> int64_t { return scratch.parts[i]; },
         [=](int64_t i, int64_t at) {
-          scratch.items[at].key = keys[i].value();
+          scratch.items[at].key = scratch.keys[i];
           scratch.items[at].position = static_cast<int32_t>(i);
         });
     workers_.run(partition.parts(), [&](int64_t part) {
       find_firsts(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
     });
-    number_firsts(n, keys, scratch, out);
+    number_firsts(n, scratch, out);
     if (*out.count == partition.total()) return;
     workers_.run(partition.parts(), [&](int64_t part) {
       number_others(scratch, partition.begin_of(part), partition.begin_of(part + 1), out);
@@ -329,11 +331,13 @@ class CpuExecutor {
     UniqueScratch(Arena& arena, int64_t n)
         : table(arena.take<int32_t>(Partition(n).table_size())),
           items(arena.take<Item>(n)),
+          keys(arena.take<Key>(n)),
           parts(arena.take<int16_t>(n)),
           firsts(arena.take<int32_t>(Partition(n).chunks())) {}
     int32_t* table;
     Item* items;
-    int16_t* parts;   // of each position, -1 where it is not valid
+    Key* keys;        // of each position
+    int16_t* parts;   // likewise, -1 where it is not valid
     int32_t* firsts;  // of each chunk: first occurrences before it
   };
 
@@ -416,7 +420,7 @@ class CpuExecutor {
 
   // Numbers the distinct keys in order of first occurrence; a second pass over chunks knows how many came
   // before each. Until then `inverse` holds what find_firsts says of valid positions, and -1 of others.
-  void number_firsts(int64_t n, const Words* keys, const UniqueScratch& scratch, const UniqueKeys& out) const {
+  void number_firsts(int64_t n, const UniqueScratch& scratch, const UniqueKeys& out) const {
     const int64_t chunks = (n + Partition::kChunk - 1) / Partition::kChunk;
     int32_t* before = scratch.firsts;
     const auto end_of = [=](int64_t chunk) { return std::min(n, (chunk + 1) * Partition::kChunk); };
@@ -436,7 +440,7 @@ class CpuExecutor {
       for (int64_t i = chunk * Partition::kChunk; i < end_of(chunk); ++i) {
         if (i >= distinct) out.set_none(i);
         const bool is_numbered = is_first(i);
-        if (is_numbered) out.set(number, keys[i], i, out.inverse[i]);
+        if (is_numbered) out.set(number, Words::of(scratch.keys[i]), i, out.inverse[i]);
         out.inverse[i] = is_numbered ? number++ : -1;
       }
     });
