@@ -22,7 +22,7 @@ class Partition {
  public:
   static constexpr int64_t kChunk = 16384;      // items of one task; 128 KiB of keys, an L2's half
   static constexpr int64_t kPartItems = 4096;   // aim for a part: its hash table fits the L2
-  static constexpr int64_t kMostParts = 1024;   // open write streams that a core's TLB still covers, and int16
+  static constexpr int64_t kMostParts = 1024;  // open write streams that a core's TLB still covers, and int16
 
   explicit Partition(int64_t n)
       : n_(n),
@@ -336,8 +336,8 @@ class CpuExecutor {
           firsts(arena.take<int32_t>(Partition(n).chunks())) {}
     int32_t* table;
     Item* items;
-    Key* keys;        // of each position
-    int16_t* parts;   // likewise, -1 where it is not valid
+    Key* keys;  // of each position
+    int16_t* parts;  // likewise, -1 where it is not valid
     int32_t* firsts;  // of each chunk: first occurrences before it
   };
 
