@@ -50,7 +50,7 @@ print(len(np.unique(keys)) == len(keys) == int(hkv.size(table)), int(hkv.misplac
 @pytest.mark.parametrize("what", ["mask", "keys"])
 def test_memory_that_changes_while_it_is_read_harms_no_table(what):
     run = subprocess.run(
-        [sys.executable, "-c", REFILLS, what], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", REFILLS, what], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout) == (0, "True 0\n"), run.stderr[-2000:]
 
