@@ -42,7 +42,8 @@ def pinned_slots(
 def are_wanted(table: Table) -> bool:
     """Whether a step's later lookups would evict what earlier ones have brought.
 
-    By time (LRU, EPOCH_LRU) that is newer than everything else.
+    By time (LRU, EPOCH_LRU) that is newer than everything else, but where the step's own ids fill a
+    bucket, or others have later scores (an epoch that was set back, imports); then it is skipped.
     """
     return table.policy not in (Policy.LRU, Policy.EPOCH_LRU)
 

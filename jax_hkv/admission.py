@@ -216,14 +216,14 @@ def frequency(
     in a sketch of four rows, 2 lets in 16 of 100 keys that were never seen, and 3 not one of
     100,000; after twice as many 56 and 1 of 100, after half as many 2.4 and none. With `aging` all
     counts are halved, rounding down, once for every `width` keys without a row, counted batch by
-    batch (Einziger, Friedman and Manes: TinyLFU: a highly efficient cache admission policy, 2017):
-    of those never seen 2 lets in some 5 of 100, for ever. What lies between two sightings costs
-    them by chance: of keys that come again after `width / 8` others 89 of 100 get in at their
-    second sighting by 2, and 77 at their third by 3, after `width / 2` others 54 and 6. Take a
-    `width` that is many batches, and several times what comes between two sightings of a key that
-    is to get in. :func:`jax_hkv.halve_sightings` halves by hand.
-    :func:`jax_hkv.metrics.summarize` says which share of keys never seen it would let in now
-    (`admits_unseen`).
+    batch, with those that get one in it, and without those that `admit=` leaves out (Einziger,
+    Friedman and Manes: TinyLFU: a highly efficient cache admission policy, 2017): of those never
+    seen 2 lets in some 5 of 100, for ever. What lies between two sightings costs them by chance: of
+    keys that come again after `width / 8` others 89 of 100 get in at their second sighting by 2,
+    and 77 at their third by 3, after `width / 2` others 54 and 6. Take a `width` that is many
+    batches, and several times what comes between two sightings of a key that is to get in.
+    :func:`jax_hkv.halve_sightings` halves by hand. :func:`jax_hkv.metrics.summarize` says which
+    share of keys never seen it would let in now (`admits_unseen`).
 
     Args:
       sightings: 1 to 2**31 - 1, with `aging` to 255; with 1 the table is as without admission.

@@ -543,8 +543,9 @@ def train_step(
         :func:`jax_hkv.sharding.concatenate` (over devices those of one device after those of the
         other). Parameters and optimizers make one step, by the mean of the parts' losses (one over
         valid examples divides by a number that is the same for all parts); of a table each part is
-        a time of its own, which evicts nothing that earlier ones hold. `aux` has a leading axis for
-        the parts (over devices behind theirs).
+        a time of its own, which evicts nothing that earlier ones hold (under LRU and EPOCH_LRU
+        nearly so: docs/guide.md, "Several lookups"). `aux` has a leading axis for the parts (over
+        devices behind theirs).
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
