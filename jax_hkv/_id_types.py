@@ -31,9 +31,11 @@ def remedy_of(array: Any, values: Iterable[Any] | None = None) -> str:
     if values is None and kind == "O" and isinstance(array, np.ndarray):
         values = array.flat
     own = [] if values is None else [*values]
-    # Texts before what is missing among them.
-    if kind in ("U", "S", "T") or any(isinstance(value, (str, bytes)) for value in own):
-        texts = [value for value in own or array.flat if isinstance(value, (str, bytes))]
+    are_texts = kind in ("U", "S", "T")
+    texts = [
+        value for value in (array.flat if are_texts else own) if isinstance(value, (str, bytes))
+    ]
+    if are_texts or texts:  # before what is missing among them
         return _OF_NUMERALS if texts and all(map(_is_numeral, texts)) else _OF_TEXTS
     if "float" in str(array.dtype) or any(map(is_missing, own)):
         return _OF_FLOATS
