@@ -74,10 +74,8 @@ class Layer(nn.Module):
             variable.value = table
 
     def _pinned(self, variable: Any) -> Int32[Array, " p"] | None:
-        """What earlier lookups of the step hold in a table, if this one might evict it."""
+        """What earlier lookups of the step hold in a table."""
         name = variable.name
-        if not _pins.are_wanted(variable.value):
-            return None
         earlier = [lookup.result for lookup in self.get_variable(LOOKUPS, name, ())]
         return _pins.slots_of(earlier, self.get_variable(PINNED, name, None))
 

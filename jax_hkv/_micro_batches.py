@@ -15,7 +15,6 @@ from jax_hkv._checks import as_integer
 from jax_hkv._layers import widened
 from jax_hkv.features import Padded, is_jagged
 from jax_hkv.index import NO_SLOT
-from jax_hkv.table import Table
 
 _KEYS = "give random keys as jax.random.key makes them"
 _PAD = (
@@ -35,19 +34,17 @@ def scan(
     args: Any,
     count: int,
     like: Any,
-    tables: Mapping[Any, Table],
     results_of: Callable[[Any], Mapping[Any, list[Any]]],
 ) -> tuple[Any, Any, Any]:
     """Differentiates one part of the arguments after the other.
 
     Args:
       differentiate: of (state, pins, *part) to the next state, gradients, and whatever else. Pins
-        are slots that earlier parts hold, of the tables whose lookups would evict there.
+        are slots that earlier parts hold, by where their tables are.
       state: arrays that pass from part to part.
       args: of the step.
       count: of the parts.
       like: parameters; gradients are of their shapes and types.
-      tables: those of the state, by where they are.
       results_of: of everything else, the results of its lookups, by where their tables are.
 
     Returns:
@@ -55,11 +52,9 @@ def scan(
       all parts, stacked.
     """
     parts = _cut(args, count)
-    wanted = {where for where, table in tables.items() if _pins.are_wanted(table)}
 
     def held(rest: Any) -> dict[Any, Any]:
-        results = results_of(rest).items()
-        return {where: _pins.slots_of(own) for where, own in results if where in wanted}
+        return {where: _pins.slots_of(own) for where, own in results_of(rest).items()}
 
     def one(carry: Any, part: tuple[jax.Array, Any]) -> tuple[Any, _Packed]:
         before, sums, pins = carry
@@ -73,7 +68,7 @@ def scan(
         first = jax.tree.map(lambda leaf: leaf[0], parts)
         return held(differentiate(state, {}, *first)[2])
 
-    shapes = jax.eval_shape(of_one, state, parts) if wanted else {}
+    shapes = jax.eval_shape(of_one, state, parts)
     pins = jax.tree.map(lambda own: jnp.full((count, *own.shape), NO_SLOT, jnp.int32), shapes)
     carry = (state, jax.tree.map(jnp.zeros_like, widened(like)), pins)
     (state, sums, _), rest = jax.lax.scan(one, carry, (jnp.arange(count), parts), length=count)

@@ -90,13 +90,13 @@ def take_turn(variable: Any, result: Any) -> int:
     if not isinstance(variable, TableVariable):
         return 0
     turn, pins = variable.record()
-    own = _pins.slots_of([result]) if _pins.are_wanted(variable.get_value()) else None
+    own = _pins.slots_of([result])
     variable.set_record(turn + 1, pins if own is None else (*pins, own))
     return turn
 
 
 def pinned(variable: Any) -> jax.Array | None:
-    """The slots that a step's lookups of a table hold, as far as later ones would evict there."""
+    """The slots that a step's lookups of a table hold."""
     return (
         _pins.slots_of((), *variable.record()[1]) if isinstance(variable, TableVariable) else None
     )
@@ -273,7 +273,6 @@ def in_micro_batches(
                 "or return what it is to know (has_aux=True)"
             )
     graph, values = nnx.split(model)
-    tables = {where: own.get_value() for where, (own, _) in places_of(model).items()}
 
     def one(values: Any, pins: dict[str, jax.Array], *part: Any) -> tuple[Any, Any, Any]:
         model = nnx.merge(graph, values)
@@ -293,7 +292,7 @@ def in_micro_batches(
     like = nnx.state(model, nnx.Param)
     values, dense, rest = _micro_batches.scan(
         *(one, values, args, count, like),
-        *(tables, lambda rest: {where: own.results for where, own in rest[1].items()}),
+        lambda rest: {where: own.results for where, own in rest[1].items()},
     )
     nnx.update(model, values)
     return dense, rest

@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jax_hkv._keys import form_of
-from jax_hkv.index import Policy
-from jax_hkv.table import InsertResult, Table, is_one_result
+from jax_hkv.table import InsertResult, is_one_result
 
 
 def pinned_slots(
@@ -37,15 +36,6 @@ def pinned_slots(
                 f"{form_of(each)}: no other call brings what waits for an update"
             )
     return slots_of(results, *slots)
-
-
-def are_wanted(table: Table) -> bool:
-    """Whether a step's later lookups would evict what earlier ones have brought.
-
-    By time (LRU, EPOCH_LRU) that is newer than everything else, but where the step's own ids fill a
-    bucket, or others have later scores (an epoch that was set back, imports); then it is skipped.
-    """
-    return table.policy not in (Policy.LRU, Policy.EPOCH_LRU)
 
 
 def slots_of(results: Iterable[Any], *more: jax.Array | None) -> Int32[Array, " p"] | None:

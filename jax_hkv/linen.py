@@ -543,9 +543,8 @@ def train_step(
         :func:`jax_hkv.sharding.concatenate` (over devices those of one device after those of the
         other). Parameters and optimizers make one step, by the mean of the parts' losses (one over
         valid examples divides by a number that is the same for all parts); of a table each part is
-        a time of its own, which evicts nothing that earlier ones hold (under LRU and EPOCH_LRU
-        nearly so: docs/guide.md, "Several lookups"). `aux` has a leading axis for the parts (over
-        devices behind theirs).
+        a time of its own, which evicts nothing that earlier ones hold. `aux` has a leading axis for
+        the parts (over devices behind theirs).
       donate: whether the state that is given is used up, so that nothing is copied.
       placement: of the state, on several devices: then each of them gets its part of every
         argument (see :meth:`jax_hkv.sharding.Placement.put`), `loss_fn` sees one device's part, and
@@ -614,7 +613,7 @@ def train_step(
         else:
             updated, dense, rest = _micro_batches.scan(
                 *(differentiate, others, args, micro_batches, state.params),
-                *(by_path(state.tables), lambda rest: results_of(rest[2])),
+                lambda rest: results_of(rest[2]),
             )
         loss, aux, lookups, rows = rest
         _layers.check_new_tables(by_path(state.tables), by_path(updated[TABLES]), devices)
