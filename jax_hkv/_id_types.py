@@ -32,14 +32,13 @@ def remedy_of(array: Any, values: Iterable[Any] | None = None) -> str:
         values = array.flat
     own = [] if values is None else [*values]
     are_texts = kind in ("U", "S", "T")
-    texts = [
-        value for value in (array.flat if are_texts else own) if isinstance(value, (str, bytes))
-    ]
+    elements = own or (array.flat if are_texts else ())
+    texts = [value for value in elements if isinstance(value, (str, bytes))]
     if are_texts or texts:  # before what is missing among them
         return _OF_NUMERALS if texts and all(map(_is_numeral, texts)) else _OF_TEXTS
     if "float" in str(array.dtype) or any(map(is_missing, own)):
         return _OF_FLOATS
-    if own and {type(value) for value in own} == {int}:
+    if own and all(type(value) is int or isinstance(value, np.integer) for value in own):
         return "give jax_hkv.Keys.from_numpy(ids)"
     return _OF_OTHERS
 

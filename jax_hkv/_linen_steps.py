@@ -24,9 +24,6 @@ TABLES = "tables"
 LOOKUPS = "lookups"
 PERTURBATIONS = "perturbations"
 
-# Slots that earlier micro-batches of a step hold.
-PINNED = "pinned_by_hkv"
-
 # What `apply` must be allowed to change in a training step.
 MUTABLE = (TABLES, LOOKUPS)
 
@@ -47,6 +44,37 @@ class Lookup:
     optimizer: Optimizer | None = dataclasses.field(metadata={"static": True})
 
 
+class TableVariable:
+    """Flax's variable of a table, without the slots that earlier micro-batches hold in it."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+        self.name: Any = variable.name
+
+    @property
+    def value(self) -> Table:
+        return _pins.recorded(self._variable.value, 0, ())
+
+    @value.setter
+    def value(self, table: Table) -> None:
+        self._variable.value = _pins.recorded(table, 0, self.pins)
+
+    @property
+    def pins(self) -> tuple[jax.Array, ...]:
+        return _pins.record_of(self._variable.value)[1]
+
+
+def with_pins(tables: Any, pins: Mapping[Any, jax.Array]) -> Any:
+    """A collection of tables with the slots that are held in some, by path; without any: plain."""
+
+    def one(path: Any, table: Table) -> Table:
+        names = tuple(getattr(each, "key", None) for each in path)
+        return _pins.recorded(table, 0, (pins[names],) if names in pins else ())
+
+    is_table = lambda node: isinstance(node, Table)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, tables, is_leaf=is_table)
+
+
 class Layer(nn.Module):
     """What the layers have in common: a table's variable, and a record of its lookups."""
 
@@ -63,21 +91,20 @@ class Layer(nn.Module):
             )
         return True
 
-    def _table(self, name: str, dim: int, *create: Any) -> Any:
-        variable = self.variable(TABLES, name, *create)
+    def _table(self, name: str, dim: int, *create: Any) -> TableVariable:
+        variable = TableVariable(self.variable(TABLES, name, *create))
         check_dim(type(self).__name__, variable.value, name, dim)
         return variable
 
-    def _store(self, variable: Any, table: Table) -> None:
+    def _store(self, variable: TableVariable, table: Table) -> None:
         # After a read: the same entries; what comes later is ordered behind.
         if self.is_mutable_collection(TABLES) and not self.is_initializing():
             variable.value = table
 
-    def _pinned(self, variable: Any) -> Int32[Array, " p"] | None:
+    def _pinned(self, variable: TableVariable) -> Int32[Array, " p"] | None:
         """What earlier lookups of the step hold in a table."""
-        name = variable.name
-        earlier = [lookup.result for lookup in self.get_variable(LOOKUPS, name, ())]
-        return _pins.slots_of(earlier, self.get_variable(PINNED, name, None))
+        earlier = [lookup.result for lookup in self.get_variable(LOOKUPS, variable.name, ())]
+        return _pins.slots_of(earlier, *variable.pins)
 
     def _record(
         self, name: str, result: Any, optimizer: Optimizer | None, counts: Any = None

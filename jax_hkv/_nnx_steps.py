@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jax_hkv import _layers, _micro_batches, _pins, _trees
+from jax_hkv import _layers, _micro_batches, _pins
 from jax_hkv._table_counts import TableCounts
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table
@@ -32,29 +31,26 @@ class TableVariable(nnx.Variable[Table]):
     """Holds a :class:`jax_hkv.Table`.
 
     In a training step also how many of its lookups have been recorded, by whichever layers share
-    it, and the slots that they hold. They are a part of the value because that goes wherever the
-    table goes: through all of Flax's transformations, whose programs for one number are not taken
-    for another. (Metadata of a Variable that nnx.jit has not made stay behind in it.)
+    it, and the slots that they hold: in the value, so that Flax's programs for one number are not
+    taken for another. (Metadata of a Variable that nnx.jit has not made stay behind in it.)
     """
 
     def get_value(self, **index: Any) -> Table:
         """The table."""
-        return _recorded(super().get_value(**index), 0, ())
+        return _pins.recorded(super().get_value(**index), 0, ())
 
     def set_value(self, value: Table, **index: Any) -> None:
         """Another table; the lookups that have been recorded stay so."""
-        super().set_value(_recorded(value, *self.record()), **index)
+        super().set_value(_pins.recorded(value, *self.record()), **index)
 
     def record(self) -> tuple[int, tuple[jax.Array, ...]]:
         """How many lookups have been recorded, and slots that later ones are to leave alone."""
-        table = super().get_value()
-        is_any = isinstance(table, _RecordedTable)
-        return (table.lookups, table.pins) if is_any else (0, ())
+        return _pins.record_of(super().get_value())
 
     def set_record(self, lookups: int, pins: tuple[jax.Array, ...]) -> None:
         """So many have been, which hold these."""
         if lookups or pins or self.record() != (0, ()):
-            super().set_value(_recorded(super().get_value(), lookups, pins))
+            super().set_value(_pins.recorded(super().get_value(), lookups, pins))
 
 
 class Looked(NamedTuple):
@@ -156,34 +152,6 @@ class Layer(nnx.Module):
             for pattern in (LOOKUP, ROWS):
                 for name, _ in list(numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RecordedTable(Table):
-    """A table, of which so many lookups have been recorded, which hold slots."""
-
-    pins: tuple[jax.Array, ...]  # pyright: ignore[reportGeneralTypeIssues]
-    lookups: int = _trees.static()
-
-
-_IS_STATIC = {
-    field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(_RecordedTable)
-}
-jax.tree_util.register_dataclass(
-    _RecordedTable,
-    data_fields=[name for name, is_static in _IS_STATIC.items() if not is_static],
-    meta_fields=[name for name, is_static in _IS_STATIC.items() if is_static],
-)
-
-
-def _recorded(table: Table, lookups: int, pins: tuple[jax.Array, ...]) -> Table:
-    """The table with that record; a plain one without any. What is no table stays what it is."""
-    if not isinstance(table, Table):
-        return table
-    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(Table)}
-    if not lookups and not pins:
-        return Table(**fields) if isinstance(table, _RecordedTable) else table
-    return _RecordedTable(**fields, pins=pins, lookups=lookups)
 
 
 def layers_of(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Layer]]:

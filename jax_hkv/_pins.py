@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jax_hkv import _trees
 from jax_hkv._keys import form_of
-from jax_hkv.table import InsertResult, is_one_result
+from jax_hkv.table import InsertResult, Table, is_one_result
 
 
 def pinned_slots(
@@ -52,3 +54,39 @@ def slots_of(results: Iterable[Any], *more: jax.Array | None) -> Int32[Array, " 
         return None
     flat = [slots.reshape(-1) for slots in found]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedTable(Table):
+    """A table in a training step, of which so many lookups have been recorded, which hold slots.
+
+    They are a part of it because it goes, and is carried, through all of Flax's transformations.
+    """
+
+    pins: tuple[jax.Array, ...]  # pyright: ignore[reportGeneralTypeIssues]
+    lookups: int = _trees.static()
+
+
+_IS_STATIC = {
+    field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(RecordedTable)
+}
+jax.tree_util.register_dataclass(
+    RecordedTable,
+    data_fields=[name for name, is_static in _IS_STATIC.items() if not is_static],
+    meta_fields=[name for name, is_static in _IS_STATIC.items() if is_static],
+)
+
+
+def recorded(table: Table, lookups: int, pins: tuple[jax.Array, ...]) -> Table:
+    """The table with that record; a plain one without any. What is no table stays what it is."""
+    if not isinstance(table, Table):
+        return table
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(Table)}
+    if not lookups and not pins:
+        return Table(**fields) if isinstance(table, RecordedTable) else table
+    return RecordedTable(**fields, pins=pins, lookups=lookups)
+
+
+def record_of(table: Table) -> tuple[int, tuple[jax.Array, ...]]:
+    """How many lookups have been recorded, and slots that later ones are to leave alone."""
+    return (table.lookups, table.pins) if isinstance(table, RecordedTable) else (0, ())

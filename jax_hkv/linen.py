@@ -61,7 +61,6 @@ from jax_hkv._linen_steps import (
     LOOKUPS,
     MUTABLE,
     PERTURBATIONS,
-    PINNED,
     TABLES,
     Layer,
     Lookup,
@@ -72,6 +71,7 @@ from jax_hkv._linen_steps import (
     next_of,
     results_of,
     trainable,
+    with_pins,
     zeros_of_rows,
 )
 from jax_hkv._placement import Placement
@@ -572,14 +572,14 @@ def train_step(
     ) -> tuple[Any, Any, Any]:
         """Collections after a lookup of (a part of) the batch, dense gradients, and the rest."""
         kept = [*MUTABLE, *state.variables]
-        held = {PINNED: unflatten_dict(pinned)} if pinned else {}
+        collections = {**collections, TABLES: with_pins(collections[TABLES], pinned)}
 
         def run(params: Any, perturbed: Any, collections: Any, also: Any = ()) -> Any:
             variables = dict(collections)
             given = {} if perturbed is None else {PERTURBATIONS: perturbed}
 
             def apply(*inputs: Any, mutable: Any = False, **kwargs: Any) -> Any:
-                before = {"params": params, **given, **held, **variables}
+                before = {"params": params, **given, **variables}
                 changing = union_filters([*kept, *also], mutable)
                 outputs, after = state.model.apply(before, *inputs, mutable=changing, **kwargs)
                 variables.update({name: after[name] for name in (*kept, *also) if name in after})
@@ -600,9 +600,9 @@ def train_step(
         )(state.params, zeros, collections)
         lookups = lookups_of(updated)
         after = {
-            name: updated[name] if name == TABLES else next_of(old, updated[name])
-            for name, old in collections.items()
+            name: next_of(old, updated[name]) for name, old in collections.items() if name != TABLES
         }
+        after[TABLES] = with_pins(updated[TABLES], {})
         return after, gradients[0], (loss, aux, lookups, gradients_of(lookups, gradients[1]))
 
     def step(state: TrainState, *args: Any) -> tuple[TrainState, StepInfo]:

@@ -258,9 +258,10 @@ def test_integers_that_numpy_has_no_type_for_are_keys(ids):
         hkv.Jagged.from_lengths(flat.tolist(), [count]),
     ):
         np.testing.assert_array_equal(bags.ids.to_numpy(), keys.to_numpy().ravel())
-    if count and isinstance(ids, np.ndarray):
+    of_numpy = np.array([np.int64(5), 6], object)
+    for objects in (ids, of_numpy) if count and isinstance(ids, np.ndarray) else ():
         with pytest.raises(TypeError, match=r"find: .* object: give jax_hkv.Keys.from_numpy\(ids"):
-            hkv.find(hkv.create(128, 1), ids)
+            hkv.find(hkv.create(128, 1), objects)
 
 
 WRONG = {
@@ -269,6 +270,7 @@ WRONG = {
     "an array of a list on both sides of 2^63": (np.array([2**63, -5]), "give the list itself"),
     "numbers that are text": (np.array(["9223372036854775813", "-5"]), "were read as text .* int"),
     "numbers and a missing one": (np.array(["5", None], object), "were read as text .* int"),
+    "numbers and a gap in a list": ([float("nan"), "5"], "were read as text .* int"),
     "a text among numbers": (np.array(["5", "a"], object), "not Python's hash, which is salted"),
     "a column with a missing value": (np.array([2**60 + 1, np.nan]), "missing values .* valid="),
     "a list with a missing value": ([2**60 + 1, None], "round ids .* missing values .* valid="),

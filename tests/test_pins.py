@@ -381,6 +381,76 @@ def test_where_a_steps_own_ids_fill_a_bucket_later_ones_are_refused(policy, api)
     assert kept(table, ids[: len(ids) // 2]) == CAPACITY
 
 
+class Turn(nn.Module):
+    """Looks the same ids up in each turn of a scan."""
+
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, carry, ids):
+        return carry, embed(hkv.linen, self.policy, "twice")(ids, train=not self.is_initializing())
+
+
+class Scanned(nn.Module):
+    policy: Policy
+    axes: object
+
+    @nn.compact
+    def __call__(self, ids):
+        turn = Turn(self.policy)
+        if self.is_initializing():  # what is carried is there before
+            return turn(0, ids)[1]
+        scan = nn.scan(Turn.__call__, variable_carry="tables", variable_axes=self.axes)
+        return scan(turn, 0, jnp.stack([ids, ids]))[1]
+
+
+AXES_OF_TURNS = {
+    "names": {"lookups": 0, "perturbations": 0},
+    "a filter": {nn.DenyList(("params", "tables")): 0},
+}
+
+
+@pytest.mark.parametrize("parts", [2, 4])  # two are as many as there are turns
+@pytest.mark.parametrize("axes", AXES_OF_TURNS)
+@pytest.mark.parametrize("policy", [p for p in Policy if p is not Policy.CUSTOM])
+def test_pins_of_micro_batches_go_into_scans(policy, axes, parts):
+    model = Scanned(policy, AXES_OF_TURNS[axes])
+    ids = np.arange(10_000, 10_000 + 160, dtype=np.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), ids)
+    table = jax.tree.structure(
+        variables["tables"], is_leaf=lambda node: isinstance(node, hkv.Table)
+    )
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=optax.sgd(0.1))
+    state = state.replace(tables=jax.tree.unflatten(table, [full_table(policy)]))
+    step = hkv.linen.train_step(lambda apply, ids: loss_of(apply(ids)), micro_batches=parts)
+    state, info = step(state, ids)
+    (report,) = info.tables.values()
+    assert int(report.evicted) == len(ids)
+    assert table_of(state).optimizer.skipped.tolist() == [0]
+    assert kept(table_of(state), ids) == len(ids)
+
+
+@pytest.mark.parametrize("mutable", [True, nn.DenyList("params")], ids=["all", "a filter"])
+def test_pins_are_in_no_output(mutable):
+    seen = []
+
+    def loss(apply, *ids):
+        rows, sown = apply(*ids, train=True, mutable=mutable)
+        seen.append(sown)
+        return loss_of(rows) + loss_of(jax.tree.leaves(sown)), sown
+
+    model = Linen(Policy.LRU, "twice")
+    state = hkv.linen.TrainState.create(model, jax.random.key(0), FIRST, FIRST, tx=optax.sgd(0.1))
+    losses = [
+        hkv.linen.train_step(loss, has_aux=True, donate=False, micro_batches=parts)(
+            state, FIRST, FIRST
+        )[1].loss
+        for parts in (1, 4)
+    ]
+    assert losses[0] == pytest.approx(4 * losses[1])
+    assert all(set(sown) <= {"params"} for sown in seen)
+
+
 def full_variables(model):
     """Of a linen model, its table full."""
     ids = np.zeros((4,), np.int32)
