@@ -130,11 +130,16 @@ def of_one_device(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def replicated(array: Any) -> Any:
-    """The same array, on all devices of an Explicit mesh where its type says that it is split."""
+    """The same array, on all devices of an Explicit mesh where its type says that it is split.
+
+    Or that the devices hold parts of a sum (unreduced), which are added up.
+    """
     if not isinstance(array, jax.Array):
         return array
     sharding = jax.typeof(array).sharding
-    if all(axis is None for axis in sharding.spec):
+    spec = sharding.spec
+    partial = getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
+    if not partial and all(axis is None for axis in spec):
         return array
     return jax.sharding.reshard(
         array, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

@@ -30,7 +30,8 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
       fn: ``jax.jit(predict)``, or ``jax.device_put`` for batches that go to the device ahead.
 
     Returns:
-      A function of the same arguments; its `lower`, if `fn` has one, looks at them, too.
+      A function of the same arguments; its `lower`, if `fn` has one, looks at them, too. What is
+      compiled of that is JAX's alone: ``checked(lowered.compile())`` looks again.
 
     Raises:
       TypeError: when it is called, naming the argument: for arrays of NumPy's integers that do not

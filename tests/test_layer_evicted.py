@@ -214,10 +214,10 @@ def test_entries_go_back_into_the_parts_that_lost_them(flax, rng):
 
 @pytest.mark.parametrize("flax", FLAX)
 def test_lookups_report_in_order_of_time(flax, rng):
-    """Two lookups of two micro-batches, each of which displaces what the one two before brought."""
+    """Two lookups of two micro-batches; each displaces what its like of the last step brought."""
     if flax == "linen":
         embed = hkv.linen.Embed(128, DIM, optimizer=ADAM, return_evicted=True)
-        first = np.zeros(64, np.int32)
+        first = np.zeros(32, np.int32)
         state = hkv.linen.TrainState.create(embed, jax.random.key(0), first, tx=optax.sgd(0.1))
 
         def loss_fn(apply, *ids):
@@ -240,24 +240,19 @@ def test_lookups_report_in_order_of_time(flax, rng):
         state, info = step(state, *ids)
         return info
 
-    numbers = rng.permutation(10**6).astype(np.int32)[:512].reshape(2, 2, 2, 64)  # step, call, part
-    taken(*numbers[0].reshape(2, 128))
-    ((_, entries),) = taken(*numbers[1].reshape(2, 128)).evicted.items()
+    numbers = rng.permutation(10**6).astype(np.int32)[:256].reshape(2, 2, 2, 32)  # step, call, part
+    taken(*numbers[0].reshape(2, 64))
+    ((_, entries),) = taken(*numbers[1].reshape(2, 64)).evicted.items()
     keys = [set(each.keys.to_numpy()[: int(each.count)].tolist()) for each in entries]
-    brought = [
-        set(numbers[turn, call, part].tolist())
-        for turn in (0, 1)
-        for part in (0, 1)
-        for call in (0, 1)
-    ]
-    assert keys == brought[2:6]
+    brought = [set(numbers[0, call, part].tolist()) for part in (0, 1) for call in (0, 1)]
+    assert keys == brought
 
 
 @pytest.mark.parametrize("flax", FLAX)
 def test_entries_imported_in_reverse_keep_what_was_trained(flax, rng):
-    """An id that goes twice in a step has been brought by it in between, with its first row."""
+    """No id goes twice in a step, nor one that it has brought: that waits for its update."""
     model = FLAX[flax]("Embed", None, {"micro_batches": 4}, return_evicted=True)
-    store, twice = ADAM.init(hkv.create(16384, DIM)), 0
+    store, gone = ADAM.init(hkv.create(16384, DIM)), 0
     for _ in range(STEPS):
         before = held(model, None)
         batch = rng.integers(0, 900, (640, 3)).astype(np.int32), rng.random(640)
@@ -267,8 +262,9 @@ def test_entries_imported_in_reverse_keep_what_was_trained(flax, rng):
         keys = np.concatenate(
             [each.keys.to_numpy()[: int(each.count)] for each in jax.device_get(evicted)]
         )
-        twice += len(keys) - len(np.unique(keys))
+        assert len(keys) == len(np.unique(keys)) and np.isin(keys, before.keys).all()
+        gone += len(keys)
         was_there = np.isin(before.keys, keys)
         _, found = hkv.find(store, hkv.Keys.from_numpy(before.keys[was_there]))
         assert_same_bits(found.values, before.values[was_there])
-    assert twice > 0
+    assert gone > CAPACITY

@@ -207,3 +207,24 @@ def test_a_table_becomes_one_of_replicas_and_ceases_to_be(by):
     assert int(counts.inserted) == len(IDS) and not split.replicas
     misplaced = placement.run(lambda table: sharding.misplaced(table, axis_name="device")[None])
     assert not misplaced(split).any()
+
+
+def test_parts_of_a_sum_that_devices_hold_are_added_up():
+    """What an Explicit mesh calls unreduced."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    table, optimizer, ids = hkv.create(128, 4), hkv.optim.sgd(1.0), np.arange(20, dtype=np.int32)
+
+    def step(spec, table, x, w):
+        table, result = hkv.find_or_insert(table, ids)
+        slopes = jnp.einsum("nk,kd->nd", x, w, out_sharding=spec)
+        return hkv.find(optimizer.update(table, result, slopes), ids)[1].values
+
+    with jax.set_mesh(mesh):
+        table = jax.device_put(optimizer.init(table), NamedSharding(mesh, P()))
+        x = jax.device_put(jnp.arange(160.0).reshape(20, 8), P(None, "a"))
+        w = jax.device_put(jnp.ones((8, 4)), P("a", None))
+        whole, parts = (
+            jax.jit(step, static_argnums=0)(spec, table, x, w)
+            for spec in (P(None, None), P(None, None, unreduced={"a"}))
+        )
+    np.testing.assert_array_equal(whole, parts)

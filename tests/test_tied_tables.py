@@ -128,11 +128,19 @@ class Coder(nnx.Module):
         self.decoder.table = self.encoder.table
 
 
-def test_what_a_shared_table_has_displaced_is_told_in_order_of_time():
-    """Imported in reverse, an id that left twice has the row from before the step."""
+def full_state():
+    """Of a model whose table is full, and the ids in it."""
     state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
     known = np.arange(128, dtype=np.int32)
     table, _ = hkv.find_or_insert(state.model.encoder.table.get_value(), known)
+    state.model.encoder.table.set_value(table)
+    return state, known
+
+
+def test_what_a_shared_table_has_displaced_is_told_in_order_of_time():
+    """Each lookup displaces what was there before the step, with the rows from then."""
+    state, known = full_state()
+    table = state.model.encoder.table.get_value()
     table, _ = hkv.assign(table, known[:1], np.full((1, DIM), 77.0, np.float32))
     state.model.encoder.table.set_value(table)
 
@@ -140,9 +148,11 @@ def test_what_a_shared_table_has_displaced_is_told_in_order_of_time():
         rows = [model.encoder(first, train=True), model.encoder(second, train=True)]
         return sum(each.sum() for each in [*rows, model.decoder(third, train=True)])
 
-    info = hkv.nnx.train_step(loss)(state, known + 1000, known[:1], known + 2000)
+    info = hkv.nnx.train_step(loss)(state, *np.split(known + 1000, [64, 104]))
     ((_, evicted),) = info.evicted.items()
-    assert [int(each.count) for each in evicted] == [128, 1, 128]
+    assert [int(each.count) for each in evicted] == [64, 40, 24]
+    gone = [each.keys.to_numpy()[: int(each.count)] for each in evicted]
+    assert sorted(np.concatenate(gone).tolist()) == known.tolist()
     store = hkv.create(4096, DIM, policy=table.policy)
     store = hkv.optim.sgd(1.0).init(store)
     for entries in reversed(evicted):
@@ -165,11 +175,11 @@ def test_lookups_in_programs_that_flax_keeps_have_their_turn():
 
     step = hkv.nnx.train_step(loss)
     for places in (3, 5):
-        state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
-        first = np.arange(100, dtype=np.int32)
-        info = step(state, first, first + 1000, np.ones(places, np.float32))
+        state, known = full_state()
+        first, second = np.split(known + 1000, [48])
+        info = step(state, first, second, np.ones(places, np.float32))
         ((_, evicted),) = info.evicted.items()
-        assert [int(each.count) for each in evicted] == [0, 72]
+        assert [int(each.count) for each in evicted] == [48, 80]
         assert type(state.model.encoder.table.get_value()) is hkv.Table
 
 
@@ -185,11 +195,10 @@ def test_a_table_that_a_loss_reads_and_writes_is_a_plain_one():
         rows = [rows, model.encoder(second, train=True)]
         return sum(each.sum() for each in rows), model.encoder.table.get_value()
 
-    state = hkv.nnx.TrainState(Coder(), optax.sgd(0.1))
-    first = np.arange(100, dtype=np.int32)
-    info = hkv.nnx.train_step(loss, has_aux=True)(state, first, first + 1000)
+    state, known = full_state()
+    info = hkv.nnx.train_step(loss, has_aux=True)(state, *np.split(known + 1000, [48]))
     ((_, evicted),) = info.evicted.items()
-    assert [int(each.count) for each in evicted] == [0, 72]
+    assert [int(each.count) for each in evicted] == [48, 80]
     assert type(info.aux) is hkv.Table and int(info.aux.epoch[0]) == 1
 
 
