@@ -7,6 +7,7 @@ import operator
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -274,3 +275,15 @@ def assert_entries(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
             continue
         for leaf, wanted in zip(*map(jax.tree.leaves, pair), strict=True):
             np.testing.assert_allclose(leaf, wanted, atol=tolerance, rtol=tolerance, err_msg=name)
+
+
+def turns(layer, ids, train):
+    """A linen layer's rows of ids, looked up in turns of a scan, which do not pin."""
+    if layer.is_initializing():
+        return layer(ids[0])
+    scan = nn.scan(
+        lambda layer, carry, now: (carry, layer(now, train=train)),
+        variable_carry="tables",
+        variable_axes={"lookups": 0, "perturbations": 0},
+    )
+    return scan(layer, 0, jnp.stack(ids))[1]

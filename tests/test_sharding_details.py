@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from many_devices import ADAM
+from many_devices import ADAM, turns
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
@@ -156,9 +156,7 @@ def test_load_factors_and_skipped_rows_are_those_of_all_devices():
         @nn.compact
         def __call__(self, ids, *, train=False):
             layer = hkv.linen.Embed(256, 4, optimizer=SGD, axis_name="device")
-            first = layer(ids, train=train)
-            layer(ids + 1000, train=train)
-            return first
+            return turns(layer, (ids, ids + 1000), train=train)
 
     ids = np.arange(256, dtype=np.int32)
     own = np.asarray(sharding.owners(ids, 2))

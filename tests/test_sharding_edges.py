@@ -15,7 +15,7 @@ from combinations import each, seldom
 from flax import nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from many_devices import ADAM
+from many_devices import ADAM, turns
 from oracle_sharding import owner_of
 from test_sharding_traffic import mesh_of, traffic_of
 
@@ -205,9 +205,7 @@ def test_stale_rows_of_replicas_are_counted_once(rng):
         @nn.compact
         def __call__(self, ids, *, train=False):
             layer = hkv.linen.Embed(128, 4, optimizer=ADAM, axis_name=exchange)
-            first = layer(ids, train=train)
-            layer(ids + 1000, train=train)  # in a full table the first ids have lost their slots
-            return nn.Dense(1)(first)[..., 0]
+            return turns(layer, (ids, ids + 1000), train=train)  # the first ids lose their slots
 
     ids = np.arange(4 * 32, dtype=np.int32)
     state = placement.create(
