@@ -16,6 +16,7 @@ from jaxtyping import Array, Int32
 from jax_hkv import _layers, _pins
 from jax_hkv._checks import as_bool
 from jax_hkv._compat import zeros_of
+from jax_hkv._placed import is_table
 from jax_hkv._table_counts import TableCounts
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table, check_dim
@@ -71,7 +72,6 @@ def with_pins(tables: Any, pins: Mapping[Any, jax.Array]) -> Any:
         names = tuple(getattr(each, "key", None) for each in path)
         return _pins.recorded(table, 0, (pins[names],) if names in pins else ())
 
-    is_table = lambda node: isinstance(node, Table)  # noqa: E731
     return jax.tree_util.tree_map_with_path(one, tables, is_leaf=is_table)
 
 
@@ -160,7 +160,7 @@ def lookups_of(updated: Mapping[str, Any]) -> dict[Any, list[Lookup]]:
 
 
 def by_path(tables: Any) -> dict[Any, Any]:
-    return flatten_dict(tables, is_leaf=lambda _, leaf: isinstance(leaf, Table))
+    return flatten_dict(tables, is_leaf=lambda _, leaf: is_table(leaf))
 
 
 def results_of(lookups: dict[Any, list[Lookup]]) -> dict[Any, list[Any]]:

@@ -416,12 +416,8 @@ AXES_OF_TURNS = {
 def test_pins_of_micro_batches_go_into_scans(policy, axes, parts):
     model = Scanned(policy, AXES_OF_TURNS[axes])
     ids = np.arange(10_000, 10_000 + 160, dtype=np.int32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), ids)
-    table = jax.tree.structure(
-        variables["tables"], is_leaf=lambda node: isinstance(node, hkv.Table)
-    )
     state = hkv.linen.TrainState.create(model, jax.random.key(0), ids, tx=optax.sgd(0.1))
-    state = state.replace(tables=jax.tree.unflatten(table, [full_table(policy)]))
+    state = with_tables(state, lambda _: full_table(policy))
     step = hkv.linen.train_step(lambda apply, ids: loss_of(apply(ids)), micro_batches=parts)
     state, info = step(state, ids)
     (report,) = info.tables.values()
