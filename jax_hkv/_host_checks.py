@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_hkv._checks import check_function, is_used_up
 from jax_hkv._keys import would_cut
+from jax_hkv._stages import Staged
 from jax_hkv.features import are_splits, is_jagged, known_splits
 
 Given = ParamSpec("Given")
@@ -30,8 +31,8 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
       fn: ``jax.jit(predict)``, or ``jax.device_put`` for batches that go to the device ahead.
 
     Returns:
-      A function of the same arguments; its `lower`, if `fn` has one, looks at them, too. What is
-      compiled of that is JAX's alone: ``checked(lowered.compile())`` looks again.
+      A function of the same arguments. If `fn` is jitted, it has `lower`, `trace` and `eval_shape`,
+      which look at them, too, as does what is compiled; ``jax.export.export`` takes it.
 
     Raises:
       TypeError: when it is called, naming the argument: for arrays of NumPy's integers that do not
@@ -59,24 +60,24 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
         check_host(call, args, None)
         check_host(call, kwargs, None)
 
-    @functools.wraps(fn, updated=())
-    def looking(*args: Given.args, **kwargs: Given.kwargs) -> Output:
+    def looking(run: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
         look(args, kwargs)
         try:
-            return fn(*args, **kwargs)
+            return run(*args, **kwargs)
         except Exception as error:
             if "deleted" in str(error):  # found out here, where it costs no walk of a state
                 _check_not_used_up(call, args)
                 _check_not_used_up(call, kwargs)
             raise
 
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        look(args, kwargs)
-        return fn.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
-
     if hasattr(fn, "lower"):
-        looking.lower = lower  # pyright: ignore[reportAttributeAccessIssue,reportFunctionMemberAccess]
-    return looking
+        return Staged(fn, looking, look)
+
+    @functools.wraps(fn, updated=())
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Output:
+        return looking(fn, *args, **kwargs)
+
+    return called
 
 
 def check_host(call: str, args: Any, parts: int | None) -> None:

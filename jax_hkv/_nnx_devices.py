@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from jax_hkv._checks import check_function
 from jax_hkv._digest import names_in
 from jax_hkv._placed import spec_along
 from jax_hkv._placement import Placement, check_placement
+from jax_hkv._stages import Stage, Staged
 from jax_hkv._warnings import warn
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -41,8 +41,32 @@ class Placed:
 
     def lower(self, state: nnx.Module, *args: Any) -> Any:
         """As of jitted functions."""
+        return self._staged("lower", state, args)
+
+    def trace(self, state: nnx.Module, *args: Any) -> Any:
+        """As of jitted functions."""
+        return self._staged("trace", state, args)
+
+    def eval_shape(self, state: nnx.Module, *args: Any) -> Any:
+        """As of jitted functions."""
         graph, values = nnx.split(state)
-        return self._of(graph).lower(values, *args)
+        return self._of(graph).eval_shape(values, *args)[1]
+
+    def _staged(self, stage: str, state: nnx.Module, args: tuple[Any, ...]) -> Stage:
+        made_for, values = nnx.split(state)
+
+        def run(compiled: Any, state: nnx.Module, *args: Any) -> Any:
+            graph, values = _split(state)
+            if graph != made_for:
+                raise ValueError(
+                    "train_step: state must be of the structure that the step was compiled for, "
+                    "got another: call the step itself, or lower it with this state"
+                )
+            values, info = compiled(values, *args)
+            nnx.update(state, values)
+            return info
+
+        return Stage(getattr(self._of(made_for), stage)(values, *args), run)
 
     def _of(self, graph: Any) -> Any:
         if graph not in self._compiled:
@@ -68,17 +92,15 @@ def cacheable(step: Any) -> Any:
     Flax demands that somebody does, and would tell of that alone.
     """
 
-    @functools.wraps(step, updated=())
-    def taking_up(state: Any = None, /, *args: Any, **named: Any) -> Any:
+    def taking_up(run: Callable[..., Any], *args: Any, **named: Any) -> Any:
         try:
-            return step(state, *args, **named)
+            return run(*args, **named)
         except BaseException:
             with nnx.update_context("jax_hkv"):
                 pass
             raise
 
-    taking_up.lower = step.lower  # pyright: ignore[reportAttributeAccessIssue]
-    return taking_up
+    return Staged(step, taking_up)
 
 
 def place(make: Callable[[], Model], placement: Placement) -> Model:

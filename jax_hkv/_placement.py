@@ -247,7 +247,8 @@ class Placement:
         Returns:
           A function of (state, *batch) whose batches come from :meth:`put`; single numbers and
           random keys among them are the same for all devices. NumPy arrays of the state are put
-          where :meth:`specs` says. It has ``lower`` as jitted functions.
+          where :meth:`specs` says. It has ``lower`` (and, but with "pmap", ``trace`` and
+          ``eval_shape``) as jitted functions; what is compiled ahead looks at the same things.
 
         Raises:
           TypeError: when it is called: if `fn` returns no such pair, if a table is not spread over

@@ -22,6 +22,7 @@ from jax_hkv._placed import (
     splits_along,
     warn_of_split,
 )
+from jax_hkv._stages import Stage, Staged
 
 OTHER_MESH = "use the placement that it was made with, or move it by sharding.reshard"
 
@@ -52,19 +53,27 @@ class BySplits:
         """As of jitted functions."""
         return self._jitted.trace(self._of(state), state, *batch)
 
+    def eval_shape(self, state: Any, *batch: Any) -> Any:
+        """As of jitted functions."""
+        return self._jitted.eval_shape(self._of(state), state, *batch)
 
-class Checked:
+
+class Checked(Staged):
     """A compiled function of (state, *batch) that looks first at what only the host sees."""
 
     def __init__(self, placement: Any, call: str, compiled: Any, donates: bool = False):
+        super().__init__(compiled, self._checked, self._look_at, without_rematerialization)
         self._placement = placement
         self._call = call
-        self._compiled = compiled
         self._donates = donates
         self._is_first = True
         self._known_bags: set[Any] = set()  # shapes of what was looked at
 
-    def __call__(self, state: Any, *batch: Any) -> Any:
+    def _look_at(self, args: Any, kwargs: Any) -> None:
+        for leaf in jax.tree.leaves(args[1:]):
+            check_not_cut(self._call, leaf)
+
+    def _checked(self, run: Any, state: Any, *batch: Any) -> Any:
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
@@ -83,8 +92,7 @@ class Checked:
             elif self._is_first:
                 warn_of_split(self._call, state, placement)
         try:
-            with without_rematerialization():
-                outputs = self._compiled(state, *batch)
+            outputs = run(state, *batch)
             self._is_first = False
             if trace_state_clean():  # a program that is only made tells nothing of its bags
                 self._known_bags |= bags
@@ -104,12 +112,6 @@ class Checked:
                     f"so; of bags Jagged.for_parts({placement.devices}, capacity=, batch=) makes it"
                 )
             raise
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the compiled function has: `lower`, `trace`."""
-        if name.startswith("_"):  # copies ask before they have any attribute
-            raise AttributeError(name)
-        return getattr(self._compiled, name)
 
 
 class Pmapped:
@@ -133,13 +135,17 @@ class Pmapped:
 
     def __call__(self, state: Any, *batch: Any) -> Any:
         with on_one_device():
-            outputs = self._of(state, batch)(state, *batch)
-            return outputs if self._finish is None else self._finish(outputs)
+            return self._finished(self._of(state, batch), state, *batch)
 
     def lower(self, state: Any, *batch: Any) -> Any:
         """As of jitted functions."""
         with on_one_device():
-            return self._of(state, batch).lower(state, *batch)
+            lowered = self._of(state, batch).lower(state, *batch)
+        return Stage(lowered, self._finished, on_one_device)
+
+    def _finished(self, run: Any, state: Any, *batch: Any) -> Any:
+        outputs = run(state, *batch)
+        return outputs if self._finish is None else self._finish(outputs)
 
     def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
         local = (len(self._placement.local_devices),)

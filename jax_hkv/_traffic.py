@@ -197,7 +197,7 @@ def traffic(
     What custom calls send by themselves is not seen, nor are ``send`` and ``recv``.
 
     Args:
-      compiled: ``jax.jit(step).lower(...).compile()``, or its HLO text.
+      compiled: ``jax.jit(step).lower(...).compile()``, or of ``train_step``; or its HLO text.
       mesh: whose axes name the groups of devices: a mesh, or sizes by axis names in its order.
         None: that of the compiled program's arguments, if their shardings have one.
 
@@ -252,7 +252,7 @@ def traffic(
 def _text(compiled: jax.stages.Compiled | str) -> str:
     if isinstance(compiled, str):
         return compiled
-    if not isinstance(compiled, jax.stages.Compiled):
+    if not callable(compiled) or not hasattr(compiled, "input_shardings"):  # Flax has its own, too
         raise TypeError(
             "traffic: compiled must be what jax.jit(step).lower(...).compile() returns or its HLO "
             f"text, got {type(compiled).__name__}"

@@ -42,6 +42,7 @@ from jax_hkv import (
     initializers,
     pooled,
 )
+from jax_hkv._checked_steps import Step, host_checked
 from jax_hkv._checks import as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -526,7 +527,7 @@ def train_step(
     donate: bool = True,
     placement: Placement | None = None,
     check_overflow: bool = True,
-) -> _layers.Step[tuple[TrainState, StepInfo]]:
+) -> Step[tuple[TrainState, StepInfo]]:
     """A jitted training step of a model with tables.
 
     Args:
@@ -660,7 +661,7 @@ def train_step(
     else:
         jitted = placement.step(step, donate=donate)
 
-    return _layers.host_checked(
+    return host_checked(
         jitted, TrainState, lambda outputs: outputs[1], placement, micro_batches, check_overflow
     )
 

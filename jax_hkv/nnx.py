@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
 from jax_hkv import _layers, _micro_batches, _sharded, _table_counts, initializers, pooled
+from jax_hkv._checked_steps import Step, host_checked
 from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
@@ -533,7 +534,7 @@ def train_step(
     donate: bool = True,
     placement: Placement | None = None,
     check_overflow: bool = True,
-) -> _layers.Step[StepInfo]:
+) -> Step[StepInfo]:
     """A jitted training step of a model with tables.
 
     Args:
@@ -619,4 +620,4 @@ def train_step(
         jitted = Placed(placement, step_of_one, donate)
 
     options = (placement, micro_batches, check_overflow, nnx.state)
-    return cacheable(_layers.host_checked(jitted, TrainState, lambda info: info, *options))
+    return cacheable(host_checked(jitted, TrainState, lambda info: info, *options))

@@ -34,6 +34,7 @@ LAYERS = (
         "_keys",
         "_namespaces",
         "_options",
+        "_stages",
         "_trees",
         "_warnings",
         "initializers",
