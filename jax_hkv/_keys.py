@@ -230,6 +230,10 @@ class Keys:
         lengths = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         return Keys(self.words.reshape(*lengths, 2))
 
+    def ravel(self) -> Keys:
+        """One after the other, along one axis."""
+        return self.reshape(-1)
+
     def __getitem__(self, index: Any) -> Keys:
         parts = index if isinstance(index, tuple) else (index,)
         # NumPy's words cannot be asked for positions that are traced.
@@ -246,10 +250,14 @@ class Keys:
         return (self[position] for position in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise TypeError(
-            "Keys are no array: take .to_numpy() (uint64 on the host) or .words (uint32[..., 2]), "
-            "and join Keys with Keys.concatenate(parts) or Keys.stack(parts)"
-        )
+        raise TypeError(_NO_ARRAY)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # Some of NumPy's functions (np.array_equal) would take that error for an answer.
+        attribute = _OF_SHAPES.get(function)
+        if attribute is None or len(args) != 1 or kwargs:
+            raise TypeError(f"{function.__name__}: {_NO_ARRAY}")
+        return getattr(args[0], attribute)
 
     def __eq__(self, other: object) -> bool:
         if other is None:
@@ -281,6 +289,11 @@ class Keys:
         return hash((type(self), self.words))
 
 
+_NO_ARRAY = (
+    "Keys are no array: take .to_numpy() (uint64 on the host) or .words (uint32[..., 2]), and join "
+    "Keys with Keys.concatenate(parts) or Keys.stack(parts)"
+)
+_OF_SHAPES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 

@@ -47,21 +47,34 @@ def optimizer_rows(
     structure: Any,
     table: Table,
 ) -> OptimizerRows:
-    """Optimizer rows for a table, all of them fresh, on its device."""
-    is_placed = not is_traced(table.values) and getattr(table.values, "committed", False)
-    devices = table.values.devices() if is_placed else ()
+    """Optimizer rows for a table, all fresh, on its device, or on all that have it whole."""
+    where = _where_whole(table.values)
+
+    def put(leaf: jax.Array) -> jax.Array:
+        return leaf if where is None else jax.device_put(leaf, where)
 
     def on_device(leaf: jax.Array) -> jax.Array:
         # A buffer of its own for each leaf: donation refuses one twice.
-        return jnp.array(jax.device_put(leaf, *devices) if len(devices) == 1 else leaf, copy=True)
+        return put(jnp.array(leaf, copy=True))
 
     return OptimizerRows(
-        rows={name: _rows.new(on_device(leaf), table.capacity) for name, leaf in fresh.items()},
+        rows={name: put(_rows.new(put(leaf), table.capacity)) for name, leaf in fresh.items()},
         fresh={name: on_device(leaf) for name, leaf in fresh.items()},
         shared={name: on_device(leaf) for name, leaf in shared.items()},
         skipped=on_device(jnp.zeros((1,), jnp.uint32)),
         structure=structure,
     )
+
+
+def _where_whole(values: jax.Array) -> jax.sharding.Sharding | None:
+    """Where an array lies that is whole on each of its devices; None if that is left to JAX."""
+    if is_traced(values) or not getattr(values, "committed", False):
+        return None
+    sharding = values.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.is_fully_replicated:
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    devices = list(sharding.device_set)
+    return jax.sharding.SingleDeviceSharding(devices[0]) if len(devices) == 1 else None
 
 
 def check_rounding(table: Table, is_stochastic: bool) -> None:

@@ -311,6 +311,28 @@ def test_replicas_on_one_device_are_a_table_as_any():
     assert int(counts.hits) == len(exported.keys) == len(IDS) and again.replicas
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_optimizer_rows_lie_where_a_table_lies_that_is_whole_on_each_device(kind):
+    types = (jax.sharding.AxisType[kind],)
+    mesh = jax.make_mesh((DEVICES,), ("device",), types, devices=jax.devices("cpu")[:DEVICES])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    table = ADAM.init(jax.device_put(hkv.create(128, DIM), whole))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(table):
+        assert leaf.sharding == whole and leaf.committed, jax.tree_util.keystr(path)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in map(_first, jax.tree.leaves(table))}) == (
+        len(jax.tree.leaves(table))
+    )
+    table, found = hkv.find_or_insert(table, KEYS)
+    own, result = hkv.find_or_insert(ADAM.init(hkv.create(128, DIM)), KEYS)
+    a, b = ADAM.update(table, found, ROWS), ADAM.update(own, result, ROWS)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def _first(leaf):
+    return leaf.addressable_data(0)
+
+
 def test_the_size_of_replicas_is_that_of_the_fullest_and_overflows_no_earlier():
     """Each may have 2**31 - 1 entries, all together more; and replicas may have gone apart."""
     placement = placement_of()
