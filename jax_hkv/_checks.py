@@ -80,8 +80,9 @@ def as_integer(call: str, argument: str, value: Any, low: int, high: int) -> int
             raise TypeError
         number = operator.index(value)
     except TypeError:
+        static = ": make it static (static_argnames), or close over it" * is_traced(value)
         raise TypeError(
-            f"{call}: {argument} must be an integer, got {type(value).__name__} {value!r}"
+            f"{call}: {argument} must be an integer, got {type(value).__name__} {value!r}{static}"
         ) from None
     if not low <= number <= high:
         raise ValueError(f"{call}: {argument} must be from {low} to {high}, got {number}")

@@ -180,7 +180,16 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
 
     def one(leaf: Any) -> Any:
         missing = tuple(axis for axis in axes if axis not in _varying(leaf))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+        try:
+            return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+        except ValueError as error:
+            if "shard_map" in str(error):
+                error.add_note(
+                    f"jax_hkv.sharding: axis_name {missing} must be axes of devices, those of a "
+                    "Placement or of jax.shard_map, not of jax.vmap: under vmap call jax_hkv.find "
+                    "and its like, and give the exchange's axis to shard_map outside of it"
+                )
+            raise
 
     return jax.tree.map(one, tree)
 

@@ -131,6 +131,12 @@ class _Axes:
     def check(self, signature: Signature, operands: Sequence[Any]) -> None:
         """Raises where an operand does not fit the signature."""
         for argument, operand in zip(signature.operands, operands, strict=True):
+            if hasattr(operand, "inner_aval"):
+                raise TypeError(
+                    f"jax_hkv {signature.name}: {argument.name} must be an array, got {operand}: "
+                    "read a table of references (jax.new_ref) before, "
+                    "jax.tree.map(lambda ref: ref[...], refs), and write back what comes of it"
+                )
             shape, dtype = self.shape(argument), self.dtype(argument, operand)
             absent = "?" in argument.shape and operand.shape[0] == 0
             if operand.dtype != dtype or (tuple(operand.shape) != shape and not absent):

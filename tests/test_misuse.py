@@ -574,3 +574,26 @@ def test_a_variable_is_named_where_parts_are_wanted():
     ):
         with pytest.raises(TypeError, match=r"tables must be a .*Table, got TableVariable"):
             call(embed.table)
+
+
+def test_a_table_of_references_is_named():
+    table = jax.tree.map(jax.new_ref, hkv.create(128, 4))
+    for call in (hkv.find, hkv.find_or_insert):
+        with pytest.raises(TypeError, match=r"clock must be an array, got Ref.*ref\[\.\.\.\]"):
+            call(table, jnp.array([1]))
+    whole = jax.tree.map(lambda ref: ref[...], table)
+    assert not hkv.find(whole, jnp.array([1]))[1].found.any()
+
+
+def test_axes_of_vmap_are_none_of_devices():
+    def find(ids):
+        return hkv.sharding.find(hkv.create(128, 4), ids, axis_name="batch")[1].values
+
+    with pytest.raises(ValueError, match="shard_map") as caught:
+        jax.vmap(find, axis_name="batch")(jnp.arange(8).reshape(2, 4))
+    assert "must be axes of devices" in caught.value.__notes__[0]
+
+
+def test_a_setting_that_is_traced_is_named_with_a_remedy():
+    with pytest.raises(TypeError, match="create: capacity must be an integer.*make it static"):
+        jax.eval_shape(hkv.create, 256, 4)
