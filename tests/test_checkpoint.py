@@ -80,6 +80,35 @@ def test_orbax_restores_every_bit_of_a_table(rng, tmp_path, optimizer):
         )
 
 
+def test_the_newer_interface_of_orbax_restores_every_bit(rng, tmp_path):
+    """Of a model's state, over devices, whose ids it then still finds."""
+    v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    mesh = jax.make_mesh((2,), ("device",), devices=jax.devices("cpu")[:2])
+    placement = sharding.Placement(mesh)
+    ids = placement.put(random_keys(rng, 64))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = hkv.nnx.Embed(512, 4, optimizer=ADAM, axis_name="device")
+
+    def make():
+        return hkv.nnx.TrainState(Model(), optax.sgd(0.1))
+
+    def loss_of(model, ids):
+        return jnp.sum(model.embed(ids, train=True) ** 2)
+
+    state = hkv.nnx.place(make, placement)
+    step = hkv.nnx.train_step(loss_of, placement=placement)
+    step(state, ids)
+    save, load = (getattr(v1, name, getattr(v1, f"{name}_pytree")) for name in ("save", "load"))
+    save(tmp_path / "step", nnx.state(state))
+    graph, abstract = hkv.nnx.abstract(make, placement)
+    restored = nnx.merge(graph, load(tmp_path / "step", abstract))
+    assert_same_bits(nnx.state(restored), nnx.state(state))
+    losses = [step(each, ids).loss for each in (state, restored)]
+    assert losses[0] == losses[1] and int(hkv.size(restored.model.embed.table.get_value())) == 64
+
+
 OTHER_SETTINGS = {
     "policy": (hkv.Policy.LFU, "policy=LRU)", "policy=LFU)"),
     "choices": (2, "choices=1)", "choices=2)"),
