@@ -210,9 +210,8 @@ benchmark() {
   mark_passed benchmarks "$name"
 }
 
-table() { # beside the ceiling of row operations
-  have random_gather compile_gather &&
-    "$python" benchmarks/table.py --resume --budget 200 --gather "$program" "$@"
+beside_a_gather() { # the ceiling of row operations
+  have random_gather compile_gather && "$python" "$@" --gather "$program"
 }
 
 benchmarks() {
@@ -226,7 +225,8 @@ benchmarks() {
   export XLA_PYTHON_CLIENT_PREALLOCATE=true # a process at a time has the device
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
   benchmark profile_table "$python" benchmarks/profile_table.py --dims 8 --choices 1 || count $?
-  benchmark table table || count $?
+  benchmark table beside_a_gather benchmarks/table.py --resume --budget 200 || count $?
+  benchmark updates beside_a_gather benchmarks/updates.py || count $?
   benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark tiers "$python" benchmarks/tiers.py || count $?

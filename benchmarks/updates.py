@@ -1,0 +1,210 @@
+"""Row operations and fused optimizers on a GPU, as shares of a plain gather of random rows.
+
+    python benchmarks/updates.py [--dims 8 32 64 128] [--out results/updates.json]
+
+A table is filled to load factor .75 with the optimizer's rows beside its own, and batches of keys
+that are present, none of them twice, are looked up once. Timed are then gathering their rows,
+scattering rows to them, and one update of the optimizer from gradients drawn by chance: in a row of
+calls (device), with all that an update does before its arithmetic (equal keys found, slots
+verified), and by JAX's profiler kernel by kernel. Bytes are counted: a row that is read or written,
+its gradient, the optimizer's rows, and a sector each of digests and keys where slots are verified.
+The share is that of the kernel that moves rows: of the bytes a second of `random_gather.cu`
+(`--gather`), else of XLA's gather. Small sizes run on a CPU too, where there are no kernels to see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+import profile_step
+import table as of_table
+
+import jax_hkv as hkv
+from jax_hkv import rows
+
+LOAD = 0.75
+RATE = 1e-3
+
+
+class Kind(NamedTuple):
+    """An optimizer, and how many of its numbers a row of so many elements has beside it."""
+
+    make: Any
+    numbers: Any
+
+
+OPTIMIZERS = {
+    "sgd": Kind(hkv.optim.sgd, lambda dim: 0),
+    "rowwise_adagrad": Kind(hkv.optim.rowwise_adagrad, lambda dim: 1),
+    "adagrad": Kind(hkv.optim.adagrad, lambda dim: dim),
+    "rowwise_adam": Kind(hkv.optim.rowwise_adam, lambda dim: dim + 1),
+    "adam": Kind(hkv.optim.adam, lambda dim: 2 * dim),
+}
+
+
+def gather(table: hkv.Table, result: hkv.InsertResult) -> tuple[hkv.Table, Any]:
+    """Rows of the keys of a lookup."""
+    clock, values = rows.gather(table.clock, table.values, result.slots, name=table.name)
+    return dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock)), values
+
+
+def scatter(
+    table: hkv.Table, result: hkv.InsertResult, new: jax.Array
+) -> tuple[hkv.Table, jax.Array]:
+    """Other rows for the keys of a lookup."""
+    order = rows.positions(result.slots.shape[0])
+    clock, values = rows.scatter(
+        table.clock, table.values, result.slots, order, new, name=table.name
+    )
+    index = dataclasses.replace(table.index, clock=clock)
+    return dataclasses.replace(table, index=index, values=values), clock
+
+
+def update(
+    optimizer: Any, table: hkv.Table, result: hkv.InsertResult, gradients: jax.Array
+) -> tuple[hkv.Table, jax.Array]:
+    """A step of an optimizer on the rows of a lookup."""
+    table = optimizer.update(table, result, gradients)
+    return table, table.clock
+
+
+def slots_for(dim: int, numbers: int, options: Any) -> int:
+    """A power of two for which table and optimizer rows take no more than 6/10 of the memory."""
+    slots = options.slots
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    while limit and slots * (4 * (dim + numbers) + 17) > 0.6 * limit:
+        slots //= 2
+    return slots
+
+
+def kernels_of(call: Any, table: Any, results: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
+    """Microseconds of the kernels of a call, and the table after the calls."""
+    jitted = jax.jit(call, donate_argnums=0)
+
+    def after() -> Any:
+        nonlocal table
+        for result in results:
+            table, out = jitted(table, result, *rest)
+        return table, out
+
+    jax.block_until_ready(after())
+    profile = profile_step.profile_of(after)
+    return profile_step.by_kernel(profile, len(results)), table
+
+
+def measured(dim: int, deadline: float, options: Any) -> dict[str, Any]:
+    """Row operations and optimizers of rows of one size, on one table after the other."""
+    most = max(OPTIMIZERS[name].numbers(dim) for name in options.optimizers)
+    slots = slots_for(dim, most, options)
+    table, offered = of_table.filled(of_table.Case(dim, LOAD, 1), slots, options.batch)
+    rng = np.random.default_rng(dim)
+    results = []
+    for _ in range(of_table.BATCHES):
+        keys = of_table.batches("present", table, offered, options.batch, rng)
+        if keys.shape[0] < options.batch:
+            raise SystemExit("a table this small has no batch of present keys: give less --batch")
+        table, found = hkv.find_or_insert(table, keys)
+        assert not np.asarray(found.status == hkv.Status.INSERTED).any()
+        results.append(found)
+    given = jnp.asarray(rng.standard_normal((options.batch, dim), np.float32))
+    row, verified = 4 * dim, 2 * of_table.SECTOR
+    record: dict[str, Any] = {"slots": slots, "operations": {}, "left_out": []}
+
+    def measure_one(name: str, does: Any, rest: tuple[Any, ...], kernel: str, bytes_: int) -> None:
+        nonlocal table
+        call = of_table.call_of(does)
+        wall, device, table = of_table.timed(call, table, results, rest, options, is_fresh=False)
+        kernels, table = kernels_of(does, table, results, rest)
+        moving = [
+            own["microseconds"]
+            for title, own in kernels.items()
+            if kernel in title and "Prepare" not in title
+        ]
+        record["operations"][name] = {
+            "wall": wall, "device": device, "bytes": bytes_ * options.batch, "kernels": kernels,
+            "keys_per_second": options.batch / measure.median(device),
+            "microseconds_of_rows": sum(moving) if moving else None,
+        }  # fmt: skip
+
+    measure_one("gather", gather, (), "GatherRows", 2 * row)
+    measure_one("scatter", scatter, (given,), "ScatterRows", 2 * row)
+    for name in options.optimizers:
+        if time.time() > deadline:
+            record["left_out"].append(name)
+            continue
+        kind = OPTIMIZERS[name]
+        optimizer = kind.make(RATE)
+        table = optimizer.init(dataclasses.replace(table, optimizer=None))
+        table = checked(optimizer, table, results[0], given)
+        bytes_ = verified + 3 * row + 8 * kind.numbers(dim)
+        step = functools.partial(update, optimizer)
+        measure_one(name, step, (given,), "UpdateRows", bytes_)
+    return record
+
+
+def checked(
+    optimizer: Any, table: hkv.Table, result: hkv.InsertResult, given: jax.Array
+) -> hkv.Table:
+    """The table after an update that changed the rows, those of SGD as it should."""
+    some = np.asarray(result.slots[:1000])
+    before = np.asarray(table.values[some])
+    table, _ = jax.jit(functools.partial(update, optimizer), donate_argnums=0)(table, result, given)
+    changed = np.asarray(table.values[some])
+    assert (changed != before).any(axis=-1).all(), "rows were not updated"
+    if optimizer.rule.name == "sgd":
+        step = np.float32(RATE) * np.asarray(given[:1000])
+        np.testing.assert_allclose(changed, before - step, rtol=1e-5, atol=1e-6)
+    return table
+
+
+def report(record: dict[str, Any], dim: int) -> None:
+    """Adds shares of the gather to what was found of a row size, and prints it."""
+    ceilings = record["ceilings"][str(dim)]
+    ceiling = ceilings.get("random gather", ceilings["xla gather"])
+    for name, own in record["dims"][str(dim)]["operations"].items():
+        rate, taken = own["keys_per_second"] / 1e9, own["microseconds_of_rows"]
+        own["share"] = None if taken is None else own["bytes"] / (1e-6 * taken) / ceiling
+        seen = "" if taken is None else f"; rows {taken:.1f} us, {100 * own['share']:.1f} %"
+        print(f"  dim {dim:3} {name:16} {rate:6.3f} billion keys/s{seen}", flush=True)
+
+
+def main() -> None:
+    """Measures row size by row size, and writes the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
+    add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    add("--slots", type=int, default=2**26, help="at most (%(default)s)")
+    add("--batch", type=int, default=2**20)
+    add("--runs", type=int, default=measure.RUNS)
+    add("--budget", type=float, default=150.0, help="seconds (%(default)s)")
+    add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
+    add("--out", type=Path, default=measure.RESULTS / "updates.json")
+    options = parser.parse_args()
+    deadline = time.time() + options.budget
+    profile_step.launch_as_always()
+    record = measure.apart(measure.surroundings) | {"batch": options.batch}
+    record |= {"ceilings": {}, "dims": {}}
+    for dim in options.dims:
+        record["ceilings"][str(dim)] = found = measure.apart(of_table.ceilings, dim, options)
+        if options.gather is not None and not dim & (dim - 1):  # powers of two only
+            sizes = (dim, int(found["slots"]), options.batch)
+            found["random gather"] = of_table.plain_gather(options.gather, *sizes)
+        record["dims"][str(dim)] = measure.apart(measured, dim, deadline, options)
+        report(record, dim)
+        measure.write(options.out.stem, record, options.out.parent)
+    left_out = sum(len(own["left_out"]) for own in record["dims"].values())
+    print(f"{left_out} left out; {options.out}")
+
+
+if __name__ == "__main__":
+    main()
