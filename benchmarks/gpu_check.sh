@@ -226,7 +226,7 @@ benchmarks() {
   benchmark profile_step "$python" benchmarks/profile_step.py || count $?
   benchmark profile_table "$python" benchmarks/profile_table.py --dims 8 --choices 1 || count $?
   benchmark table beside_a_gather benchmarks/table.py --resume --budget 200 || count $?
-  benchmark updates beside_a_gather benchmarks/updates.py || count $?
+  benchmark row_operations beside_a_gather benchmarks/row_operations.py --resume || count $?
   benchmark train_step "$python" benchmarks/train_step.py --resume "${peer[@]}" || count $?
   benchmark skew "$python" benchmarks/skew.py || count $?
   benchmark tiers "$python" benchmarks/tiers.py || count $?

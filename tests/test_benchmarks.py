@@ -70,19 +70,24 @@ def test_training_steps_are_measured(tmp_path):
 @pytest.mark.slow
 def test_optimizers_stand_beside_gathers_of_rows(tmp_path):
     sizes = ["--slots", "8192", "--batch", "512", "--dims", "4", "8"]
-    record = run("updates.py", tmp_path / "updates.json", *ONCE, *sizes)
+    record = run("row_operations.py", tmp_path / "rows.json", *ONCE, *sizes)
     for dim in ("4", "8"):
         found = record["dims"][dim]["operations"]
-        optimizers = ["sgd", "rowwise_adagrad", "adagrad", "rowwise_adam", "adam"]
-        assert list(found) == ["gather", "scatter", *optimizers]
+        assert list(found)[:5] == ["gather", "scatter", "find_pooled", "sgd", "sgd, keys repeated"]
+        assert len(found) == 3 + 2 * 5
         assert all(each["device"][0] > 0 and each["share"] is None for each in found.values())
         row = 512 * 4 * int(dim)
         assert found["gather"]["bytes"] == 2 * row
         assert found["adam"]["bytes"] == 512 * 64 + 7 * row  # gradient, and three that are changed
         assert found["rowwise_adagrad"]["bytes"] == 512 * (64 + 8) + 3 * row
+        assert found["find_pooled"]["bytes"] == row + row // 8
+        distinct = sorted(record["dims"][dim]["distinct"])
+        assert 50 < distinct[0] <= distinct[-1] < 300
+        assert found["sgd, keys repeated"]["bytes"] < found["sgd"]["bytes"]
     assert record["ceilings"]["8"]["xla gather"] > 0
-    skipped = run("updates.py", tmp_path / "none.json", *ONCE, *sizes[:-1], "--budget", "0")
-    assert len(skipped["dims"]["4"]["left_out"]) == 5
+    call = ("row_operations.py", tmp_path / "less.json", *ONCE, *sizes[:-1], "--resume")
+    assert len(run(*call, "--budget", "0")["dims"]["4"]["left_out"]) == 5
+    assert run(*call)["dims"]["4"]["left_out"] == []
 
 
 @pytest.mark.slow
@@ -220,7 +225,7 @@ def test_a_check_on_a_gpu_goes_on_where_it_stopped(check, tmp_path):
         "profile_step.py",
         "profile_table.py",
         "table.py",
-        "updates.py",
+        "row_operations.py",
         "train_step.py",
         "skew.py",
         "tiers.py",

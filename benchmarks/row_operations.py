@@ -1,15 +1,16 @@
 """Row operations and fused optimizers on a GPU, as shares of a plain gather of random rows.
 
-    python benchmarks/updates.py [--dims 8 32 64 128] [--out results/updates.json]
+    python benchmarks/row_operations.py [--dims 8 32] [--out results/row_operations.json]
 
-A table is filled to load factor .75 with the optimizer's rows beside its own, and batches of keys
-that are present, none of them twice, are looked up once. Timed are then gathering their rows,
-scattering rows to them, and one update of the optimizer from gradients drawn by chance: in a row of
-calls (device), with all that an update does before its arithmetic (equal keys found, slots
-verified), and by JAX's profiler kernel by kernel. Bytes are counted: a row that is read or written,
-its gradient, the optimizer's rows, and a sector each of digests and keys where slots are verified.
-The share is that of the kernel that moves rows: of the bytes a second of `random_gather.cu`
-(`--gather`), else of XLA's gather. Small sizes run on a CPU too, where there are no kernels to see.
+A table is filled to load factor .75, and batches of keys that are present are looked up once: each
+key once, or repeated by a power law. Timed are then gathering their rows, scattering rows to them,
+sums of bags of eight of them, and one update by an optimizer from gradients drawn by chance: in a
+row of calls (device), with all that is done besides (bags are looked up; of an update equal keys
+are found and slots verified), and by JAX's profiler kernel by kernel. Bytes are counted: a row that
+is read or written, a gradient, the optimizer's rows, and a sector each of digests and keys where
+slots are verified. The share is that of the kernels that move rows, once each key is known: of the
+bytes a second of `random_gather.cu` (`--gather`), else of XLA's gather. Small sizes run on a CPU
+too, where there are no kernels to see.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import measure
 import numpy as np
 import profile_step
 import table as of_table
+from train_step import power_law
 
 import jax_hkv as hkv
 from jax_hkv import rows
 
 LOAD = 0.75
 RATE = 1e-3
+HOTNESS = 8  # keys of a bag
 
 
 class Kind(NamedTuple):
@@ -87,13 +90,12 @@ def slots_for(dim: int, numbers: int, options: Any) -> int:
 
 
 def kernels_of(call: Any, table: Any, results: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
-    """Microseconds of the kernels of a call, and the table after the calls."""
-    jitted = jax.jit(call, donate_argnums=0)
+    """Microseconds of the kernels of a compiled call, and the table after the calls."""
 
     def after() -> Any:
         nonlocal table
         for result in results:
-            table, out = jitted(table, result, *rest)
+            table, out = call(table, result, *rest)
         return table, out
 
     jax.block_until_ready(after())
@@ -101,42 +103,76 @@ def kernels_of(call: Any, table: Any, results: list[Any], rest: Any) -> tuple[di
     return profile_step.by_kernel(profile, len(results)), table
 
 
+class Part(NamedTuple):
+    """What is measured of a table.
+
+    Attributes:
+      name: of the operation.
+      does: of (table, batch, *rest), to the table and a result.
+      batches: the table's, that it takes turns with.
+      rest: of the arguments.
+      kernels: a part of the name of those that move rows.
+      bytes: that one batch moves, by count.
+    """
+
+    name: str
+    does: Any
+    batches: list[Any]
+    rest: tuple[Any, ...]
+    kernels: str
+    bytes: int
+
+
+def measured_part(part: Part, table: hkv.Table, options: Any) -> tuple[dict[str, Any], hkv.Table]:
+    """Seconds and kernels of an operation, and the table after it."""
+    call, given = of_table.call_of(part.does), (part.batches, part.rest)
+    wall, device, table = of_table.timed(call, table, *given, options, is_fresh=False)
+    kernels, table = kernels_of(call.once, table, *given)
+    moving = [
+        own["microseconds"]
+        for title, own in kernels.items()
+        if part.kernels in title and "Prepare" not in title
+    ]
+    found = {
+        "wall": wall, "device": device, "bytes": part.bytes, "kernels": kernels,
+        "keys_per_second": options.batch / measure.median(device),
+        "microseconds_of_rows": sum(moving) if moving else None,
+    }  # fmt: skip
+    return found, table
+
+
 def measured(dim: int, deadline: float, options: Any) -> dict[str, Any]:
     """Row operations and optimizers of rows of one size, on one table after the other."""
     most = max(OPTIMIZERS[name].numbers(dim) for name in options.optimizers)
-    slots = slots_for(dim, most, options)
-    table, offered = of_table.filled(of_table.Case(dim, LOAD, 1), slots, options.batch)
+    slots, batch = slots_for(dim, most, options), options.batch
+    table, offered = of_table.filled(of_table.Case(dim, LOAD, 1), slots, batch)
     rng = np.random.default_rng(dim)
-    results = []
-    for _ in range(of_table.BATCHES):
-        keys = of_table.batches("present", table, offered, options.batch, rng)
-        if keys.shape[0] < options.batch:
-            raise SystemExit("a table this small has no batch of present keys: give less --batch")
-        table, found = hkv.find_or_insert(table, keys)
-        assert not np.asarray(found.status == hkv.Status.INSERTED).any()
-        results.append(found)
-    given = jnp.asarray(rng.standard_normal((options.batch, dim), np.float32))
+    draw = functools.partial(of_table.batches, "present", table, offered, batch, rng)
+    keys = [draw(number) for number in range(of_table.BATCHES)]
+    if any(each.shape[0] < batch for each in keys):
+        raise SystemExit("a table this small has no batch of present keys: give less --batch")
+    places = [power_law(jax.random.key(n), (batch,), batch) for n in range(len(keys))]
+    repeated = [own[place] for own, place in zip(keys, places, strict=True)]
+    distinct = [len(np.unique(place)) for place in places]
+    looked_up: list[list[Any]] = [[], []]
+    for kept, own in zip(looked_up, (keys, repeated), strict=True):
+        for each in own:
+            table, found = hkv.find_or_insert(table, each)
+            assert not np.asarray(found.status == hkv.Status.INSERTED).any()
+            kept.append(found)
+    given = jnp.asarray(rng.standard_normal((batch, dim), np.float32))
     row, verified = 4 * dim, 2 * of_table.SECTOR
-    record: dict[str, Any] = {"slots": slots, "operations": {}, "left_out": []}
-
-    def measure_one(name: str, does: Any, rest: tuple[Any, ...], kernel: str, bytes_: int) -> None:
-        nonlocal table
-        call = of_table.call_of(does)
-        wall, device, table = of_table.timed(call, table, results, rest, options, is_fresh=False)
-        kernels, table = kernels_of(does, table, results, rest)
-        moving = [
-            own["microseconds"]
-            for title, own in kernels.items()
-            if kernel in title and "Prepare" not in title
-        ]
-        record["operations"][name] = {
-            "wall": wall, "device": device, "bytes": bytes_ * options.batch, "kernels": kernels,
-            "keys_per_second": options.batch / measure.median(device),
-            "microseconds_of_rows": sum(moving) if moving else None,
-        }  # fmt: skip
-
-    measure_one("gather", gather, (), "GatherRows", 2 * row)
-    measure_one("scatter", scatter, (given,), "ScatterRows", 2 * row)
+    bags = [own.reshape(batch // HOTNESS, HOTNESS) for own in keys]
+    pooled_bytes = batch // HOTNESS * (HOTNESS + 1) * row
+    parts = [
+        Part("gather", gather, looked_up[0], (), "GatherRows", 2 * row * batch),
+        Part("scatter", scatter, looked_up[0], (given,), "ScatterRows", 2 * row * batch),
+        Part("find_pooled", hkv.find_pooled, bags, (), "PoolRows", pooled_bytes),
+    ]
+    record: dict[str, Any] = {"slots": slots, "distinct": distinct, "left_out": []}
+    record["operations"] = operations = {}
+    for part in parts:
+        operations[part.name], table = measured_part(part, table, options)
     for name in options.optimizers:
         if time.time() > deadline:
             record["left_out"].append(name)
@@ -144,10 +180,17 @@ def measured(dim: int, deadline: float, options: Any) -> dict[str, Any]:
         kind = OPTIMIZERS[name]
         optimizer = kind.make(RATE)
         table = optimizer.init(dataclasses.replace(table, optimizer=None))
-        table = checked(optimizer, table, results[0], given)
-        bytes_ = verified + 3 * row + 8 * kind.numbers(dim)
-        step = functools.partial(update, optimizer)
-        measure_one(name, step, (given,), "UpdateRows", bytes_)
+        table = checked(optimizer, table, looked_up[0][0], given)
+        step, of_key = functools.partial(update, optimizer), verified + 2 * row
+        of_key += 8 * kind.numbers(dim)
+        some = int(measure.median(list(map(float, distinct))))
+        for title, results, count in (
+            (name, looked_up[0], batch),
+            (f"{name}, keys repeated", looked_up[1], some),
+        ):
+            bytes_ = batch * row + count * of_key
+            part = Part(title, step, results, (given,), "UpdateRows", bytes_)
+            operations[title], table = measured_part(part, table, options)
     return record
 
 
@@ -174,7 +217,7 @@ def report(record: dict[str, Any], dim: int) -> None:
         rate, taken = own["keys_per_second"] / 1e9, own["microseconds_of_rows"]
         own["share"] = None if taken is None else own["bytes"] / (1e-6 * taken) / ceiling
         seen = "" if taken is None else f"; rows {taken:.1f} us, {100 * own['share']:.1f} %"
-        print(f"  dim {dim:3} {name:16} {rate:6.3f} billion keys/s{seen}", flush=True)
+        print(f"  dim {dim:3} {name:31} {rate:6.3f} billion keys/s{seen}", flush=True)
 
 
 def main() -> None:
@@ -187,18 +230,23 @@ def main() -> None:
     add("--batch", type=int, default=2**20)
     add("--runs", type=int, default=measure.RUNS)
     add("--budget", type=float, default=150.0, help="seconds (%(default)s)")
+    add("--resume", action="store_true", help="go on with what --out has")
     add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
-    add("--out", type=Path, default=measure.RESULTS / "updates.json")
+    add("--out", type=Path, default=measure.RESULTS / "row_operations.json")
     options = parser.parse_args()
     deadline = time.time() + options.budget
     profile_step.launch_as_always()
-    record = measure.apart(measure.surroundings) | {"batch": options.batch}
-    record |= {"ceilings": {}, "dims": {}}
+    record = measure.begun(options.out, options.resume, {"ceilings": {}, "dims": {}})
+    record |= measure.apart(measure.surroundings) | {"batch": options.batch}
     for dim in options.dims:
-        record["ceilings"][str(dim)] = found = measure.apart(of_table.ceilings, dim, options)
-        if options.gather is not None and not dim & (dim - 1):  # powers of two only
-            sizes = (dim, int(found["slots"]), options.batch)
-            found["random gather"] = of_table.plain_gather(options.gather, *sizes)
+        seen = record["dims"].get(str(dim), {"left_out": True})
+        if not seen["left_out"]:
+            continue
+        if str(dim) not in record["ceilings"]:
+            found = record["ceilings"][str(dim)] = measure.apart(of_table.ceilings, dim, options)
+            if options.gather is not None and not dim & (dim - 1):  # powers of two only
+                sizes = (dim, int(found["slots"]), options.batch)
+                found["random gather"] = of_table.plain_gather(options.gather, *sizes)
         record["dims"][str(dim)] = measure.apart(measured, dim, deadline, options)
         report(record, dim)
         measure.write(options.out.stem, record, options.out.parent)
