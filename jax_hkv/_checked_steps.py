@@ -14,7 +14,7 @@ from jax_hkv._host_checks import check_host
 from jax_hkv._layers import StepInfo
 from jax_hkv._placed import are_sound
 from jax_hkv._placement import Placement
-from jax_hkv._stages import Staged
+from jax_hkv._stages import StagedBy
 
 Output = TypeVar("Output", covariant=True)
 
@@ -117,7 +117,7 @@ def host_checked(
                 sharding.check_overflow(overflow, where, outputs)
         return outputs
 
-    return Staged(jitted, checked, look, without_rematerialization)
+    return StagedBy(jitted, checked, look, without_rematerialization)
 
 
 def _check_state(state: Any, kind: type, named: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_hkv._checks import check_function, is_used_up
 from jax_hkv._keys import would_cut
-from jax_hkv._stages import Staged
+from jax_hkv._stages import StagedBy
 from jax_hkv.features import are_splits, is_jagged, known_splits
 
 Given = ParamSpec("Given")
@@ -60,7 +60,7 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
         check_host(call, args, None)
         check_host(call, kwargs, None)
 
-    def looking(run: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
+    def looking(run: Callable[..., Output], /, *args: Any, **kwargs: Any) -> Output:
         look(args, kwargs)
         try:
             return run(*args, **kwargs)
@@ -71,7 +71,7 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
             raise
 
     if hasattr(fn, "lower"):
-        return Staged(fn, looking, look)
+        return StagedBy(fn, looking, look)
 
     @functools.wraps(fn, updated=())
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Output:

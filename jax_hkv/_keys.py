@@ -254,10 +254,11 @@ class Keys:
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # Some of NumPy's functions (np.array_equal) would take that error for an answer.
-        attribute = _OF_SHAPES.get(function)
-        if attribute is None or len(args) != 1 or kwargs:
+        attribute, given = _OF_SHAPES.get(function), dict(zip(("a", "axis"), args, strict=False))
+        if attribute is None:
             raise TypeError(f"{function.__name__}: {_NO_ARRAY}")
-        return getattr(args[0], attribute)
+        keys, axis = (given | kwargs).values() if len(args) + len(kwargs) > 1 else (self, None)
+        return getattr(keys, attribute) if axis is None else np.size(keys.low, axis)
 
     def __eq__(self, other: object) -> bool:
         if other is None:

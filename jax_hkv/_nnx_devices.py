@@ -12,10 +12,37 @@ from jax_hkv._checks import check_function
 from jax_hkv._digest import names_in
 from jax_hkv._placed import spec_along
 from jax_hkv._placement import Placement, check_placement
-from jax_hkv._stages import Stage, Staged
+from jax_hkv._stages import Stage, Staged, StagedBy
 from jax_hkv._warnings import warn
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+
+_STRUCTURE = (
+    "train_step: state and arguments must be of the structure that the step was compiled for, got "
+    "another: call the step itself, or lower it with these"
+)
+
+
+class Alone(Staged):
+    """A jitted step on one device. Its stages know no intermediates, which a step forgets first."""
+
+    def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, *others = args
+        copy = nnx.merge(*nnx.split(state))
+        nnx.pop(copy.model, nnx.Intermediate)
+        return super()._of(stage, (copy, *others), kwargs)
+
+    def _run(self, run: Any, /, state: Any, *args: Any) -> Any:
+        if run is self._fn:
+            return run(state, *args)
+        nnx.pop(state.model, nnx.Intermediate)
+        try:
+            return run(state, *args)
+        except TypeError as error:
+            if "compiled with input pytree" in str(error):
+                raise ValueError(_STRUCTURE) from None  # of JAX's, pages of graphs
+            raise
 
 
 class Placed:
@@ -58,10 +85,7 @@ class Placed:
         def run(compiled: Any, state: nnx.Module, *args: Any) -> Any:
             graph, values = _split(state)
             if graph != made_for:
-                raise ValueError(
-                    "train_step: state must be of the structure that the step was compiled for, "
-                    "got another: call the step itself, or lower it with this state"
-                )
+                raise ValueError(_STRUCTURE)
             values, info = compiled(values, *args)
             nnx.update(state, values)
             return info
@@ -70,10 +94,11 @@ class Placed:
 
     def _of(self, graph: Any) -> Any:
         if graph not in self._compiled:
+            own = self._step  # not by way of this object, which would hold itself
 
             def pure(values: Any, *args: Any) -> tuple[Any, Any]:
                 state = nnx.merge(graph, values)
-                info = self._step(state, *args)
+                info = own(state, *args)
                 return nnx.split(state)[1], info
 
             self._compiled[graph] = self._placement.step(pure, donate=self._donate)
@@ -92,7 +117,7 @@ def cacheable(step: Any) -> Any:
     Flax demands that somebody does, and would tell of that alone.
     """
 
-    def taking_up(run: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def taking_up(run: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         try:
             return run(*args, **named)
         except BaseException:
@@ -100,7 +125,7 @@ def cacheable(step: Any) -> Any:
                 pass
             raise
 
-    return Staged(step, taking_up)
+    return StagedBy(step, taking_up)
 
 
 def place(make: Callable[[], Model], placement: Placement) -> Model:

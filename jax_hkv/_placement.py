@@ -403,6 +403,17 @@ class Placement:
         explicit = explicit_of(self.mesh, self.axes)
         return not explicit or names_of_first(leaf) == explicit
 
+    def with_shardings(self, batch: Any) -> Any:
+        """A batch whose shapes that do not say where they lie do so as if :meth:`put` made them."""
+
+        def one(leaf: Any) -> Any:
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+            if not is_shape or is_shared(leaf):
+                return leaf
+            return leaf.update(sharding=NamedSharding(self.mesh, P(self.axes)))
+
+        return jax.tree.map(one, batch)
+
     def _put(self, leaf: Any) -> Any:
         if is_shared(leaf):
             return leaf

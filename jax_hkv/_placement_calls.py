@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,19 +63,29 @@ class BySplits:
 class Checked(Staged):
     """A compiled function of (state, *batch) that looks first at what only the host sees."""
 
+    _within = staticmethod(without_rematerialization)
+
     def __init__(self, placement: Any, call: str, compiled: Any, donates: bool = False):
-        super().__init__(compiled, self._checked, self._look_at, without_rematerialization)
+        super().__init__(compiled)
         self._placement = placement
         self._call = call
         self._donates = donates
         self._is_first = True
         self._known_bags: set[Any] = set()  # shapes of what was looked at
 
-    def _look_at(self, args: Any, kwargs: Any) -> None:
-        for leaf in jax.tree.leaves(args[1:]):
+    def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state, *batch = args
+        for leaf in jax.tree.leaves(batch):
             check_not_cut(self._call, leaf)
+        placement = self._placement
+        if placement.mode != "pmap":
+            batch = placement.with_shardings(batch)
+            if is_from_host(jax.tree.leaves(state)):
+                state = placement._from_host(self._call, state)
+        with self._telling(state, batch):
+            return super()._of(stage, (state, *batch), kwargs)
 
-    def _checked(self, run: Any, state: Any, *batch: Any) -> Any:
+    def _run(self, run: Any, /, state: Any, *batch: Any) -> Any:
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
@@ -91,12 +103,19 @@ class Checked(Staged):
                 state = placement._from_host(self._call, state)
             elif self._is_first:
                 warn_of_split(self._call, state, placement)
-        try:
+        with self._telling(state, batch):
             outputs = run(state, *batch)
-            self._is_first = False
-            if trace_state_clean():  # a program that is only made tells nothing of its bags
-                self._known_bags |= bags
-            return outputs
+        self._is_first = False
+        if trace_state_clean():  # a program that is only made tells nothing of its bags
+            self._known_bags |= bags
+        return outputs
+
+    @contextlib.contextmanager
+    def _telling(self, state: Any, batch: Sequence[Any]) -> Iterator[None]:
+        """Where errors of JAX are told in terms of the placement."""
+        placement = self._placement
+        try:
+            yield
         except (ValueError, KeyError) as error:
             if placement.mode != "pmap":
                 mesh, put = placement.mesh, "give placement.put(batch)"
@@ -142,6 +161,12 @@ class Pmapped:
         with on_one_device():
             lowered = self._of(state, batch).lower(state, *batch)
         return Stage(lowered, self._finished, on_one_device)
+
+    def trace(self, state: Any, *batch: Any) -> Any:
+        """There is none."""
+        raise TypeError(f'{self._call}: "pmap" has no trace nor eval_shape: take lower')
+
+    eval_shape = trace
 
     def _finished(self, run: Any, state: Any, *batch: Any) -> Any:
         outputs = run(state, *batch)

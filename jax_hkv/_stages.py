@@ -12,14 +12,70 @@ Within = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Staged:
-    """A jitted function that is called by way of another, as is what is compiled of it.
+    """A jitted function that is called by way of `_run`, as is what is compiled of it.
 
     Args:
       fn: has what jitted functions have.
-      run: of (fn, *args), calls `fn` or what is compiled of it.
-      look: of a tuple and a dict of arguments, which may be shapes; raises for what is not to be
-        traced.
-      within: makes a context in which it is traced, lowered, compiled and called.
+    """
+
+    # In which it is traced, lowered, compiled and called.
+    _within: Within = staticmethod(contextlib.nullcontext)
+
+    def __init__(self, fn: Any):
+        self._fn = fn
+        functools.update_wrapper(self, fn, updated=())
+
+    def _run(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls `run`, which is the function or compiled of it."""
+        return run(*args, **kwargs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises for arguments, or shapes of them, that are not to be traced."""
+
+    def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._look(args, kwargs)
+        with self._within():
+            return getattr(self._fn, stage)(*args, **kwargs)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        with self._within():
+            return self._run(self._fn, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of jitted functions."""
+        return Stage(self._of("lower", args, kwargs), self._run, self._within)
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of jitted functions."""
+        return Stage(self._of("trace", args, kwargs), self._run, self._within)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of jitted functions."""
+        return self._of("eval_shape", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for before there is any attribute, by what copies
+            raise AttributeError(name)
+        return getattr(self._fn, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __copy__(self) -> Staged:
+        return self  # as functions
+
+    def __deepcopy__(self, memo: Any) -> Staged:
+        return self
+
+
+class StagedBy(Staged):
+    """A jitted function that is called by way of another.
+
+    Args:
+      fn: has what jitted functions have.
+      run: see :class:`Staged`.
+      look: likewise.
+      within: likewise.
     """
 
     def __init__(
@@ -29,38 +85,16 @@ class Staged:
         look: Callable[[Any, Any], None] = lambda args, kwargs: None,
         within: Within = contextlib.nullcontext,
     ):
-        self._fn = fn
-        self._run = run
-        self._look = look
+        super().__init__(fn)
+        self._by = run
+        self._looks = look
         self._within = within
-        functools.update_wrapper(self, fn, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._within():
-            return self._run(self._fn, *args, **kwargs)
+    def _run(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._by(run, *args, **kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of jitted functions."""
-        return self._staged(self._of("lower", args, kwargs))
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As of jitted functions."""
-        return self._staged(self._of("trace", args, kwargs))
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of jitted functions."""
-        return self._of("eval_shape", args, kwargs)
-
-    def _of(self, stage: str, args: Any, kwargs: Any) -> Any:
-        self._look(args, kwargs)
-        with self._within():
-            return getattr(self._fn, stage)(*args, **kwargs)
-
-    def _staged(self, stage: Any) -> Stage:
-        return Stage(stage, self._run, self._within)
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._looks(args, kwargs)
 
 
 class Stage:
@@ -92,6 +126,6 @@ class Stage:
 class Compiled(Stage):
     """What is compiled of a jitted function, and called by way of the same other."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         with self._within():
             return self._run(self._stage, *args, **kwargs)

@@ -34,7 +34,7 @@ from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layers import StepInfo
-from jax_hkv._nnx_devices import Placed, abstract, cacheable, place, run
+from jax_hkv._nnx_devices import Alone, Placed, abstract, cacheable, place, run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
     LOOKUP,
@@ -615,7 +615,7 @@ def train_step(
         return info
 
     if placement is None:
-        jitted = nnx.jit(step, donate_argnums=0 if donate else None, **GRAPH_MODE)
+        jitted = Alone(nnx.jit(step, donate_argnums=0 if donate else None, **GRAPH_MODE))
     else:
         jitted = Placed(placement, step_of_one, donate)
 

@@ -278,8 +278,25 @@ def is_rematerializing():
     return jax.config.jax_compiler_enable_remat_pass  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.fixture
+def compiling():
+    """Whether XLA was to use its pass, for each program that was compiled."""
+    seen = []
+
+    def note(event, seconds, **_):
+        if "backend_compile" in event:
+            seen.append(is_rematerializing())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("stage", ["called", "lowered", "traced"])
 @pytest.mark.parametrize("kind", ["linen", "nnx", "placement"])
-def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(kind, mesh):
+def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(
+    kind, stage, mesh, compiling
+):
     """What a GPU's compiler makes of that stands in test_gpu_program.py."""
     jax.config.update("jax_compiler_enable_remat_pass", True)  # whatever this process began with
     seen, ids = [], np.arange(8, dtype=np.int32)
@@ -300,8 +317,15 @@ def test_steps_are_compiled_without_the_pass_that_counts_their_tables_twice(kind
         placement = sharding.Placement(mesh)
         state, ids = placement.create(lambda: hkv.create(128, 2)), placement.put(ids)
         step = placement.step(lambda table, ids: (table, loss_of(jax.lax.psum(ids, "device"))))
-    step(state, ids)
+    compiling.clear()
+    if stage == "called":
+        step(state, ids)
+    elif stage == "lowered":
+        step.lower(state, ids).compile()
+    else:
+        step.trace(state, ids).lower().compile()
     assert seen and not any(seen) and is_rematerializing()
+    assert compiling and not any(compiling)
 
 
 def test_scores_of_a_batch_are_read_behind_its_lookup_without_a_copy():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import flax.linen as nn
 import jax
@@ -25,9 +27,14 @@ STAGES = {
 }
 
 
+def mesh_of(kind):
+    types = (jax.sharding.AxisType[kind],)
+    return jax.make_mesh((4,), ("device",), types, devices=jax.devices("cpu")[:4])
+
+
 @pytest.fixture
 def mesh():
-    return jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    return mesh_of("Explicit")
 
 
 class Linen(nn.Module):
@@ -142,6 +149,84 @@ def test_shapes_are_enough_to_compile_ahead(kind):
     assert info.loss.shape == () and info.loss.dtype == jnp.float32
 
 
+def test_a_compiled_step_of_a_model_that_sows_is_called_again():
+    """What a step has sown is there until the next one, and no part of what is compiled."""
+
+    class Sowing(Model):
+        def __call__(self, ids, train=False):
+            rows = self.embed(ids, train=train)
+            self.sow(nnx.Intermediate, "rows", rows)
+            return self.dense(rows)
+
+    step, ids = hkv.nnx.train_step(loss_of), np.arange(4, dtype=np.int32)
+    own, other = (hkv.nnx.TrainState(Sowing(), optax.sgd(0.1)) for _ in range(2))
+    own.model(ids)
+    sown = own.model.rows
+    compiled = step.lower(own, ids).compile()
+    assert own.model.rows is sown
+    for _ in range(3):
+        info, expected = compiled(own, ids), step(other, ids)
+        assert info.loss == expected.loss
+        np.testing.assert_array_equal(own.model.rows[0], other.model.rows[0])
+    plain = hkv.nnx.TrainState(Model(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="^train_step: state and arguments must be of the stru"):
+        compiled(plain, ids)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_compiled_step_is_called_by_a_cached_partial(mesh, is_placed):
+    placement = Placement(mesh) if is_placed else None
+    axis = placement.axes[0] if placement else None
+    step, make, _ = of_kind("nnx", axis, placement)
+    ids = np.arange(16, dtype=np.int32)
+    ids = placement.put(ids) if placement else ids
+    own, other = make(), make()
+    run = nnx.cached_partial(step.lower(own, ids).compile(), own)
+    for _ in range(2):
+        assert run(ids).loss == step(other, ids).loss
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shapes_over_devices_lie_where_batches_are_put(kind):
+    placement = Placement(mesh_of(kind))
+    ids = placement.put(np.arange(16, dtype=np.int32))
+    shape = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
+    for own in ("linen", "nnx"):
+        step, make, call = of_kind(own, placement.axes[0], placement)
+        compiled = step.lower(make(), shape).compile()
+        assert_equal_steps(step, compiled, make, call, [ids])
+        info = step.eval_shape(make(), shape)
+        info = info[1] if own == "linen" else info
+        assert info.loss.shape == () and info.tables
+
+    def read(table, ids):
+        return hkv.sharding.find(table, ids, axis_name=placement.axes[0])[1].values
+
+    def insert(table, ids):
+        return hkv.sharding.find_or_insert(table, ids, axis_name=placement.axes[0])[0], ()
+
+    table = placement.create(lambda: hkv.create(256, 4))
+    on_host = jax.tree.map(np.asarray, table)
+    run, step = placement.run(read), placement.step(insert)
+    for state in (table, on_host):
+        assert run.eval_shape(state, shape).shape == (16, 4)
+        step.lower(state, shape).compile()
+        assert step.trace(state, shape).lower().as_text() == step.lower(state, shape).as_text()
+    if kind == "Explicit":
+        for stage in (step.lower, step.trace, step.eval_shape):
+            with pytest.raises(ValueError, match=r"^Placement.step: .*give placement.put\(batch"):
+                stage(table, np.arange(16, dtype=np.int32))
+    with pytest.raises(TypeError, match="^Placement.step: .* JAX would cut"):
+        step.lower(table, np.full(16, 2**40))
+
+
+def test_a_step_by_pmap_has_no_other_stages(mesh):
+    step, make, _ = of_kind("linen", "device", Placement(mesh, mode="pmap"))
+    for stage in (step.trace, step.eval_shape):
+        with pytest.raises(TypeError, match=r'"pmap" has no trace nor eval_shape: take lower'):
+            stage(make(), Placement(mesh, mode="pmap").put(np.arange(16, dtype=np.int32)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_compiled_step_over_devices_is_the_step(kind, mode, mesh):
@@ -168,19 +253,21 @@ def test_a_state_of_another_structure_is_refused(mesh):
     compiled = step.lower(make(), ids).compile()
     state = make()
     state.model.more = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="train_step: state must be of the structure"):
+    with pytest.raises(ValueError, match="train_step: state and arguments must be of the"):
         compiled(state, ids)
 
 
-def test_a_compiled_step_raises_for_an_exchange_that_overflows(mesh):
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_compiled_step_raises_for_an_exchange_that_overflows(kind, mesh):
     placement = Placement(mesh)
     exchange = Exchange(placement.axes[0], distinct=0.02, slack=0.1, strict=True)
-    step, make, _ = of_kind("linen", exchange, placement)
+    step, make, _ = of_kind(kind, exchange, placement)
     ids = placement.put(hkv.Keys.from_numpy(np.arange(64 * placement.devices)))
     compiled = step.lower(make(), ids).compile()
     with pytest.raises(ExchangeOverflow, match="found no room") as caught:
         compiled(make(), ids)
-    assert not bool(caught.value.outputs[1].finite)
+    info = caught.value.outputs
+    assert not bool((info[1] if kind == "linen" else info).finite)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -231,9 +318,60 @@ def test_a_checked_function_has_what_jitted_functions_have():
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in hkv.CUSTOM_CALLS]
     exported = jax.export.export(predict, disabled_checks=checks)(table, keys)
     np.testing.assert_array_equal(exported.call(table, keys), expected)
-    np.testing.assert_array_equal(copy.deepcopy(predict)(table, keys), expected)
+    assert copy.deepcopy(predict) is predict and copy.copy(predict) is predict  # as functions
+    predict.clear_cache()
     with pytest.raises(TypeError, match="not callable"):
         predict.lower(table, keys)(table, keys)
+
+
+@pytest.mark.parametrize("name", ["run", "self", "fn", "call"])
+def test_arguments_have_any_name(name):
+    given = hkv.checked(jax.jit(lambda one, **others: one + others[name]))
+    other = hkv.checked(lambda one, **others: one + others[name])
+    assert [int(each(1, **{name: 2})) for each in (given, other)] == [3, 3]
+    compiled = given.lower(1, **{name: 2}).compile()
+    assert name == "self" or int(compiled(1, **{name: 2})) == 3  # JAX's own takes no such name
+    step, make, _ = of_kind("nnx")
+    with pytest.raises(TypeError, match="must be given by position, got"):
+        step(make(), **{name: 1})
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "step", "run"])
+def test_what_a_function_closes_over_goes_with_it(kind, mesh):
+    """At once: Python's collector of cycles knows nothing of a device's memory."""
+
+    class Held:
+        pass
+
+    placement = Placement(mesh)
+    held = Held()
+    ids = placement.put(np.arange(16, dtype=np.int32))
+
+    def loss(model, ids, held=held):
+        return loss_of(model, ids)
+
+    def read(table, ids, held=held):
+        return hkv.sharding.find(table, ids, axis_name="device")[1].values
+
+    if kind in ("step", "run"):
+        table = placement.create(lambda: hkv.create(256, 4))
+        made = getattr(placement, kind)(read)
+        if kind == "run":
+            made(table, ids)
+    else:
+        made = getattr(hkv, kind).train_step(loss, placement=placement)
+        make = of_kind(kind, "device", placement)[1]
+        made(make(), ids)
+        jax.clear_caches()
+    alive = weakref.ref(held)
+    gc.collect()
+    gc.disable()
+    try:
+        del made, loss, read, held
+        jax.clear_caches()
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_checked_method_is_bound():
