@@ -433,7 +433,8 @@ def import_changes(
             f"{call}: changes must be those behind the table's last ones, got some from "
             f"{changes.since} to {entries.clock} of another past than the table has at its time "
             f"{now}, by its scores: the trained table went back to a checkpoint, and came to a "
-            "time again; begin anew with a fresh table and export_changes(table, None)"
+            "time again, or own writes and touching reads moved this table's time there; begin "
+            "anew with a fresh table and export_changes(table, None)"
         )
     _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
