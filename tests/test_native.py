@@ -97,6 +97,27 @@ def test_the_native_code_has_no_race_and_agrees_with_itself(name, sanitizer, siz
     assert_program_passes(name, tmp_path, *sanitizer, *vectors, *sooner, size=size)
 
 
+@pytest.fixture(scope="module")
+def on_arm():
+    """The compiler and the emulator of a host with a Grace CPU."""
+    names = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{n}" for n in (14, 13, 12))]
+    compiler = next(filter(shutil.which, names), None)
+    emulator = next(filter(shutil.which, ["qemu-aarch64", "qemu-aarch64-static"]), None)
+    if not compiler or not emulator:
+        pytest.skip("no aarch64-linux-gnu-g++ or no qemu-aarch64 (CONTRIBUTING.md)")
+    return compiler, emulator
+
+
+@pytest.mark.parametrize("name", ["test_numbers", "test_groups", "test_operations"])
+def test_the_native_code_agrees_with_itself_on_aarch64(name, on_arm, tmp_path):
+    compiler, emulator = on_arm
+    program, size = str(tmp_path / name), ["small"] * (name == "test_operations")
+    flags = ["-static", "-O2", "-fno-math-errno", "-fno-trapping-math"]
+    built = run([compiler, *FLAGS, *flags, *INCLUDES, str(HERE / f"{name}.cc"), "-o", program])
+    assert built.returncode == 0, tail(built)
+    assert_all_passed(run([emulator, program, *size]))
+
+
 @pytest.mark.parametrize("sanitizer", [ADDRESSES, RACES], indirect=True)
 def test_a_program_that_does_what_is_undefined_ends(sanitizer, tmp_path):
     source, program = tmp_path / "overflow.cc", str(tmp_path / "overflow")

@@ -7,6 +7,8 @@
 
 #if defined(__SSE2__) && !defined(__CUDACC__)
 #include <emmintrin.h>
+#elif defined(__aarch64__) && !defined(__CUDACC__)
+#include <arm_neon.h>
 #endif
 
 namespace hkv {
@@ -97,6 +99,18 @@ struct SerialGroup {
       const auto bits =
           static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(lanes, codes))));
       mask.words[part >> 2] |= bits << ((part & 3) * kVector);
+    }
+#elif defined(__aarch64__) && !defined(__CUDACC__)
+    // Of eight neighbours each equal one leaves another bit, and sums of neighbours join them.
+    constexpr Digest kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bits = vld1q_u8(kBits);
+    const uint8x16_t codes = vdupq_n_u8(code);
+    const auto equal = [&](int part) { return vandq_u8(vceqq_u8(vld1q_u8(line + 16 * part), codes), bits); };
+    for (int word = 0; word < kLanes / 64; ++word) {
+      const uint8x16_t low = vpaddq_u8(equal(4 * word), equal(4 * word + 1));
+      const uint8x16_t high = vpaddq_u8(equal(4 * word + 2), equal(4 * word + 3));
+      const uint8x16_t pairs = vpaddq_u8(low, high);
+      mask.words[word] = vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
     }
 #else
     for (int lane = 0; lane < kLanes; ++lane) {
