@@ -624,6 +624,28 @@ def test_a_model_that_sows_is_traced_no_more_than_twice(scale):
     assert seen[1] == seen[2] == seen[3]  # the second step finds what the first has sown
 
 
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="an older Flax")
+def test_what_nnx_captures_in_a_step_comes_out_as_aux():
+    class Sowing(nnx.Module):
+        def __init__(self):
+            self.embed = hkv.nnx.Embed(256, DIM, optimizer=SGD)
+
+        def __call__(self, ids):
+            rows = self.embed(ids, train=True)
+            self.sow(nnx.Intermediate, "rows", rows)
+            return rows.sum()
+
+    def loss_fn(model, ids):
+        return nnx.capture(model, nnx.Intermediate)(ids)
+
+    state = hkv.nnx.TrainState(Sowing(), optax.sgd(0.1))
+    before = hkv.initial_rows(state.model.embed.table.get_value(), IDS)
+    info = hkv.nnx.train_step(loss_fn, has_aux=True)(state, IDS)
+    (seen,) = jax.tree.leaves(info.aux)
+    np.testing.assert_array_equal(seen, before)
+    assert int(hkv.size(state.model.embed.table.get_value())) == len(IDS)
+
+
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_a_state_that_a_step_has_used_up_is_named(api):
     """On one device as on several; what else is deleted is not taken for it."""

@@ -149,6 +149,7 @@ def test_shapes_are_enough_to_compile_ahead(kind):
     assert info.loss.shape == () and info.loss.dtype == jnp.float32
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_a_compiled_step_of_a_model_that_sows_is_called_again():
     """What a step has sown is there until the next one, and no part of what is compiled."""
 
