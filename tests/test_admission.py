@@ -19,6 +19,8 @@ from oracle_admission import AdmittingOracle
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
+from jax_hkv import sharding
+from jax_hkv.sharding import Placement
 
 FREQUENCY = {"sightings": 3, "width": 301, "depth": 3}
 THRESHOLD = {"threshold": 2**30}
@@ -580,3 +582,35 @@ def test_sightings_of_all_parts_of_a_table_are_halved(mode):
     for own, was in zip(placement.shards(halved), before, strict=True):
         np.testing.assert_array_equal(own.admission.sightings(), was // 2)
         assert was.max() > 1
+
+
+def test_sightings_that_are_halved_by_hand_end_no_period():
+    rule = hkv.admission.frequency(9, width=64, aging=True)
+    table, _ = hkv.find_or_insert(hkv.create(128, 2, admission=rule), np.arange(3, dtype=np.int32))
+    assert hkv.halve_sightings(table).admission.age.tolist() == [1, 3]
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    for mode in ("shard_map", "pmap"):
+        placement = Placement(mesh, "device", mode)
+        many = placement.create(lambda: hkv.create(128, 2, admission=rule))
+        ages = np.asarray(hkv.halve_sightings(many).admission.age).reshape(-1, 2)
+        assert ages.tolist() == [[1, 0]] * 4
+
+
+def test_many_sightings_go_into_a_sketch_that_ages_as_many_as_it_needs():
+    """Whose counts have 8 bits beside their period."""
+    many = hkv.create(128, 2, admission=hkv.admission.frequency(1000, width=64))
+    many, _ = hkv.find_or_insert(many, np.full(300, 5, np.int32))
+    rule = hkv.admission.frequency(9, width=64, aging=True)
+    filled, _ = sharding.import_entries(
+        None, hkv.create(128, 2, admission=rule), sharding.export_entries(many)
+    )
+    assert int(filled.admission.sightings().max()) == 9
+    halved = hkv.halve_sightings(filled)
+    assert int(halved.admission.sightings().max()) == 4
+
+
+def test_the_share_of_unseen_ids_is_that_of_the_sightings_that_are_left():
+    rule = hkv.admission.frequency(3, width=8, depth=1, aging=True)
+    table, _ = hkv.find_or_insert(hkv.create(128, 2, admission=rule), np.full(2, 5, np.int32))
+    assert hkv.metrics.summarize(table).admits_unseen == 1 / 8
+    assert hkv.metrics.summarize(hkv.halve_sightings(table)).admits_unseen == 0

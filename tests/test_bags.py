@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle_pooled
 import pytest
@@ -122,3 +123,16 @@ def test_bags_that_arrive_end_before_what_was_not_sent():
     bags = _sharded.arrived_bags(plan, items, 2)
     assert bags.splits.tolist() == [0, 1, 6, 8, 12]
     assert bags.ends is not None and bags.ends.tolist() == [1, 3, 8, 9]
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_masked_rows_that_are_no_numbers_are_in_no_derivative(combiner):
+    rows = jnp.array([[[1.0], [2.0], [jnp.nan]]], jnp.float32)
+    valid = np.array([[True, True, False]])
+
+    def total(rows, weights):
+        return hkv.pool(rows, weights=weights, valid=valid, combiner=combiner).sum()
+
+    by_rows, by_weights = jax.grad(total, (0, 1))(rows, jnp.ones((1, 3), jnp.float32))
+    assert jnp.isfinite(by_rows).all() and jnp.isfinite(by_weights).all()
+    assert by_rows[0, 2, 0] == by_weights[0, 2] == 0

@@ -522,3 +522,18 @@ def test_what_is_wrong_is_named(name):
     call, kind, message = WRONG[name]
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("bits", [1, 5, 16])
+def test_folded_ids_have_the_keys_that_files_have(bits):
+    """Two factors times the highest bits: others would leave what was trained behind."""
+    ids = [2**63 + 5, 2**64 - 1, 0x0123456789ABCDEF]
+    expected = []
+    for number in ids:
+        low, high = number % 2**32, number >> 32
+        above = high >> (32 - bits)
+        low ^= above * 0x9E3779B9 % 2**32
+        high = (high ^ above * 0x85EBCA6B % 2**32) % 2 ** (32 - bits) | 1 << (32 - bits)
+        expected.append(high << 32 | low)
+    keys = in_namespace(hkv.Keys.from_numpy(np.array(ids, np.uint64)), 1, bits)
+    assert keys.to_numpy().tolist() == expected

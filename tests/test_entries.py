@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -347,3 +348,32 @@ def test_selected_entries_keep_all_that_they_have(rng):
         for name, leaf in exported.optimizer.items():
             np.testing.assert_array_equal(own.optimizer[name], leaf[places])
         assert own[4:] == exported[4:]
+
+
+@pytest.mark.parametrize(("scores", "which"), [((9, 3), 0), ((3, 9), 1), ((3, 3), 1)])
+def test_of_several_entries_for_one_key_the_highest_or_the_last_one_counts(scores, which):
+    table, _ = hkv.insert_or_assign(
+        hkv.create(128, 1), np.array([5], np.int32), np.ones((1, 1), np.float32)
+    )
+    one = sharding.export_entries(table)
+    rows = np.array([[1.0], [2.0]], np.float32)
+    both = one._replace(
+        keys=np.repeat(one.keys, 2), scores=np.array(scores, np.uint64), values=rows
+    )
+    filled, counts = sharding.import_entries(None, hkv.create(128, 1), both)
+    assert (int(counts.inserted), int(counts.unique)) == (1, 1)
+    entries = sharding.export_entries(filled)
+    assert (entries.values.item(), entries.scores.item()) == (which + 1, max(scores))
+
+
+def test_what_is_no_table_comes_in_memory_of_its_own():
+    state, fresh = {"seen": np.arange(4.0)}, {"seen": np.zeros(4)}
+    moved, _ = sharding.reshard(state, fresh)
+    moved["seen"] += 1
+    assert state["seen"].tolist() == [0, 1, 2, 3]
+
+
+def test_leaves_of_another_type_are_named():
+    state, fresh = {"seen": jnp.ones(2, jnp.float32)}, {"seen": jnp.zeros(2, jnp.int32)}
+    with pytest.raises(ValueError, match=r"at seen, float32\[2\], got int32\[2\]"):
+        sharding.reshard(state, fresh)

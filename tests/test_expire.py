@@ -250,3 +250,18 @@ def test_a_number_of_64_bits_goes_through_jit_as_keys():
     table, erased = erase_older(table, hkv.Keys.from_numpy(now + 30_000))
     assert int(erased) == 1
     assert hkv.find(table, np.array([0, 1], np.int32))[1].found.tolist() == [False, True]
+
+
+def test_a_traced_number_of_epochs_below_0_removes_nothing():
+    table = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU)
+    table, _ = hkv.find_or_insert(table, np.array([5, 6], np.int32))
+    expire = jax.jit(hkv.expire)
+    erased = [int(expire(hkv.advance_epoch(table), jnp.int32(n))[1]) for n in (-1, 0, 1)]
+    assert erased == [0, 2, 0]
+
+
+def test_a_traced_epoch_is_clipped_to_those_that_there_are():
+    table = hkv.create(128, 2, policy=hkv.Policy.EPOCH_LRU)
+    advance = jax.jit(hkv.advance_epoch)
+    assert [int(advance(table, jnp.int32(n)).epoch[0]) for n in (-1, 7)] == [0, 7]
+    assert int(advance(table, jnp.uint32(2**32 - 1)).epoch[0]) == 2**32 - 1

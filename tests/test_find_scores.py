@@ -16,7 +16,7 @@ from many_devices import Case, assert_same_bits, entries_of, zipf_batch
 import jax_hkv as hkv
 from jax_hkv import sharding, testing, tiered
 from jax_hkv.index import Policy
-from jax_hkv.sharding import Exchange
+from jax_hkv.sharding import Exchange, Placement
 
 AXES = ("node", "device")
 
@@ -209,3 +209,17 @@ def test_of_tiers_scores_are_those_of_one_table(rng):
     assert isinstance(of_cache, hkv.ScoredFindResult)
     _, plain = tiered.find(tiers, ids)
     assert type(plain) is hkv.FindResult
+
+
+def test_scores_over_devices_are_read_before_a_later_write_without_a_copy():
+    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
+    placement = Placement(mesh, "device")
+
+    def step(table, ids):
+        table, found = sharding.find(table, ids, axis_name="device", return_scores=True)
+        table, _ = sharding.find_or_insert(table, ids, axis_name="device")
+        return table, (found.values, found.scores)
+
+    table = placement.create(lambda: hkv.create(1024, 2))
+    ids = placement.put(np.arange(64, dtype=np.int32))
+    hkv.testing.assert_no_table_copies(placement.step(step), table, ids)

@@ -158,3 +158,29 @@ def test_gradients_that_no_row_gets_may_be_no_numbers(api, layer, options):
     assert losses[-1] < losses[0]
     state, info = run(state, np.inf)
     assert not info.finite
+
+
+class _Lowest(nn.Module):
+    """The lowest number of each input that was more than zero, infinite until there is one."""
+
+    @nn.compact
+    def __call__(self, ids, dense, *, train=False):
+        rows = hkv.linen.Embed(256, 2, optimizer=hkv.optim.sgd(0.5))(ids, train=train)
+        lowest = self.variable("batch_stats", "lowest", jnp.full, (2,), jnp.inf)
+        if not self.is_initializing():
+            own = jnp.where(dense > 0, dense, jnp.inf).min(axis=0)
+            lowest.value = jnp.minimum(lowest.value, own)
+        return rows.mean()
+
+
+def test_statistics_that_are_infinite_already_skip_no_step():
+    ids, dense = np.arange(8, dtype=np.int32), np.array([[3.0, -1.0]] * 8, np.float32)
+    scale = hkv.optim.LossScale.create(1.0)
+    state = hkv.linen.TrainState.create(
+        _Lowest(), jax.random.key(0), ids, dense, tx=optax.sgd(0.1), loss_scale=scale
+    )
+    step = hkv.linen.train_step(lambda model, *args: model(*args, train=True))
+    for _ in range(2):
+        state, info = step(state, ids, dense)
+        assert info.finite
+    assert state.variables["batch_stats"]["lowest"].tolist() == [3.0, float("inf")]

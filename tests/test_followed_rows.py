@@ -130,3 +130,27 @@ def test_parts_and_large_exports_are_looked_at_too():
     moved = dataclasses.replace(table, values=table.values.at[:].add(1))
     (message,) = told(placement.shards(moved), before)[1]
     assert "(3000 of 3000 looked at" in message
+
+
+def test_the_id_0_of_a_table_on_the_host_is_no_empty_slot():
+    table, _ = hkv.find_or_insert(hkv.create(128, 2), np.arange(3, dtype=np.int32))
+    first = sharding.export_changes(jax.device_get(table), None)
+    table, _ = hkv.find_or_insert(table, np.array([9], np.int32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changes = sharding.export_changes(jax.device_get(table), first)
+    assert changes.entries.keys.tolist() == [9]
+
+
+def test_changes_with_scores_of_ones_own_are_followed_under_another_policy():
+    """Of what was there before, scores under the followed table's policy say nothing."""
+    table, follower = hkv.create(128, 2, policy=hkv.Policy.LFU), hkv.create(128, 2)
+    since = None
+    for ids in ([5, 5, 5, 6], [6, 7]):
+        table, _ = hkv.find_or_insert(table, np.array(ids, np.int32))
+        since = changes = sharding.export_changes(table, since)
+        entries = changes.entries
+        times = np.full(len(entries.keys), entries.clock, np.uint64)
+        own = entries._replace(scores=times, policy=int(hkv.Policy.LRU))
+        follower, _ = sharding.import_changes(None, follower, changes._replace(entries=own))
+    assert sorted(sharding.export_entries(follower).keys.tolist()) == [5, 6, 7]

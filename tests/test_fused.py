@@ -619,3 +619,27 @@ def test_a_fused_step_copies_no_table(rng):
         return opt.update(table, result, jnp.ones_like(result.values))
 
     hkv.testing.assert_no_table_copies(step, table, keys)
+
+
+def test_keys_without_a_row_are_in_no_norm():
+    """Their gradients train nothing; the 6 is seen too seldom for a row."""
+    table = hkv.create(128, 1, admission=hkv.admission.frequency(2, width=1024))
+    _, result = hkv.find_or_insert(table, np.array([5, 5, 6], np.int32))
+    assert result.status[2] == hkv.Status.NOT_ADMITTED
+    gradients = jnp.array([[1.0], [2.0], [100.0]], jnp.float32)
+    _, _, norm = hkv.optim.clip_by_global_norm(1.0, {}, [result], [gradients])
+    np.testing.assert_allclose(norm, 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("opt", [hkv.optim.adam(0.1), hkv.optim.sgd(0.1)])
+def test_lookups_behind_a_fused_update_copy_no_table(opt):
+    """It reads what they change."""
+
+    def step(table, ids):
+        table, result = hkv.find_or_insert(table, ids)
+        table = opt.update(table, result, jnp.ones_like(result.values))
+        table, _ = hkv.find_or_insert(table, ids + 32)
+        return hkv.erase(table, ids)[0]
+
+    ids = np.arange(64, dtype=np.int32)
+    hkv.testing.assert_no_table_copies(step, opt.init(hkv.create(1024, 2)), ids)

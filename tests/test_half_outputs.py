@@ -137,3 +137,19 @@ def test_gradients_of_bfloat16_outputs_have_half_the_bytes(rng, api, kind):
     assert dtypes(jnp.bfloat16) == dtypes("bfloat16") == {jnp.dtype(jnp.bfloat16)}
     assert dtypes(jnp.bfloat16, unseen="learned") == full
     assert dtypes(jnp.float16) == dtypes(None) == dtypes(jnp.float32) == full
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_derivatives_by_weights_of_half_rows_are_in_float32(dtype):
+    rows = jnp.array([[1.0, 1 / 256], [3.0, 5 / 256]], dtype)
+    table, _ = hkv.insert_or_assign(
+        hkv.create(128, 2, dtype=dtype), np.array([5, 6], np.int32), rows
+    )
+
+    def total(weights):
+        bags = hkv.Padded(np.array([[5, 6]], np.int32), None, weights)
+        return hkv.find_pooled(table, bags, dtype=dtype)[1].values.astype(jnp.float32).sum()
+
+    slope = jax.grad(total)(jnp.ones((1, 2), jnp.float32))
+    assert slope.dtype == jnp.float32
+    np.testing.assert_array_equal(slope, rows.astype(jnp.float32).sum(axis=1)[None])

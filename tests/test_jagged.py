@@ -520,3 +520,27 @@ def test_padded_lists_pool_as_jagged_ones():
             hkv.Padded.from_lists(lists, **wrong)
     with pytest.raises(TypeError, match="Padded.from_lists: bag 1 must hold integers"):
         hkv.Padded.from_lists([[1], ["a"]])
+
+
+@pytest.mark.parametrize("given", [-(2**63) - 1, 2**64])
+def test_ids_next_to_those_of_64_bits_are_refused(given):
+    with pytest.raises(ValueError, match=f"bag 0 must hold integers of 64 bits, got {given}"):
+        hkv.Jagged.from_lists([[given]])
+
+
+@pytest.mark.parametrize("make", [hkv.Jagged.from_lists, hkv.Padded.from_lists])
+def test_weights_of_another_bag_are_refused(make):
+    """As many as there are ids of all bags together."""
+    with pytest.raises(ValueError, match="the first bag where they are not is 0: give .2. weights"):
+        make([[5, 6], [7]], weights=[[0.5], [0.25, 2.0]])
+
+
+def test_a_length_below_0_is_refused_whatever_the_sum():
+    with pytest.raises(ValueError, match="got a sum of 3 and a least length of -1"):
+        hkv.Jagged.from_lengths([5, 6, 7], [2, -1, 2])
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0] * 4])
+def test_weights_are_one_for_each_value(weights):
+    with pytest.raises(ValueError, match=f"one for each of the 3 values, got {len(weights)}"):
+        hkv.Jagged.from_lengths([5, 6, 7], [2, 1], weights=weights)

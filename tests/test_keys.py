@@ -678,3 +678,11 @@ def test_an_id_is_the_same_in_a_cross_whichever_way_it_came():
 def test_what_cannot_be_crossed_is_named(ids, options, error, message):
     with pytest.raises(error, match=message):
         hkv.Keys.cross(*ids, **options)
+
+
+def test_traced_row_splits_of_64_bits_are_cut_to_the_positions_before_to_32_bits():
+    rows = jnp.ones((4, 1), jnp.float32)
+    with jax.enable_x64(True):
+        splits = jnp.array([0, 2, 2**32 + 1], jnp.int64)
+        sums = jax.jit(lambda splits: hkv.pool(rows, row_splits=splits))(splits)
+    assert sums.ravel().tolist() == [2, 2]

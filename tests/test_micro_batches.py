@@ -25,6 +25,7 @@ from test_training import (
 )
 
 import jax_hkv as hkv
+from jax_hkv import _micro_batches
 from jax_hkv.optim import LossScale
 from jax_hkv.sharding import Placement
 
@@ -505,3 +506,9 @@ def test_each_device_takes_a_jagged_of_each_of_its_micro_batches(mode, rng):
         ValueError, match=r"one for each of 2 devices, .*put\(batch, micro_batches=\)"
     ):
         placement.put(pairs[0][0])
+
+
+def test_bags_of_other_examples_than_the_arrays_are_refused():
+    bags = hkv.Jagged.from_lists([[1, 2], [3]] * 3).for_parts(2)
+    with pytest.raises(ValueError, match=r"must be a Jagged of each of the 2 .* \[8\] examples"):
+        _micro_batches._cut((bags, np.zeros(8, np.float32)), 2)

@@ -436,3 +436,33 @@ def test_names_that_are_no_dict_are_named(names):
     exported = sharding.export_entries(group.create())
     with pytest.raises(TypeError, match="take: names must be a dict of names of tables, got"):
         group.take(exported, of=group, names=names)
+
+
+def test_changes_that_a_group_takes_know_the_scores_of_its_own_keys():
+    names = ("users", "items")
+    tables = [hkv.TableConfig(name, 128, 2) for name in names]
+    features = [hkv.Feature(name, name) for name in names]
+    trained = hkv.Collection(tables, features).group_of("items")
+    table = trained.create()
+    for name, ids in (("items", [7, 8]), ("users", [1, 2, 3]), ("items", [5, 9])):
+        table, _ = hkv.find_or_insert(table, trained.keys(name, np.array(ids, np.int32)))
+    served = hkv.Collection(tables[1:], features[1:], table_bits=1).group_of("items")
+    taken = served.take(sharding.export_changes(table, None), of=trained)
+    assert len(taken.keys) == 4
+    own = dict(zip(taken.keys.tolist(), taken.scores.tolist(), strict=True))
+    entries = taken.entries
+    assert own == dict(zip(entries.keys.tolist(), entries.scores.tolist(), strict=True))
+    served_table, _ = sharding.import_changes(None, served.create(), taken)
+    assert not len(sharding.export_changes(served_table, taken).entries.keys)
+
+
+def test_a_number_next_to_those_of_the_tables_is_refused():
+    names = ("a", "b", "c")
+    group = hkv.Collection(
+        [hkv.TableConfig(name, 128, 2) for name in names], [hkv.Feature(n, n) for n in names]
+    ).groups[0]
+    table, _ = hkv.find_or_insert(group.create(), group.keys("c", np.array([5], np.int32)))
+    exported = sharding.export_entries(table)
+    foreign = exported._replace(keys=np.array([3 << 62 | 5], np.uint64))
+    with pytest.raises(ValueError, match="numbers 0 to 2 in their highest 2 bits, got .* number 3"):
+        sharding.import_entries(None, group.create(), foreign)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_hkv as hkv
@@ -125,3 +127,25 @@ def test_a_rate_may_be_any_kind_of_number(rate):
         for each in (rate, 2.0)
     ]
     np.testing.assert_array_equal(*(step.values for step in steps))
+
+
+def test_numbers_that_are_not_given_are_those_of_optax():
+    def defaults(make):
+        return {
+            name: each.default
+            for name, each in inspect.signature(make).parameters.items()
+            if isinstance(each.default, (int, float)) and not isinstance(each.default, bool)
+        }
+
+    for name, count in {"adagrad": 2, "adam": 4, "adamw": 5, "sgd": 0}.items():
+        own, other = defaults(getattr(hkv.optim, name)), defaults(getattr(optax, name))
+        shared = own.keys() & other.keys()
+        assert len(shared) == count and {key: own[key] for key in shared} == {
+            key: other[key] for key in shared
+        }
+    assert hkv.optim.LossScale.create().period == 2000  # as torch.amp's
+
+
+def test_an_accumulator_that_a_half_type_takes_for_zero_is_named():
+    with pytest.raises(ValueError, match="got 1e-09, which is 0.0 as float16"):
+        hkv.optim.adagrad(0.1, initial_accumulator_value=1e-9, state_dtype=jnp.float16)

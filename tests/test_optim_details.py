@@ -487,3 +487,30 @@ def test_a_bound_of_gradients_that_is_none_is_named(name):
         error = TypeError if isinstance(wrong, str | bool | list) else ValueError
         with pytest.raises(error, match=rf"optim\.{name}: max_gradient must be a positive number"):
             getattr(hkv.optim, name)(0.1, max_gradient=wrong)
+
+
+def test_a_weight_decay_that_is_not_given_is_that_of_optax():
+    table = hkv.optim.adamw(0.5).init(hkv.create(128, 1, init=hkv.initializers.constant(1.0)))
+    table, result = hkv.find_or_insert(table, np.array([5], np.int32))
+    table = hkv.optim.adamw(0.5).update(table, result, jnp.zeros((1, 1), jnp.float32))
+    tx, param = optax.adamw(0.5), np.ones(1, np.float32)
+    updates, _ = tx.update(np.zeros(1, np.float32), tx.init(param), param)
+    row = hkv.find(table, np.array([5], np.int32))[1].values[0]
+    np.testing.assert_allclose(row, optax.apply_updates(param, updates), rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_norm_of_half_gradients_is_made_in_float32(dtype):
+    """Their squares are beyond float16, and their sum is rounded by half types."""
+    gradients = {"w": jnp.array([300.0, 401.0, 3.0], dtype)}
+    squares = np.square(np.float32(gradients["w"]))
+    _, _, norm = hkv.optim.clip_by_global_norm(1.0, gradients, [], [])
+    np.testing.assert_allclose(norm, np.sqrt(squares.sum()), rtol=1e-6)
+
+
+def test_half_gradients_of_rows_are_scaled_in_float32():
+    _, result = hkv.find_or_insert(hkv.create(128, 1), np.array([5], np.int32))
+    gradients = jnp.full((1, 1), 300, jnp.bfloat16)
+    _, (rows,), _ = hkv.optim.clip_by_global_norm(1.1, {}, [result], [gradients])
+    assert rows.dtype == jnp.float32
+    np.testing.assert_allclose(rows, 1.1, rtol=1e-6)

@@ -626,9 +626,15 @@ def test_an_lru_table_goes_on_from_the_latest_score_that_it_is_given(tmp_path):
     for first in range(1000, 1400, 100):  # what is inserted is newer, so those have to go
         copy, _ = hkv.find_or_insert(copy, np.arange(first, first + 100, dtype=np.int32))
     assert not hkv.contains(copy, np.arange(100, dtype=np.int32))[1].any()
-    endless = exported._replace(scores=exported.scores + np.uint64(2**63))
-    with pytest.raises(ValueError, match=r"scores below 2\*\*63 under Policy\.LRU.*scores of 0"):
+    endless = exported._replace(scores=exported.scores + np.uint64(2**62))
+    with pytest.raises(ValueError, match=r"scores below 2\*\*62 under Policy\.LRU.*scores of 0"):
         sharding.import_entries(None, hkv.create(128, 2), endless)
+    with pytest.raises(ValueError, match=r"exported.clock must be below 2\*\*62"):
+        sharding.import_entries(None, hkv.create(128, 2), exported._replace(clock=2**62))
+    last = exported._replace(scores=np.minimum(exported.scores, 1) + np.uint64(2**62 - 2))
+    copy, _ = sharding.import_entries(None, hkv.create(128, 2), last)
+    copy, _ = hkv.find_or_insert(copy, np.array([5], np.int32))
+    assert sharding.export_entries(copy).clock == 2**62  # it goes on, and can be saved
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])

@@ -48,6 +48,7 @@ from test_tiered_models import (
 
 import jax_hkv as hkv
 from jax_hkv import _tiers, sharding, tiered
+from jax_hkv._tiers import PrefetchCounts, _both
 
 
 def with_next(batches):
@@ -679,3 +680,10 @@ def test_what_is_wrong_with_a_step_is_named(name):
         pytest.skip("there is one device")
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_counts_of_two_prefetches_are_those_of_all_keys():
+    first = PrefetchCounts(10, 4, 2, 1, 3, 5, 0, 0)  # of the refused ones one has no room again
+    both = _both(first, PrefetchCounts(10, 7, 1, 1, 1, 2, 0, 0))
+    assert both == PrefetchCounts(10, 4, 3, 2, 1, 7, 0, 0)
+    assert both.unique == sum(both[1:5])
