@@ -7,10 +7,11 @@ key once, or repeated by a power law. Timed are then gathering their rows, scatt
 sums of bags of eight of them, and one update by an optimizer from gradients drawn by chance: in a
 row of calls (device), with all that is done besides (bags are looked up; of an update equal keys
 are found and slots verified), and by JAX's profiler kernel by kernel. Bytes are counted: a row that
-is read or written, a gradient, the optimizer's rows, and a sector each of digests and keys where
-slots are verified. The share is that of the kernels that move rows, once each key is known: of the
-bytes a second of `random_gather.cu` (`--gather`), else of XLA's gather. Small sizes run on a CPU
-too, where there are no kernels to see.
+is read or written, a gradient, and the optimizer's rows. The share is that of the kernels that move
+them, once each key is known and verified (of repeated keys those that add gradients up, too): of
+the bytes a second of `random_gather.cu` (`--gather`), else of XLA's gather, with as many rows.
+Small sizes run on a CPU too, where there are no kernels to see, and XLA finds the equal keys of a
+row's updates once for all of them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Part(NamedTuple):
       does: of (table, batch, *rest), to the table and a result.
       batches: the table's, that it takes turns with.
       rest: of the arguments.
-      kernels: a part of the name of those that move rows.
+      kernels: parts of the names of those that move rows.
       bytes: that one batch moves, by count.
     """
 
@@ -119,7 +120,7 @@ class Part(NamedTuple):
     does: Any
     batches: list[Any]
     rest: tuple[Any, ...]
-    kernels: str
+    kernels: tuple[str, ...]
     bytes: int
 
 
@@ -131,7 +132,7 @@ def measured_part(part: Part, table: hkv.Table, options: Any) -> tuple[dict[str,
     moving = [
         own["microseconds"]
         for title, own in kernels.items()
-        if part.kernels in title and "Prepare" not in title
+        if any(name in title for name in part.kernels) and "Prepare" not in title
     ]
     found = {
         "wall": wall, "device": device, "bytes": part.bytes, "kernels": kernels,
@@ -141,8 +142,8 @@ def measured_part(part: Part, table: hkv.Table, options: Any) -> tuple[dict[str,
     return found, table
 
 
-def measured(dim: int, deadline: float, options: Any) -> dict[str, Any]:
-    """Row operations and optimizers of rows of one size, on one table after the other."""
+def measured(dim: int, names: list[str], deadline: float, options: Any) -> dict[str, Any]:
+    """Operations on rows of one size, those with these names, on one table after the other."""
     most = max(OPTIMIZERS[name].numbers(dim) for name in options.optimizers)
     slots, batch = slots_for(dim, most, options), options.batch
     table, offered = of_table.filled(of_table.Case(dim, LOAD, 1), slots, batch)
@@ -154,42 +155,45 @@ def measured(dim: int, deadline: float, options: Any) -> dict[str, Any]:
     places = [power_law(jax.random.key(n), (batch,), batch) for n in range(len(keys))]
     repeated = [own[place] for own, place in zip(keys, places, strict=True)]
     distinct = [len(np.unique(place)) for place in places]
+    look_up = jax.jit(hkv.find_or_insert, donate_argnums=0)
     looked_up: list[list[Any]] = [[], []]
     for kept, own in zip(looked_up, (keys, repeated), strict=True):
         for each in own:
-            table, found = hkv.find_or_insert(table, each)
+            table, found = look_up(table, each)
             assert not np.asarray(found.status == hkv.Status.INSERTED).any()
             kept.append(found)
     given = jnp.asarray(rng.standard_normal((batch, dim), np.float32))
-    row, verified = 4 * dim, 2 * of_table.SECTOR
+    row = 4 * dim
     bags = [own.reshape(batch // HOTNESS, HOTNESS) for own in keys]
     pooled_bytes = batch // HOTNESS * (HOTNESS + 1) * row
     parts = [
-        Part("gather", gather, looked_up[0], (), "GatherRows", 2 * row * batch),
-        Part("scatter", scatter, looked_up[0], (given,), "ScatterRows", 2 * row * batch),
-        Part("find_pooled", hkv.find_pooled, bags, (), "PoolRows", pooled_bytes),
+        Part("gather", gather, looked_up[0], (), ("GatherRows",), 2 * row * batch),
+        Part("scatter", scatter, looked_up[0], (given,), ("ScatterRows",), 2 * row * batch),
+        Part("find_pooled", hkv.find_pooled, bags, (), ("PoolRows",), pooled_bytes),
     ]
     record: dict[str, Any] = {"slots": slots, "distinct": distinct, "left_out": []}
     record["operations"] = operations = {}
-    for part in parts:
-        operations[part.name], table = measured_part(part, table, options)
-    for name in options.optimizers:
+    for name in names:
         if time.time() > deadline:
             record["left_out"].append(name)
+            continue
+        if name not in OPTIMIZERS:
+            (part,) = (each for each in parts if each.name == name)
+            operations[name], table = measured_part(part, table, options)
             continue
         kind = OPTIMIZERS[name]
         optimizer = kind.make(RATE)
         table = optimizer.init(dataclasses.replace(table, optimizer=None))
         table = checked(optimizer, table, looked_up[0][0], given)
-        step, of_key = functools.partial(update, optimizer), verified + 2 * row
-        of_key += 8 * kind.numbers(dim)
+        step = functools.partial(update, optimizer)
+        of_key = 2 * row + 8 * kind.numbers(dim)
         some = int(measure.median(list(map(float, distinct))))
         for title, results, count in (
             (name, looked_up[0], batch),
             (f"{name}, keys repeated", looked_up[1], some),
         ):
             bytes_ = batch * row + count * of_key
-            part = Part(title, step, results, (given,), "UpdateRows", bytes_)
+            part = Part(title, step, results, (given,), ("UpdateRows", "SumTree"), bytes_)
             operations[title], table = measured_part(part, table, options)
     return record
 
@@ -238,17 +242,20 @@ def main() -> None:
     profile_step.launch_as_always()
     record = measure.begun(options.out, options.resume, {"ceilings": {}, "dims": {}})
     record |= measure.apart(measure.surroundings) | {"batch": options.batch}
+    names = ["gather", "scatter", "find_pooled", *options.optimizers]
     for dim in options.dims:
-        seen = record["dims"].get(str(dim), {"left_out": True})
-        if not seen["left_out"]:
-            continue
-        if str(dim) not in record["ceilings"]:
-            found = record["ceilings"][str(dim)] = measure.apart(of_table.ceilings, dim, options)
-            if options.gather is not None and not dim & (dim - 1):  # powers of two only
-                sizes = (dim, int(found["slots"]), options.batch)
-                found["random gather"] = of_table.plain_gather(options.gather, *sizes)
-        record["dims"][str(dim)] = measure.apart(measured, dim, deadline, options)
-        report(record, dim)
+        found = record["dims"].setdefault(str(dim), {"operations": {}, "left_out": names})
+        if found["left_out"] and time.time() < deadline:
+            new = measure.apart(measured, dim, found["left_out"], deadline, options)
+            record["dims"][str(dim)] = new | {"operations": found["operations"] | new["operations"]}
+            if str(dim) not in record["ceilings"]:
+                record["ceilings"][str(dim)] = ceiling = measure.apart(
+                    of_table.ceilings, dim, options, new["slots"]
+                )
+                if options.gather is not None and not dim & (dim - 1):  # powers of two only
+                    sizes = (dim, new["slots"], options.batch)
+                    ceiling["random gather"] = of_table.plain_gather(options.gather, *sizes)
+            report(record, dim)
         measure.write(options.out.stem, record, options.out.parent)
     left_out = sum(len(own["left_out"]) for own in record["dims"].values())
     print(f"{left_out} left out; {options.out}")

@@ -274,9 +274,9 @@ def slots_for(dim: int, options: Any) -> int:
     return slots
 
 
-def ceilings(dim: int, options: Any) -> dict[str, float]:
+def ceilings(dim: int, options: Any, slots: int = 0) -> dict[str, float]:
     """Seconds to start a row; bytes a second of a copy, and of XLA's gather of random rows."""
-    slots, batch = slots_for(dim, options), options.batch
+    slots, batch = slots or slots_for(dim, options), options.batch
     values = jnp.ones((slots, dim), jnp.float32)
     # Other rows each time: those of one batch of narrow rows would stay in the L2.
     places = jax.random.randint(jax.random.key(1), (IN_A_ROW, batch), 0, slots)

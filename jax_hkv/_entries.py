@@ -121,26 +121,21 @@ def _without_older(parts: Sequence[Exported]) -> list[Exported]:
     return [part.select(own) for part, own in zip(parts, masks, strict=True)]
 
 
-_LAST_TIME = 2**62  # that is imported: a table whose time has come to 2**63 is exported no more
+_AHEAD = 2**62  # of times that no clock has come to: one that has come to 2**63 is exported no more
 
 
 def latest_time(
     exported: Exported, call: str = "sharding.import_entries", argument: str = "exported"
 ) -> int:
     """The latest score under LRU, 0 under other policies; raises if time could not go on."""
-    if exported.clock >= _LAST_TIME:
-        raise ValueError(
-            f"{call}: {argument}.clock must be below 2**62, got {exported.clock}: give entries of "
-            "another origin a clock of 0"
-        )
     if exported.policy != Policy.LRU:
         return 0
     latest = int(exported.scores.max(initial=0))
-    if latest >= _LAST_TIME:
+    if latest >= max(_AHEAD, exported.clock + 1):
         raise ValueError(
-            f"{call}: {argument} must have scores below 2**62 under Policy.LRU, "
-            f"where they are times, which go on from the latest one, got {latest}: give entries of "
-            "another origin scores of 0"
+            f"{call}: {argument} must have scores below 2**62 under Policy.LRU, or none behind its "
+            f"clock, where they are times, which go on from the latest one, got {latest}: give "
+            "entries of another origin scores of 0"
         )
     return latest
 

@@ -257,8 +257,9 @@ class Keys:
         attribute, given = _OF_SHAPES.get(function), dict(zip(("a", "axis"), args, strict=False))
         if attribute is None:
             raise TypeError(f"{function.__name__}: {_NO_ARRAY}")
-        keys, axis = (given | kwargs).values() if len(args) + len(kwargs) > 1 else (self, None)
-        return getattr(keys, attribute) if axis is None else np.size(keys.low, axis)
+        given |= kwargs
+        axis = given.get("axis")
+        return getattr(given["a"], attribute) if axis is None else np.size(given["a"].low, axis)
 
     def __eq__(self, other: object) -> bool:
         if other is None:

@@ -20,7 +20,8 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 _STRUCTURE = (
     "train_step: state and arguments must be of the structure that the step was compiled for, got "
-    "another: call the step itself, or lower it with these"
+    "another (an optax transformation that is made anew is one, too): call the step itself, or "
+    "lower it with these"
 )
 
 

@@ -55,6 +55,11 @@ def has_twins(leaves: Sequence[Any]) -> bool:
     return len(set(arrays)) < len(arrays)
 
 
+def lies_nowhere(leaf: Any) -> bool:
+    """Whether it is a shape that does not say where it lies."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+
+
 def is_from_host(leaves: Sequence[Any]) -> bool:
     """Whether a state that is not traced has NumPy arrays."""
     return any(isinstance(leaf, np.ndarray) for leaf in leaves) and not any(map(is_traced, leaves))
@@ -299,7 +304,8 @@ def explicit_of(mesh: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def names_of_first(leaf: Any) -> tuple[str | None, ...]:
     """The axes that an array's type says its first axis is split along."""
-    names = jax.typeof(leaf).sharding.spec[0]
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    (names, *_) = (*(leaf if is_shape else jax.typeof(leaf)).sharding.spec, None)
     return names if isinstance(names, tuple) else (names,)
 
 

@@ -37,6 +37,7 @@ from jax_hkv._placed import (
     is_of_each,
     is_shared,
     is_table,
+    lies_nowhere,
     made_on,
     names_of_first,
     settled,
@@ -379,7 +380,7 @@ class Placement:
             if self.mode == "pmap":
                 is_put = leaf.shape[0] == count
             else:
-                is_put = isinstance(leaf, jax.Array) and self._has_put(leaf)
+                is_put = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and self._has_put(leaf)
             if not is_put:
                 name = jax.tree_util.keystr(path, simple=is_named, separator="." * is_named)
                 raise ValueError(
@@ -397,8 +398,8 @@ class Placement:
                     "all: give placement.put(entries), or those of a report as they are"
                 )
 
-    def _has_put(self, leaf: jax.Array) -> bool:
-        if leaf.sharding.device_set != devices_of(self.mesh):
+    def _has_put(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        if leaf.sharding is None or leaf.sharding.device_set != devices_of(self.mesh):
             return False
         explicit = explicit_of(self.mesh, self.axes)
         return not explicit or names_of_first(leaf) == explicit
@@ -407,10 +408,9 @@ class Placement:
         """A batch whose shapes that do not say where they lie do so as if :meth:`put` made them."""
 
         def one(leaf: Any) -> Any:
-            is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
-            if not is_shape or is_shared(leaf):
-                return leaf
-            return leaf.update(sharding=NamedSharding(self.mesh, P(self.axes)))
+            is_to_lie = lies_nowhere(leaf) and not is_shared(leaf)
+            where = NamedSharding(self.mesh, P(self.axes))
+            return leaf.update(sharding=where) if is_to_lie else leaf
 
         return jax.tree.map(one, batch)
 
@@ -558,18 +558,18 @@ class Placement:
         ]
 
     def _from_host(self, call: str, state: Any) -> Any:
-        """A state whose NumPy arrays lie on the devices, each where :meth:`specs` says."""
+        """A state whose NumPy arrays and shapes lie on the devices, where :meth:`specs` says."""
         self.check_tables(call, state, ())
         leaves, structure = jax.tree.flatten(state)
-        placed = [
-            jax.make_array_from_callback(
-                leaf.shape, NamedSharding(self.mesh, spec), leaf.__getitem__
-            )
-            if isinstance(leaf, np.ndarray)
-            else leaf
-            for leaf, spec in zip(leaves, jax.tree.leaves(self._leaf_specs(state)), strict=True)
-        ]
-        return structure.unflatten(placed)
+
+        def placed(leaf: Any, spec: P) -> Any:
+            where = NamedSharding(self.mesh, spec)
+            if isinstance(leaf, np.ndarray):
+                return jax.make_array_from_callback(leaf.shape, where, leaf.__getitem__)
+            return leaf.update(sharding=where) if lies_nowhere(leaf) else leaf
+
+        specs = jax.tree.leaves(self._leaf_specs(state))
+        return structure.unflatten(map(placed, leaves, specs))
 
     def _split(self, call: str, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """How a batch is split, checked."""

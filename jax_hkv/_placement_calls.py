@@ -21,6 +21,7 @@ from jax_hkv._placed import (
     has_twins,
     is_from_host,
     is_shared,
+    lies_nowhere,
     splits_along,
     warn_of_split,
 )
@@ -74,18 +75,29 @@ class Checked(Staged):
         self._known_bags: set[Any] = set()  # shapes of what was looked at
 
     def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state, *batch = args
+        state, *batch = self._by_position(args, kwargs)
         for leaf in jax.tree.leaves(batch):
             check_not_cut(self._call, leaf)
         placement = self._placement
         if placement.mode != "pmap":
             batch = placement.with_shardings(batch)
-            if is_from_host(jax.tree.leaves(state)):
+            leaves = jax.tree.leaves(state)
+            if is_from_host(leaves) or any(map(lies_nowhere, leaves)):
                 state = placement._from_host(self._call, state)
         with self._telling(state, batch):
-            return super()._of(stage, (state, *batch), kwargs)
+            return super()._of(stage, (state, *batch), {})
 
-    def _run(self, run: Any, /, state: Any, *batch: Any) -> Any:
+    def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if not args or kwargs:
+            raise TypeError(
+                f"{self._call}: the state and the batch must be given by position, got "
+                f"{sorted(kwargs) or 'nothing'}{' by name' * bool(kwargs)}: call it with "
+                "(state, *batch)"
+            )
+        return args
+
+    def _run(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        state, *batch = self._by_position(args, kwargs)
         leaves = jax.tree.leaves(state)
         # Not left to JAX: jaxlib ends the process there, on a mesh of CPU devices.
         check_not_used_up(self._call, leaves)
@@ -124,7 +136,7 @@ class Checked(Staged):
             # Of Explicit axes JAX's own error speaks of in_specs, or of another mesh's axes.
             if explicit_of(placement.mesh, placement.axes):
                 placement.check_put(self._call, batch, error)
-            if "evenly divisible" in str(error):
+            if "evenly divi" in str(error):  # evenly divisible, or divide
                 error.add_note(
                     f"{self._call}: the leading axis of every array of a batch must be a multiple "
                     f"of the {placement.devices} devices: pad it, with a mask (valid=) that says "

@@ -190,7 +190,7 @@ def test_keys_are_taken_for_an_array_by_nobody(name):
 def test_numpy_tells_the_shape_of_keys():
     keys = hkv.Keys.from_numpy(np.arange(6).reshape(2, 3))
     assert (np.shape(keys), np.ndim(keys), np.size(keys)) == ((2, 3), 2, 6)
-    assert (np.shape(a=keys), np.size(keys, 0), np.size(a=keys, axis=1)) == ((2, 3), 2, 3)
+    assert (np.shape(a=keys), np.size(keys, 0), np.size(axis=1, a=keys)) == ((2, 3), 2, 3)
     np.testing.assert_array_equal(keys.ravel().to_numpy(), np.arange(6))
     assert not keys.ravel().words.flags.writeable
 

@@ -219,6 +219,22 @@ def test_shapes_over_devices_lie_where_batches_are_put(kind):
                 stage(table, np.arange(16, dtype=np.int32))
     with pytest.raises(TypeError, match="^Placement.step: .* JAX would cut"):
         step.lower(table, np.full(16, 2**40))
+    shapes = jax.eval_shape(lambda: on_host)
+    assert step.lower(shapes, shape).as_text() == step.lower(table, ids).as_text()
+    for given in ((), (table,)):
+        for call in (step, step.lower):
+            with pytest.raises(TypeError, match="^Placement.step: the state and the batch must be"):
+                call(*given, **{"ids": ids} if given else {})
+    with pytest.raises(ValueError) as uneven:
+        run.lower(table, jax.ShapeDtypeStruct((15,), np.int32))
+    assert "must be a multiple of the 4 devices" in "".join(uneven.value.__notes__)
+
+    def mistaken(table, ids):
+        raise ValueError("a mistake of one's own")
+
+    for given in (ids, shape, jax.ShapeDtypeStruct((16,), np.int32, sharding=ids.sharding)):
+        with pytest.raises(ValueError, match="^a mistake of one's own"):
+            placement.run(mistaken).lower(table, given)
 
 
 def test_a_step_by_pmap_has_no_other_stages(mesh):
