@@ -32,7 +32,7 @@ def checked(fn: Callable[Given, Output]) -> Callable[Given, Output]:
 
     Returns:
       A function of the same arguments. If `fn` is jitted, it has `lower`, `trace` and `eval_shape`,
-      which look at them, too, as does what is compiled; ``jax.export.export`` takes it.
+      which look at them, too, as does what is compiled; made by ``jax.jit``, it can be exported.
 
     Raises:
       TypeError: when it is called, naming the argument: for arrays of NumPy's integers that do not
