@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import functools
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +27,13 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 import profile_step
+import profile_table
 import table as of_table
 from train_step import power_law
 
 import jax_hkv as hkv
 from jax_hkv import rows
+from jax_hkv.table import with_clock
 
 LOAD = 0.75
 RATE = 1e-3
@@ -58,7 +59,7 @@ OPTIMIZERS = {
 def gather(table: hkv.Table, result: hkv.InsertResult) -> tuple[hkv.Table, Any]:
     """Rows of the keys of a lookup."""
     clock, values = rows.gather(table.clock, table.values, result.slots, name=table.name)
-    return dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock)), values
+    return with_clock(table, clock), values
 
 
 def scatter(
@@ -69,8 +70,7 @@ def scatter(
     clock, values = rows.scatter(
         table.clock, table.values, result.slots, order, new, name=table.name
     )
-    index = dataclasses.replace(table.index, clock=clock)
-    return dataclasses.replace(table, index=index, values=values), clock
+    return dataclasses.replace(with_clock(table, clock), values=values), clock
 
 
 def update(
@@ -79,29 +79,6 @@ def update(
     """A step of an optimizer on the rows of a lookup."""
     table = optimizer.update(table, result, gradients)
     return table, table.clock
-
-
-def slots_for(dim: int, numbers: int, options: Any) -> int:
-    """A power of two for which table and optimizer rows take no more than 6/10 of the memory."""
-    slots = options.slots
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    while limit and slots * (4 * (dim + numbers) + 17) > 0.6 * limit:
-        slots //= 2
-    return slots
-
-
-def kernels_of(call: Any, table: Any, results: list[Any], rest: Any) -> tuple[dict[str, Any], Any]:
-    """Microseconds of the kernels of a compiled call, and the table after the calls."""
-
-    def after() -> Any:
-        nonlocal table
-        for result in results:
-            table, out = call(table, result, *rest)
-        return table, out
-
-    jax.block_until_ready(after())
-    profile = profile_step.profile_of(after)
-    return profile_step.by_kernel(profile, len(results)), table
 
 
 class Part(NamedTuple):
@@ -128,7 +105,7 @@ def measured_part(part: Part, table: hkv.Table, options: Any) -> tuple[dict[str,
     """Seconds and kernels of an operation, and the table after it."""
     call, given = of_table.call_of(part.does), (part.batches, part.rest)
     wall, device, table = of_table.timed(call, table, *given, options, is_fresh=False)
-    kernels, table = kernels_of(call.once, table, *given)
+    kernels, table = profile_table.kernels_of(call.once, table, *given)
     moving = [
         own["microseconds"]
         for title, own in kernels.items()
@@ -145,7 +122,7 @@ def measured_part(part: Part, table: hkv.Table, options: Any) -> tuple[dict[str,
 def measured(dim: int, names: list[str], deadline: float, options: Any) -> dict[str, Any]:
     """Operations on rows of one size, those with these names, on one table after the other."""
     most = max(OPTIMIZERS[name].numbers(dim) for name in options.optimizers)
-    slots, batch = slots_for(dim, most, options), options.batch
+    slots, batch = of_table.fitting(options.slots, 4 * (dim + most), 0.6), options.batch
     table, offered = of_table.filled(of_table.Case(dim, LOAD, 1), slots, batch)
     rng = np.random.default_rng(dim)
     draw = functools.partial(of_table.batches, "present", table, offered, batch, rng)
@@ -227,16 +204,9 @@ def report(record: dict[str, Any], dim: int) -> None:
 def main() -> None:
     """Measures row size by row size, and writes the record after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
+    add = of_table.add_arguments(parser, 150.0, "row_operations.json")
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     add("--slots", type=int, default=2**26, help="at most (%(default)s)")
-    add("--batch", type=int, default=2**20)
-    add("--runs", type=int, default=measure.RUNS)
-    add("--budget", type=float, default=150.0, help="seconds (%(default)s)")
-    add("--resume", action="store_true", help="go on with what --out has")
-    add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
-    add("--out", type=Path, default=measure.RESULTS / "row_operations.json")
     options = parser.parse_args()
     deadline = time.time() + options.budget
     profile_step.launch_as_always()
@@ -249,12 +219,7 @@ def main() -> None:
             new = measure.apart(measured, dim, found["left_out"], deadline, options)
             record["dims"][str(dim)] = new | {"operations": found["operations"] | new["operations"]}
             if str(dim) not in record["ceilings"]:
-                record["ceilings"][str(dim)] = ceiling = measure.apart(
-                    of_table.ceilings, dim, options, new["slots"]
-                )
-                if options.gather is not None and not dim & (dim - 1):  # powers of two only
-                    sizes = (dim, new["slots"], options.batch)
-                    ceiling["random gather"] = of_table.plain_gather(options.gather, *sizes)
+                record["ceilings"][str(dim)] = of_table.ceilings_of(dim, options, new["slots"])
             report(record, dim)
         measure.write(options.out.stem, record, options.out.parent)
     left_out = sum(len(own["left_out"]) for own in record["dims"].values())

@@ -42,6 +42,7 @@ import numpy as np
 
 import jax_hkv as hkv
 from jax_hkv import index, rows
+from jax_hkv.table import with_clock
 
 IN_A_ROW = 64  # calls of one device measurement that leave a table as it was
 BATCHES = 4  # that they take turns with, and as many calls insert or erase in a row
@@ -268,8 +269,13 @@ def operations(dim: int, batch: int) -> list[Operation]:
 def slots_for(dim: int, options: Any) -> int:
     """As many as asked for, or a power of two less: a table, a copy, and results must fit."""
     slots = options.slots if dim < 64 else options.slots // 2
+    return fitting(slots, 4 * dim, 1 / 2.3)
+
+
+def fitting(slots: int, row: int, share: float) -> int:
+    """So many slots or a power of two less: with rows of so many bytes a share of the memory."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    while limit and 2.3 * slots * (4 * dim + DIGESTS // hkv.table.LANES + 16) > limit:
+    while limit and slots * (row + DIGESTS // hkv.table.LANES + 16) > share * limit:
         slots //= 2
     return slots
 
@@ -306,6 +312,16 @@ def plain_gather(program: Path, dim: int, slots: int, batch: int, *fetch: int) -
     """Bytes a second of a kernel that does nothing but gather random rows."""
     command = [str(program), *map(str, (dim, slots, batch, *fetch))]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def ceilings_of(dim: int, options: Any, slots: int = 0) -> dict[str, float]:
+    """These, and bytes a second of the plain gather, where its program is given."""
+    found = measure.apart(ceilings, dim, options, slots)
+    if options.gather is not None and not dim & (dim - 1):  # powers of two only
+        sizes = (dim, int(found["slots"]), options.batch)
+        found["random gather"] = plain_gather(options.gather, *sizes)
+        found["random gather, a sector fetched"] = plain_gather(options.gather, *sizes, SECTOR)
+    return found
 
 
 def check(table: hkv.Table, offered: int, rng: Any) -> None:
@@ -366,7 +382,7 @@ def export_as_call(table: hkv.Table, offset: jax.Array, count: int) -> tuple[hkv
     entries = hkv.export_batch(table, at, count)
     some = [jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(entries)]
     clock = table.clock + (sum(some) > 0).astype(jnp.uint32)
-    return dataclasses.replace(table, index=dataclasses.replace(table.index, clock=clock)), entries
+    return with_clock(table, clock), entries
 
 
 def calls_of(case: Case, of: list[Operation], options: Any) -> dict[Any, Call]:
@@ -417,20 +433,26 @@ def until(deadline: float, cases: list[Case], options: Any) -> list[dict[str, An
     return found
 
 
+def add_arguments(parser: argparse.ArgumentParser, budget: float, out: str) -> Any:
+    """Those of benchmarks beside a ceiling; what adds more."""
+    add = parser.add_argument
+    add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
+    add("--batch", type=int, default=2**20)
+    add("--runs", type=int, default=measure.RUNS)
+    add("--budget", type=float, default=budget, help="seconds (%(default)s)")
+    add("--resume", action="store_true", help="go on with what --out has")
+    add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
+    add("--out", type=Path, default=measure.RESULTS / out)
+    return add
+
+
 def main() -> None:
     """Measures case by case, and writes the record after those of one dim."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--dims", type=int, nargs="+", default=[8, 32, 64, 128])
+    add = add_arguments(parser, 400.0, "table.json")
     add("--loads", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.95])
     add("--choices", type=int, nargs="+", default=[1, 2])
     add("--slots", type=int, default=2**27, help="half as many from dim 64 on (%(default)s)")
-    add("--batch", type=int, default=2**20)
-    add("--runs", type=int, default=measure.RUNS)
-    add("--budget", type=float, default=400.0, help="seconds (%(default)s)")
-    add("--resume", action="store_true", help="go on with what --out has")
-    add("--gather", type=Path, help="the program of random_gather.cu, for the ceiling")
-    add("--out", type=Path, default=measure.RESULTS / "table.json")
     options = parser.parse_args()
     deadline = time.time() + options.budget
     # The loads that say most first, of all tables.
@@ -446,11 +468,7 @@ def main() -> None:
     for dim in options.dims:
         if str(dim) in record["ceilings"]:
             continue
-        record["ceilings"][str(dim)] = found = measure.apart(ceilings, dim, options)
-        if options.gather is not None and not dim & (dim - 1):  # powers of two only
-            sizes = (dim, int(found["slots"]), options.batch)
-            found["random gather"] = plain_gather(options.gather, *sizes)
-            found["random gather, a sector fetched"] = plain_gather(options.gather, *sizes, SECTOR)
+        record["ceilings"][str(dim)] = ceilings_of(dim, options)
         measure.write(options.out.stem, record, options.out.parent)
     record["cases"] = [case for case in record["cases"] if "error" not in case]
     seen = seen_in(record)

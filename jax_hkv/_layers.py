@@ -8,7 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table, check_dim
-
-Output = TypeVar("Output", covariant=True)
 
 
 class StepInfo(NamedTuple):

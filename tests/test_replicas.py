@@ -17,7 +17,7 @@ from many_devices import features_and_labels, tables_of
 
 import jax_hkv as hkv
 from jax_hkv import _growth, sharding
-from jax_hkv.sharding import Exchange, Placement
+from jax_hkv.sharding import Exchange
 
 DEVICES = 4
 DIM = 4
@@ -369,8 +369,7 @@ def test_what_rows_share_is_of_the_export_that_has_the_rows():
 
 def test_replicas_have_room_for_a_batch_of_distinct_keys_whatever_the_slack():
     """They are all gathered; how owners are drawn has no part in it."""
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
-    placement = Placement(mesh, "device")
+    placement = placement_of()
     exchange = Exchange("device", replicas=True, slack=0.01, strict=True)
     table = placement.create(lambda: hkv.create(4096, 2, replicas=True))
 
@@ -391,8 +390,7 @@ def test_entries_that_replicas_lose_as_they_grow_are_counted_once(monkeypatch):
         return table, counts._replace(evicted=counts.evicted + 1, refused=counts.refused + 2)
 
     monkeypatch.setattr(_growth, "resize", losing)
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
-    placement = Placement(mesh, "device")
+    placement = placement_of()
     table = placement.create(lambda: hkv.create(640, 2, replicas=True))
     with pytest.warns(UserWarning, match="grow: 3 entries of table 'table' found no room in 1280"):
         hkv.grow(table, 1280, room=640, placement=placement)

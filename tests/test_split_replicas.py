@@ -533,28 +533,24 @@ def test_tables_made_with_entries_would_have_those_of_others():
 
 
 def test_where_keys_of_one_replica_have_no_room_a_strict_read_finds_none_on_any():
-    mesh = jax.make_mesh((2, 2), ("node", "device"), devices=jax.devices("cpu")[:4])
-    placement = Placement(mesh, ("node", "device"))
     numbers = np.arange(1, 4000, dtype=np.uint64)
     keys = np.stack([numbers[owner_of(numbers, 2) == 1][:400]] * 4).reshape(-1)
     valid = np.repeat([True, True, False, False], 400)
     valid[[-1, -401]] = True
 
     def step(table, batch):
-        return sharding.insert_or_assign(
-            table, *batch, axis_name=Exchange(("node", "device"), replicas=2)
-        )[0], None
+        return sharding.insert_or_assign(table, *batch, axis_name=TWO)[0], None
 
-    table = placement.create(lambda: hkv.create(4096, 2, replicas=2))
+    table = PLACEMENT.create(lambda: hkv.create(4096, 2, replicas=2))
     rows = np.ones((1600, 2), np.float32)
-    batch = placement.put((hkv.Keys.from_numpy(keys), rows))
-    table, _ = placement.step(step)(table, batch)
-    exchange = Exchange(("node", "device"), replicas=2, strict=True)
+    batch = PLACEMENT.put((hkv.Keys.from_numpy(keys), rows))
+    table, _ = PLACEMENT.step(step)(table, batch)
+    exchange = dataclasses.replace(TWO, strict=True)
 
     def read(table, batch):
         found = sharding.find(table, batch[0], valid=batch[1], axis_name=exchange)[1]
         return found.found, found.overflow[None]
 
-    found, overflow = placement.run(read)(table, placement.put((hkv.Keys.from_numpy(keys), valid)))
+    found, overflow = PLACEMENT.run(read)(table, PLACEMENT.put((hkv.Keys.from_numpy(keys), valid)))
     assert len(set(overflow.tolist())) == 1 and overflow.tolist()[0] > 0
     assert not found.any()

@@ -394,8 +394,7 @@ def test_what_is_wrong_with_tiers_over_devices_is_named(name, placement):
 
 
 def test_stores_of_parts_have_room_for_all_of_a_capacity_that_they_do_not_divide():
-    mesh = jax.make_mesh((4,), ("device",), devices=jax.devices("cpu")[:4])
-    placement = Placement(mesh, "device")
+    placement = placement_of("shard_map")
     cache = placement.create(lambda: hkv.create(128, 2))
     stores = hkv.tiered.create_store(cache, 4 * 128 + 1, placement=placement)
     assert [store.capacity for store in stores] == [256] * 4
