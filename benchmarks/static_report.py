@@ -4,8 +4,9 @@
 
 Registers, stack and spills are ptxas' own words; memory instructions are counted in the PTX, and
 all instructions in the machine code, a loop's body once; warps are how many a multiprocessor holds
-at once, as far as registers allow. Kernels of CUB are left out. Needs nvcc, c++filt, cuobjdump and
-nvdisasm (packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm where a toolkit has none).
+at once, as far as registers allow, in blocks of the kernel's size. Kernels of CUB are left out.
+Needs nvcc, c++filt, cuobjdump and nvdisasm (packages nvidia-cuda-cuobjdump and
+nvidia-cuda-nvdisasm where a toolkit has none).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ DRIVER = ROOT / "tests" / "cpp" / "device_driver.cu"
 FLAGS = ("-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr")
 REGISTERS, WARPS, GRANULE = 65_536, 64, 256  # of a multiprocessor; registers come by the warp
 TOOLS = ("nvcc", "c++filt", "cuobjdump", "nvdisasm")
-BLOCK = 8  # warps that come and go together
 COUNTED = {
     "loads": r"\bld\.global", "wide loads": r"\bld\.global[.\w]*\.v[24]",
     "stores": r"\bst\.global", "wide stores": r"\bst\.global[.\w]*\.v[24]",
@@ -49,13 +49,13 @@ def sources() -> dict[str, str]:
 
 
 def names_of(mangled: list[str]) -> dict[str, str]:
-    """Short names: the operation, and the step of it that the kernel does."""
+    """Short names: the operation, and the step of it that the kernel does, or what a block does."""
     plain = run("c++filt", *mangled).splitlines()
     short = {}
     for name, text in zip(mangled, plain, strict=True):
-        match = re.search(r"run_step<hkv::(.*?)>\(", text)
+        match = re.search(r"run_step<hkv::(.*?)>\(|hkv::(\w+_by_block<\d+>)\(", text)
         if match:
-            short[name] = match[1].replace("hkv::", "").strip()
+            short[name] = (match[1] or match[2]).replace("hkv::", "").strip()
     return short
 
 
@@ -76,7 +76,7 @@ def ptxas(architecture: str, folder: str) -> dict[str, dict[str, int]]:
 
 
 def ptx(architecture: str, folder: str) -> dict[str, dict[str, int]]:
-    """Instructions of each kind by mangled name."""
+    """Threads of a block, and instructions of each kind, by mangled name."""
     path = Path(folder) / "driver.ptx"
     virtual = architecture.replace("sm_", "compute_")
     run(*("nvcc", *FLAGS, f"-arch={virtual}", f"-I{ROOT}/ffi", f"-I{DRIVER.parent}"),
@@ -85,8 +85,10 @@ def ptx(architecture: str, folder: str) -> dict[str, dict[str, int]]:
     for part in re.split(r"\.visible \.entry |\.entry ", path.read_text())[1:]:
         name = re.match(r"\w+", part)
         body = part[: part.index("\n}\n")]
-        if name:
+        threads = re.search(r"\.maxntid (\d+)", body)
+        if name and threads:
             counts[name[0]] = {kind: len(re.findall(p, body)) for kind, p in COUNTED.items()}
+            counts[name[0]]["threads"] = int(threads[1])
     return counts
 
 
@@ -118,12 +120,13 @@ def main() -> None:
     kernels: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for mangled, name in sorted(names.items(), key=lambda pair: pair[1]):
         of_warp = -(-32 * used[mangled]["registers"] // GRANULE) * GRANULE
-        warps = min(WARPS, REGISTERS // (BLOCK * of_warp) * BLOCK)
-        kernels[name] = used[mangled] | {"warps": warps} | counted.get(mangled, {})
+        block = counted[mangled]["threads"] // 32  # warps that come and go together
+        warps = min(WARPS, REGISTERS // of_warp) // block * block
+        kernels[name] = used[mangled] | {"warps": warps} | counted[mangled]
         if mangled in instructions:
             kernels[name]["instructions"] = instructions[mangled]
     record = {"architecture": options.architecture, **sources(), "kernels": kernels}
-    columns = ["registers", "warps", "stack", "spills", "instructions", *COUNTED]
+    columns = ["registers", "threads", "warps", "stack", "spills", "instructions", *COUNTED]
     print("| kernel | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name, found in kernels.items():
