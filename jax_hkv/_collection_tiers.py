@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_hkv import _tier_checks, _tier_parts, _tiers
+from jax_hkv._bag_parts import as_count, whole_bags
 from jax_hkv._compat import of_one_device
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
@@ -42,9 +43,11 @@ class KeysOf:
 
     collection: HasKeys
     names: tuple[str, ...]
+    micro_batches: int
 
     def __call__(self, batch: Any) -> dict[str, tuple[Keys, Any]]:
-        keys = self.collection.keys(batch, partial=True)
+        whole = _of_all_parts("Collection.prefetch", batch, self.micro_batches)
+        keys = self.collection.keys(whole, partial=True)
         return {name: own for name, own in keys.items() if name in self.names}
 
 
@@ -57,16 +60,18 @@ def prefetch(
     partial: bool,
     inserts: bool,
     placement: Placement | None,
+    micro_batches: int,
 ) -> Prefetched:
     call = "Collection.prefetch"
+    micro_batches = as_count(call, micro_batches)
     tiers = _tiers_of(collection, call, tables, stores)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
         collection.check_inputs(call, inputs, partial)
-        keys_of = KeysOf(collection, tuple(stores))
+        keys_of = KeysOf(collection, tuple(stores), micro_batches)
         found = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
     else:
-        keys = _keys_at_once(collection, call, inputs, partial)
+        keys = _keys_at_once(collection, call, inputs, partial, micro_batches)
         batches = _batches(call, tiers, keys)
         found = _tiers.prefetch(
             {name: (tiers[name], *batch) for name, batch in batches.items()}, inserts
@@ -84,8 +89,10 @@ def step_and_prefetch(
     *,
     partial: bool,
     placement: Placement | None,
+    micro_batches: int,
 ) -> tuple[Prefetched, Any]:
     call = "Collection.step_and_prefetch"
+    micro_batches = as_count(call, micro_batches)
     _tier_checks.check_step(call, step, coming)
     tiers = _tiers_of(collection, call, tables, stores)
     for own in tiers.values():
@@ -109,13 +116,16 @@ def step_and_prefetch(
             _tier_parts.checked_parts(call, placement, tiers)
             found, result = {}, stepped({})[1]
         else:
-            keys_of, both = KeysOf(collection, tuple(stores)), (dict(inputs), dict(coming))
+            keys_of = KeysOf(collection, tuple(stores), micro_batches)
+            both = dict(inputs), dict(coming)
             found, result = _tier_parts.step_and_prefetch(
                 call, placement, tiers, keys_of, both, stepped
             )
     else:
         keys = {
-            name: _batches(call, tiers, _keys_at_once(collection, call, batch, partial, name))
+            name: _batches(
+                call, tiers, _keys_at_once(collection, call, batch, partial, micro_batches, name)
+            )
             for name, batch in given.items()
         }
         kept, wanted = keys["inputs"], keys.get("coming", {})
@@ -170,6 +180,7 @@ def _keys_at_once(
     call: str,
     inputs: Mapping[str, Any],
     partial: bool,
+    micro_batches: int,
     name: str = "inputs",
 ) -> dict[str, Any]:
     """As `Collection.keys`, by one program unless there is something to be named.
@@ -185,13 +196,23 @@ def _keys_at_once(
         for leaf in leaves
     )
     if not is_plain:
-        return collection.keys(inputs, partial=partial)
+        return collection.keys(_of_all_parts(call, inputs, micro_batches), partial=partial)
     for feature, each in inputs.items():
         own = each.ids if isinstance(each, Padded) else each
         if isinstance(own, Jagged) and own.ids.ndim == 1:
-            as_splits(f"{call} of {feature!r}", "row_splits", own.row_splits, own.ids.shape[0])
+            if micro_batches > 1:
+                whole_bags(call, repr(feature), own, micro_batches)
+            else:
+                as_splits(f"{call} of {feature!r}", "row_splits", own.row_splits, own.ids.shape[0])
     names = tuple(group.name for group in collection.groups)
-    return _keys_program(KeysOf(collection, names))(dict(inputs))
+    return _keys_program(KeysOf(collection, names, micro_batches))(dict(inputs))
+
+
+def _of_all_parts(call: str, inputs: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
+    """Inputs of a step in micro-batches, with bags of them all."""
+    return {
+        name: whole_bags(call, repr(name), each, micro_batches) for name, each in inputs.items()
+    }
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import _pins
-from jax_hkv._checks import as_integer
+from jax_hkv._bag_parts import are_bags, cut_bags
 from jax_hkv._layers import widened
-from jax_hkv.features import Padded, is_jagged
 from jax_hkv.index import NO_SLOT
 
 _KEYS = "give random keys as jax.random.key makes them"
@@ -21,11 +20,6 @@ _PAD = (
     "pad the batch, mask its ids (valid=), and divide losses by a number that is the same for all "
     "parts"
 )
-
-
-def checked(count: Any) -> int:
-    """A number of micro-batches."""
-    return as_integer("train_step", "micro_batches", count, 1, 2**31 - 1)
 
 
 def scan(
@@ -136,11 +130,6 @@ def _check_kept(before: Any, after: Any) -> None:
             )
 
 
-def _are_bags(node: Any) -> bool:
-    """Whether a node is a Jagged, or one with a mask."""
-    return is_jagged(node) or (isinstance(node, Padded) and is_jagged(node.ids))
-
-
 def _cut(args: Any, count: int) -> Any:
     """The arguments of a step as those of its micro-batches, stacked.
 
@@ -150,14 +139,15 @@ def _cut(args: Any, count: int) -> Any:
     first: list[tuple[str, int]] = []  # an array, and its size
 
     def array(path: Any, leaf: Any) -> Any:
-        return leaf if _are_bags(leaf) else _cut_array(_where(path), leaf, count, first)
+        return leaf if are_bags(leaf) else _cut_array(_where(path), leaf, count, first)
 
     def bags(path: Any, leaf: Any) -> Any:
-        return _cut_bags(_where(path), leaf, count, first) if _are_bags(leaf) else leaf
+        sizes = [size for _, size in first[:1]]
+        return cut_bags("train_step", _where(path), leaf, count, sizes) if are_bags(leaf) else leaf
 
     # Bags come last: what they have to be of, the arrays beside them tell.
-    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=_are_bags)
-    return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=_are_bags)
+    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=are_bags)
+    return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=are_bags)
 
 
 def _where(path: Any) -> str:
@@ -184,25 +174,3 @@ def _cut_array(where: str, leaf: Any, count: int, first: list[tuple[str, int]]) 
             f"size, got one of {size} for {count} micro-batches: {_KEYS if is_raw_key else _PAD}"
         )
     return leaf.reshape(count, size // count, *leaf.shape[1:])
-
-
-def _cut_bags(where: str, bags: Any, count: int, first: list[tuple[str, int]]) -> Any:
-    own = bags.ids if isinstance(bags, Padded) else bags
-    splits, positions = np.shape(own.row_splits)[0], own.ids.shape[0]
-    size = splits - count  # bags, of as many Jagged: each has one more split than bags
-    examples = [each for _, each in first[:1]]
-    if splits % count or positions % count or (examples and size != examples[0]):
-        raise ValueError(
-            f"train_step: {where} must be a Jagged of each of the {count} micro-batches, one after "
-            f"the other, got {splits} row_splits of {positions} positions beside arrays of "
-            f"{examples} examples: of one of all bags make it by "
-            f"bags.for_parts({count}, capacity=), or make one of the bags of each part, with the "
-            "same capacity=, and give jax_hkv.sharding.concatenate([...]) of them"
-        )
-    mask = None if own is bags else bags.valid
-    if mask is not None and np.shape(mask) != (positions,):
-        raise TypeError(
-            f"train_step: {where}.valid must be bool[{positions}] like the ids of its Jagged, got "
-            f"shape {list(np.shape(mask))}: mask the positions of the Jagged that is given"
-        )
-    return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)

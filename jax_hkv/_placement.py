@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_hkv._bag_parts import as_count
 from jax_hkv._checks import (
     as_bool,
-    as_integer,
     as_list,
     check_function,
     check_mesh,
@@ -321,7 +321,7 @@ class Placement:
             one for each device (of :meth:`jax_hkv.Jagged.for_parts`), as far as its row_splits
             show that: of one whose bags at the seams are empty they do not.
         """
-        micro_batches = as_integer("Placement.put", "micro_batches", micro_batches, 1, 2**31 - 1)
+        micro_batches = as_count("Placement.put", micro_batches)
         for node in jax.tree.leaves(batch, is_leaf=is_jagged):
             if is_jagged(node):
                 self._check_jagged(node, micro_batches)

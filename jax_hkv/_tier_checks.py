@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jax_hkv import _checks, _tiers
+from jax_hkv._bag_parts import whole_bags
 from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced
 from jax_hkv._feature_bags import bags_of
@@ -44,6 +45,7 @@ def batch_of(
     *,
     bags: bool = False,
     names: tuple[str, str] = ("keys", "valid"),
+    micro_batches: int = 1,
     is_placed: bool = False,
 ) -> tuple[Any, jax.Array | None]:
     """Keys and mask, checked, on the table's device, before a table is used up.
@@ -54,7 +56,8 @@ def batch_of(
     check_whose_bags(call, names[0], keys, table.index.namespace)
     if bags and isinstance(keys, (Jagged, Padded)):
         check_no_mask(call, keys, valid, names)
-        keys, valid = in_bags(call if names[0] == "keys" else f"{call}, {names[0]}", keys)
+        own_call = call if names[0] == "keys" else f"{call}, {names[0]}"
+        keys, valid = in_bags(own_call, keys, micro_batches)
     given = check_keys(call, names[0], keys)
     check_fixed(call, names[0], given.shape)
     mask = _checks.as_mask(call, names[1], valid, given.shape)
@@ -84,9 +87,9 @@ def check_no_mask(
         )
 
 
-def in_bags(call: str, bags: Jagged | Padded) -> tuple[Keys, jax.Array | None]:
+def in_bags(call: str, bags: Jagged | Padded, micro_batches: int) -> tuple[Keys, jax.Array | None]:
     """The keys of bags, and which are no padding."""
-    batch = as_bagged(*bags_of(call, bags, "sum"))
+    batch = as_bagged(*bags_of(call, whole_bags(call, "keys", bags, micro_batches), "sum"))
     return batch.keys, batch.valid
 
 

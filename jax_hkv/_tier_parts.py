@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
+from jax_hkv._bag_parts import are_amiss, are_bags
 from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange
@@ -34,11 +35,12 @@ class OneTable:
     """The keys of a batch of :func:`batch_of`, of one table, for errors of a call."""
 
     call: str
+    micro_batches: int
 
     def __call__(self, batch: Any) -> dict[str, tuple[Any, Any]]:
         keys = batch["keys"]
         if isinstance(keys, (Jagged, Padded)):
-            return {"keys": _tier_checks.in_bags(self.call, keys)}
+            return {"keys": _tier_checks.in_bags(self.call, keys, self.micro_batches)}
         return {"keys": (keys, batch["valid"])}
 
 
@@ -65,6 +67,9 @@ def batch_of(
 
 class KeysOf(Protocol):
     """What knows the keys of a batch by the names of tables; two that are equal know the same."""
+
+    @property
+    def micro_batches(self) -> int: ...
 
     def __call__(self, batch: Any) -> Mapping[str, tuple[Any, jax.Array | None]]: ...
 
@@ -202,12 +207,23 @@ def owned(
     for batch in batches if placement.mode == "pmap" else ():
         placement.check_put(call, batch)
     own = _owning(placement, keys_of)
-    return [_received(placement, *found) for found in [own((), batch) for batch in batches]]
+    return [_received(call, placement, *found) for found in [own((), batch) for batch in batches]]
 
 
 def _received(
-    placement: Placement, words: Mapping[str, jax.Array], counts: Mapping[str, jax.Array]
+    call: str,
+    placement: Placement,
+    words: Mapping[str, jax.Array],
+    counts: Mapping[str, jax.Array],
+    amiss: Mapping[str, jax.Array],
 ) -> dict[str, list[tuple[Keys, jax.Array]]]:
+    wrong = jax.device_get({name: placement.shards(own)[0] for name, own in amiss.items()})
+    for name in (name for name, is_wrong in wrong.items() if is_wrong.any()):
+        raise ValueError(
+            f"{call}: row_splits of {name!r} must be those of a Jagged of each device, which start "
+            "at 0, do not decrease and end within its positions, got others: of a batch that was "
+            "put for a step in micro-batches say how many here too, micro_batches="
+        )
     after = {}
     for name in words:
         parts = placement.shards((words[name], counts[name]))
@@ -238,7 +254,23 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
             _, arrived, _ = outward(plan, items)
             groups = _index.unique(arrived.keys, arrived.valid)
             words[name], counts[name] = groups.keys, groups.count
-        return words, counts
+        return words, counts, amiss_of(batch)
+
+    def amiss_of(batch: Any) -> dict[str, jax.Array]:
+        """By the name of bags, whether a device's splits are not what they should be."""
+        nodes = jax.tree_util.tree_leaves_with_path(batch, is_leaf=are_bags)
+        amiss = {
+            jax.tree_util.keystr(path, simple=True, separator="."): are_amiss(
+                node, keys_of.micro_batches
+            )
+            for path, node in nodes
+            if are_bags(node)
+        }
+        # Every process is to know, so that all raise.
+        return {
+            name: jax.lax.pmax(own.astype(jnp.int32), exchange.axes)[None]
+            for name, own in amiss.items()
+        }
 
     return placement.run(own)
 

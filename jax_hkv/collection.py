@@ -310,6 +310,7 @@ class Collection:
         partial: bool = False,
         insert: bool = True,
         placement: Placement | None = None,
+        micro_batches: int = 1,
     ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts]]:
         """Sees to it that the ids of a batch are in tables that have stores behind them.
 
@@ -326,6 +327,8 @@ class Collection:
           insert: whether ids that neither a table nor its store has are inserted; False before an
             evaluation.
           placement: of tables over devices, outside of a step; `inputs` come from its `put` then.
+          micro_batches: of the step that takes the batch: of each of them a :class:`jax_hkv.Jagged`
+            is one, as for `Placement.put`.
 
         Returns:
           The tables, the stores, and the counts of each group with a store of which there are
@@ -356,6 +359,7 @@ class Collection:
             partial=partial,
             inserts=as_bool("Collection.prefetch", "insert", insert),
             placement=placement,
+            micro_batches=micro_batches,
         )
 
     def step_and_prefetch(
@@ -368,6 +372,7 @@ class Collection:
         *,
         partial: bool = False,
         placement: Placement | None = None,
+        micro_batches: int = 1,
     ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts], Any]:
         """A step of a batch that was prefetched, while the ids of the next one come near.
 
@@ -383,6 +388,7 @@ class Collection:
           coming: inputs of the next step; None: there is none, and the step alone is done.
           partial: as for :meth:`lookup`, of both.
           placement: as for :meth:`prefetch`.
+          micro_batches: as for :meth:`prefetch`, of both.
 
         Returns:
           The tables, the stores, the counts of `coming` by physical table (none if it is None), and
@@ -412,7 +418,10 @@ class Collection:
           (100, {})
         """
         after, result = _collection_tiers.step_and_prefetch(
-            self, step, tables, stores, inputs, coming, partial=partial, placement=placement
+            *(self, step, tables, stores, inputs, coming),
+            partial=partial,
+            placement=placement,
+            micro_batches=micro_batches,
         )
         return *after, result
 

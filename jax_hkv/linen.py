@@ -42,6 +42,7 @@ from jax_hkv import (
     initializers,
     pooled,
 )
+from jax_hkv._bag_parts import as_count
 from jax_hkv._checked_steps import Step, host_checked
 from jax_hkv._checks import as_mask
 from jax_hkv._exchange import as_exchange
@@ -566,7 +567,7 @@ def train_step(
     """
     check_step("apply", loss_fn, has_aux, max_norm, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
-    micro_batches = _micro_batches.checked(micro_batches)
+    micro_batches = as_count("train_step", micro_batches)
 
     def differentiated(
         state: TrainState, collections: Any, pinned: Any, *args: Any

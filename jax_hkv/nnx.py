@@ -28,7 +28,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
-from jax_hkv import _layers, _micro_batches, _sharded, _table_counts, initializers, pooled
+from jax_hkv import _layers, _sharded, _table_counts, initializers, pooled
+from jax_hkv._bag_parts import as_count
 from jax_hkv._checked_steps import Step, host_checked
 from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
@@ -563,7 +564,7 @@ def train_step(
     """
     _arguments.check_step("model", loss_fn, has_aux, max_norm, donate, placement)
     devices = _layers.Devices(() if placement is None else placement.axes)
-    micro_batches = _micro_batches.checked(micro_batches)
+    micro_batches = as_count("train_step", micro_batches)
 
     def step(state: TrainState, *args: Any) -> StepInfo:
         scale = None if state.loss_scale is None else state.loss_scale.get_value()

@@ -25,6 +25,7 @@ import jax
 from jaxtyping import Array, Bool
 
 from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations, whole_table
+from jax_hkv._bag_parts import as_count
 from jax_hkv._compat import of_one_device
 from jax_hkv._mapped import mapped
 from jax_hkv._options import Fill
@@ -137,6 +138,7 @@ def prefetch(
     valid: Any = None,
     insert: bool = True,
     placement: Placement | None = None,
+    micro_batches: int = 1,
 ) -> tuple[Tiers, PrefetchCounts]:
     """Sees to it that the keys of a batch are in the cache, before a step looks them up there.
 
@@ -157,6 +159,8 @@ def prefetch(
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
         device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
+      micro_batches: of the step that takes the batch: of each of them a :class:`jax_hkv.Jagged` is
+        one, as for `Placement.put`.
 
     Returns:
       The tables, and :class:`PrefetchCounts`, over this process's devices.
@@ -179,13 +183,16 @@ def prefetch(
     """
     call = "tiered.prefetch"
     inserts = _checks.as_bool(call, "insert", insert)
+    count = as_count(call, micro_batches)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
         own, batch = {"keys": tiers}, _tier_parts.batch_of(call, placement, tiers, keys, valid)
-        keys_of = _tier_parts.OneTable(call)
+        keys_of = _tier_parts.OneTable(call, count)
         return _tier_parts.prefetch(call, placement, own, keys_of, batch, inserts)["keys"]
     _tier_checks.check(call, tiers)
-    given, mask = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
+    given, mask = _tier_checks.batch_of(
+        call, tiers.cache, keys, valid, bags=True, micro_batches=count
+    )
     return _tiers.prefetch({"keys": (tiers, given, mask)}, inserts)["keys"]
 
 
@@ -198,6 +205,7 @@ def step_and_prefetch(
     valid: Any = None,
     coming_valid: Any = None,
     placement: Placement | None = None,
+    micro_batches: int = 1,
 ) -> tuple[Tiers, PrefetchCounts | None, Any]:
     """A step of a batch whose keys are in the cache, while those of the next one come there.
 
@@ -220,6 +228,7 @@ def step_and_prefetch(
       coming_valid: of `coming`, likewise.
       placement: of a cache over devices. The step takes it whole then, and `keys` and `coming` are
         of `Placement.put`; the device is waited for to know how many keys each owner gets.
+      micro_batches: see :func:`prefetch`, of both.
 
     Returns:
       The tiers; :class:`PrefetchCounts` of `coming`, over this process's devices, where `absent`
@@ -244,6 +253,7 @@ def step_and_prefetch(
       (100, 400, None)
     """
     call = "tiered.step_and_prefetch"
+    count = as_count(call, micro_batches)
     _tier_checks.check_step(call, step, coming, coming_valid)
 
     def stepped(tables: Mapping[str, Table]) -> Any:
@@ -255,7 +265,7 @@ def step_and_prefetch(
         stepped = of_one_device(stepped)
         _tier_checks.check(call, tiers)
         _tier_checks.check_outside(call, tiers.cache, "tiers.cache", "tiered.prefetch")
-        kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True)
+        kept = _tier_checks.batch_of(call, tiers.cache, keys, valid, bags=True, micro_batches=count)
     else:
         placement = _tier_parts.check_placement(call, placement)
         batch = _tier_parts.batch_of(call, placement, tiers, keys, valid)
@@ -266,13 +276,16 @@ def step_and_prefetch(
         return tiers._replace(cache=tables["keys"]), None, result
     if placement is None:
         given = _tier_checks.batch_of(
-            call, tiers.cache, coming, coming_valid, bags=True, names=names
+            *(call, tiers.cache, coming, coming_valid),
+            bags=True,
+            names=names,
+            micro_batches=count,
         )
         after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
     else:
         given = _tier_parts.batch_of(call, placement, tiers, coming, coming_valid, names)
         both = batch, given
-        keys_of = _tier_parts.OneTable(call)
+        keys_of = _tier_parts.OneTable(call, count)
         after, result = _tier_parts.step_and_prefetch(
             call, placement, {"keys": tiers}, keys_of, both, stepped
         )
