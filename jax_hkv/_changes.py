@@ -402,12 +402,13 @@ def import_changes(
     owners = _entries.owners_of(placement, table)
     now = max(map(_entries.clock_of, parts))
     begins = changes.since is None
-    is_whole = {number for number, _ in owners} == set(range(owners[0][1]))
+    mine = _of_owners(changes, owners)
+    is_whole = mine is changes
     each = _entries.distinct_parts(call, parts)
     size = sum(int(whole_table.size(part)) for part in each)
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
-    elif begins and (now < entries.clock or _is_another(owners, each, entries)):
+    elif begins and (now < entries.clock or _is_another(each, mine.entries)):
         raise ValueError(
             f"{call}: table must have no entries before changes from the beginning (since "
             f"None), got one with {size}, which these would not remove, or without some of these, "
@@ -428,7 +429,7 @@ def import_changes(
             "each since the one before, or begin anew with a fresh table and "
             "export_changes(table, None); own writes and touching reads move a table's time"
         )
-    elif not _follows(each, changes, now, size):
+    elif not _follows(each, mine, now, size):
         raise ValueError(
             f"{call}: changes must be those behind the table's last ones, got some from "
             f"{changes.since} to {entries.clock} of another past than the table has at its time "
@@ -488,15 +489,34 @@ def _are_there(
     return keys[is_there], is_same[is_there]
 
 
-def _is_another(owners: Sequence[Any], parts: Sequence[Table], entries: Exported) -> bool:
+def _of_owners(changes: Changes, owners: Sequence[tuple[int, int]]) -> Changes:
+    """What changes say of keys, and their scores, of these parts; of others nothing is known."""
+    numbers, (devices, *_) = zip(*owners, strict=True)
+    if set(numbers) == set(range(devices)):
+        return changes
+    entries, was = changes.entries, changes.witnesses
+
+    def are_owned(keys: np.ndarray) -> np.ndarray:
+        return np.isin(_entries.owner_of(keys, devices), numbers)
+
+    if was is not None:
+        own = are_owned(was.keys)
+        was = was._replace(keys=was.keys[own], scores=was.scores[own])
+    own = are_owned(entries.keys)
+    return changes._replace(
+        entries=entries._replace(keys=entries.keys[own], scores=entries.scores[own]),
+        removed=changes.removed[are_owned(changes.removed)],
+        witnesses=was,
+    )
+
+
+def _is_another(parts: Sequence[Table], entries: Exported) -> bool:
     """Whether tables of a time that changes end at are neither behind all of these nor without any.
 
     They hold all after the same changes, and none after those of another process.
     """
     keys, are_same = _are_there(parts, entries.keys, entries.scores)
-    numbers, (devices, *_) = zip(*owners, strict=True)
-    owned = np.isin(_entries.owner_of(entries.keys, devices), numbers).sum()
-    return bool(len(keys) and not (len(keys) == owned and are_same.all()))
+    return bool(len(keys) and not (len(keys) == len(entries.keys) and are_same.all()))
 
 
 def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> bool:

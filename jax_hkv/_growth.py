@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_hkv._agreement import check_same, spans_processes, told
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import is_traced, over
 from jax_hkv._placement import Placement, check_placement
@@ -47,8 +48,9 @@ def grow(
     Args:
       table: which is only read, and lies in memory beside the new one until nobody holds it.
       max_capacity: entries of all devices together, or of each of replicas, up to 2**31 - 1 of
-        each.
-      room: the new ids that may come until the next call, in one batch; they count as entries.
+        each; the same in every process.
+      room: the new ids that may come until the next call, in one batch; they count as entries. Of
+        several processes that say another number each, the largest counts.
       placement: of a table over devices, whose parts are doubled each.
 
     Returns:
@@ -87,6 +89,10 @@ def grow(
     parts = table.parts_on(devices)  # of replicas each gets all
     most = as_integer("grow", "max_capacity", max_capacity, 1, MAX_SLOTS * parts)
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
+    if placement is not None and not isinstance(table.digests, np.ndarray):
+        remedy = "parts of one table have one capacity"
+        check_same("grow", placement, "max_capacity", most, str(most), remedy)
+        coming = int(told(placement, [coming]).max()) if spans_processes(placement.mesh) else coming
     capacity = before = table.digests.size // here  # of a part
     # Owners of ids are drawn: three standard deviations more for the part that gets most.
     new = coming / parts

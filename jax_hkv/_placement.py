@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_hkv._agreement import check_has_parts, check_same, spans_processes, warn_if_alone
 from jax_hkv._bag_parts import as_count
 from jax_hkv._checks import (
     as_bool,
@@ -118,6 +120,8 @@ class Placement:
                 f"{self.mesh.axis_names}: use mode='shard_map'"
             )
         object.__setattr__(self, "axis_name", axes)
+        if isinstance(self.mesh, Mesh):
+            warn_if_alone()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -179,8 +183,8 @@ class Placement:
         Raises:
           TypeError: if `make` is no function.
           ValueError: if a table that is split has entries, which come in by
-            :func:`import_entries`, or if the number of replicas is not that of the devices along
-            some first axes.
+            :func:`import_entries`, if the number of replicas is not that of the devices along
+            some first axes, or, in every process, if the processes' states differ in form.
         """
         check_function("Placement.create", "make", make, *_MAKER)
         if self.mode == "pmap":
@@ -188,7 +192,11 @@ class Placement:
             with on_one_device():  # pmap makes a mesh of its own
                 return made_on(self, "create", on_each(np.arange(len(self.local_devices))))
         leaves, trees, specs = self._leaves_of(make)
-        made = jax.jit(self._mapped(leaves, (), specs))()
+        mapped = self._mapped(leaves, (), specs)
+        if spans_processes(self.mesh) and self.local_parts:
+            shapes = jax.tree.unflatten(trees[-1], jax.eval_shape(mapped))
+            check_same(*("Placement.create", self, "what make returns"), *_form_of(shapes))
+        made = jax.jit(mapped)()
         return made_on(self, "create", jax.tree.unflatten(trees[-1], made))
 
     def abstract(self, make: Callable[[], Any]) -> Any:
@@ -322,6 +330,7 @@ class Placement:
             show that: of one whose bags at the seams are empty they do not.
         """
         micro_batches = as_count("Placement.put", micro_batches)
+        check_has_parts("Placement.put", self)
         for node in jax.tree.leaves(batch, is_leaf=is_jagged):
             if is_jagged(node):
                 self._check_jagged(node, micro_batches)
@@ -356,9 +365,14 @@ class Placement:
             "a step in micro-batches say put(batch, micro_batches=))"
         )
 
+    @property
+    def _must_put(self) -> bool:
+        """Whether nothing but :meth:`put` makes a batch of what this process has."""
+        return self.mode == "pmap" or spans_processes(self.mesh)
+
     def check_named(self, call: str, batch: dict[str, Any]) -> None:
         """As :meth:`check_put`, of arguments by their names, where they must be put."""
-        if self.mode == "pmap" or explicit_of(self.mesh, self.axes):
+        if self._must_put or explicit_of(self.mesh, self.axes):
             self.check_put(call, batch, is_named=True)
 
     def check_put(
@@ -475,6 +489,7 @@ class Placement:
           TypeError, ValueError: if they are no tables, of different forms, or too many or few.
         """
         call = "Placement.join"
+        check_has_parts(call, self)
         shards = as_list(call, "shards", shards, "tables, as shards returned them")
         if len(shards) != len(self.local_parts):
             raise ValueError(
@@ -634,3 +649,12 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
             f"{type(placement).__name__}: "
             f"{remedy or 'make one of a mesh, jax_hkv.sharding.Placement(mesh)'}"
         )
+
+
+def _form_of(shapes: Any) -> tuple[int, str, str]:
+    """Of what is created: a number that tells forms apart, what it is, and what to do."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    forms = [f"{jax.tree_util.keystr(path)} {jax.typeof(leaf)}" for path, leaf in leaves]
+    number = zlib.crc32("\n".join(forms).encode())
+    remedy = "capacities, names and other settings must not depend on the process"
+    return number, f"{len(leaves)} arrays of the form {number:08x}", remedy

@@ -107,9 +107,9 @@ class Checked(Staged):
             check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
         placement, bags = self._placement, set()
-        if placement.mode == "pmap":
+        if placement._must_put:
             placement.check_put(self._call, batch)
-        else:
+        if placement.mode != "pmap":
             bags = check_bags(self._call, batch, placement.devices, self._known_bags)
             if is_from_host(leaves):
                 state = placement._from_host(self._call, state)

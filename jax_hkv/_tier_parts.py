@@ -204,7 +204,7 @@ def owned(
       keys_of: what finds them in a batch.
       batches: of `Placement.put`, as of a step. All are under way before the first is waited for.
     """
-    for batch in batches if placement.mode == "pmap" else ():
+    for batch in batches if placement._must_put else ():
         placement.check_put(call, batch)
     own = _owning(placement, keys_of)
     return [_received(call, placement, *found) for found in [own((), batch) for batch in batches]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import math
 import os
 import queue
 import shutil
@@ -32,6 +33,7 @@ from jax_hkv._processes import LAUNCHER, environment, initialize
 __all__ = ["environment", "free_address", "initialize", "main"]
 
 _GRACE_SECONDS = 5.0  # between SIGTERM, which JAX takes for a notice of preemption, and SIGKILL
+_OUTPUT_SECONDS = 5.0  # for the last lines of a process that has ended
 _LAST_LINES = 20
 _PIECE = 65536  # bytes of output read at a time
 _SHELL_SIGNAL = 128  # shells report signal n as the status 128 + n
@@ -95,7 +97,7 @@ class _Copies:
         """Ends those that still run, and waits for the logs of all."""
         for process in self._running:
             process.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + self._options.grace
         for process in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -108,7 +110,7 @@ class _Copies:
         copying = _thread(self._copy, number, process.stdout)
         self._ended.put(_Ended(number, process.wait()))
         # Whoever the process started may hold its output open for longer.
-        copying.join(_GRACE_SECONDS)
+        copying.join(_OUTPUT_SECONDS)
 
     def _copy(self, number: int, output: BinaryIO) -> None:
         with self.logs[number].open("wb", buffering=0) as log:
@@ -149,11 +151,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, required=True, help="copies of the script")
     parser.add_argument("--devices", type=int, default=1, help="of each process (default: 1)")
     parser.add_argument("--log-dir", type=Path, help="of the logs (default: a temporary folder)")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=_GRACE_SECONDS,
+        help="seconds from SIGTERM to SIGKILL, to write a checkpoint (default: %(default)g)",
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("args", nargs=argparse.REMAINDER, help="for the script")
     options = parser.parse_args(arguments)
     if options.processes < 1 or options.devices < 1:
         parser.error("--processes and --devices must be 1 or more")
+    if not 0 <= options.grace < math.inf:
+        parser.error(f"--grace must be seconds from 0 on, got {options.grace}")
     if not options.script.is_file():
         parser.error(f"script must be a Python file, got {options.script}, which is not there")
     return options

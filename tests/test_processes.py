@@ -261,7 +261,8 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
         "pathlib.Path(sys.argv[1], os.environ['JAX_HKV_PROCESS']).write_text(str(os.getpid()))\n"
         "time.sleep(600)\n"
     )
-    command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, script, tmp_path]
+    command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, "--grace", "0.5"]
+    command += [script, tmp_path]
     # In the background of a shell SIGINT is ignored, and would be by whoever is started here.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     launcher = subprocess.Popen(
@@ -270,7 +271,9 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     signal.signal(signal.SIGINT, before)
     files = ready_files(launcher, tmp_path)
     launcher.send_signal(interrupt)
+    begin = time.monotonic()
     _, errors = launcher.communicate(timeout=MOST_SECONDS)
+    assert 0.5 < time.monotonic() - begin < 4.5
     assert launcher.returncode == 128 + interrupt and "interrupted" in errors
     for path in files:
         with pytest.raises(ProcessLookupError):
@@ -312,6 +315,8 @@ def test_the_launcher_refuses_what_it_cannot_run(tmp_path):
     assert missing.returncode == 2 and "nowhere.py, which is not there" in missing.stderr
     none = launch("--processes", 0, WORKER)
     assert none.returncode == 2 and "must be 1 or more" in none.stderr
+    never = launch("--processes", 1, "--grace", "nan", WORKER)
+    assert never.returncode == 2 and "--grace must be seconds from 0 on" in never.stderr
 
 
 def test_a_script_that_makes_itself_other_devices_is_told_so(tmp_path):
@@ -343,3 +348,25 @@ def test_processes_with_batches_of_different_shapes_say_so(tmp_path):
         shape = rf"int32\[{worker.LOCAL_BATCH // (1 + own)}\]"
         assert status != 0
         assert re.search(rf"same shapes.*got {shape}.* process {own} .*\[{1 - own}\]", log), log
+
+
+def test_processes_agree_or_are_told_on_what_they_do_not(tmp_path):
+    """Before anything hangs, or becomes another table in each of them."""
+    worker_of = WORKER.with_name("agreement_worker.py")
+    done = launch(
+        *("--processes", PROCESSES, "--devices", DEVICES, "--log-dir", tmp_path / "logs"),
+        *(worker_of, tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "process 0 agrees" in done.stdout
+
+
+def test_a_launched_script_that_joins_nobody_is_warned(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import jax, jax_hkv as hkv\n"
+        'hkv.sharding.Placement(jax.make_mesh((1,), ("device",), devices=jax.devices()[:1]))\n'
+    )
+    done = launch("--processes", PROCESSES, "--devices", 1, "--log-dir", tmp_path / "logs", script)
+    assert done.returncode == 0
+    assert "one of 2 processes" in done.stdout + done.stderr
