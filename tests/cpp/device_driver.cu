@@ -59,13 +59,13 @@ int main(int count, char** arguments) {
   std::vector<Machine*> all = {&cpu, &captured};
   if (count_traffic == nullptr) all.push_back(&launched);
   Together machines(checks, all);
-  run_scenarios(machines, checks, forms_of(all_forms(1, 250, kNarrow)), {40, 0, 140, 160, 1, 60}, kSeed);
+  run_scenarios(machines, checks, forms_of(all_forms(1, 250, kNarrow)), {40, 0, 140, 160, 1, 64}, kSeed);
   run_scenarios(machines, checks, forms_of(all_forms(2, 600, kWide)), {300, 200, 300}, kSeed + 1000);
   run_scenarios(machines, checks, full_forms(), full_batches(6), kSeed + 5000);
   run_scenarios(machines, checks, crowded_forms(), kCrowdedBatches, kSeed + 3001);
   // Enough for CUB to sort and scan in several tiles, and what a block sorts.
   run_scenarios(machines, checks, {{Policy::kLfu, 2, 60, RowType::kFloat32, 8, 12000}},
-                {20000, kSortedByBlock, kSortedByBlock - 1, 2049, 1025}, kSeed + 4000);
+                {20000, kSortedByBlock, kSortedByBlock - 1, 2049, 1025, 1024}, kSeed + 4000);
   if (size.empty()) {
     run_scenarios(machines, checks, all_forms(60, 12000, kNarrow), {20000, 40000}, kSeed + 2000);
     // For each form the host makes and compares gigabytes, while the device waits.

@@ -318,12 +318,12 @@ class Scenario {
 
   // Pooled gradients: positions share rows, some have none, and there are weights now and then.
   void weigh(int64_t n) {
-    const int64_t bags = n / 3 + 1;
+    const int64_t bags = random_.chance(0.1) ? 0 : n / 3 + 1;
     std::vector<int32_t> sources;
     std::vector<float> weights;
     const bool is_weighted = random_.chance(0.5);
     for (int64_t i = 0; i < n; ++i) {
-      sources.push_back(static_cast<int32_t>(random_.below(bags + 1)));
+      sources.push_back(static_cast<int32_t>(random_.below(bags + 2)) - 1);
       if (is_weighted) weights.push_back(static_cast<float>(random_.real() - 0.3));
     }
     machines_.set("term_sources", Buffer::of(sources));

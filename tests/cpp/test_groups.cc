@@ -1,10 +1,13 @@
 // How the CPU's executor brings a batch into order, against the plain way: by target, and by key. Batches are
 // larger than those of the other tests, so that there are several parts, and parts that one key fills.
+#include <algorithm>
+#include <bit>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "backends/distinct.h"
 #include "machines.h"
 #include "random.h"
 
@@ -32,6 +35,26 @@ void arrays_lie_apart(Checks& checks) {
   checks.expect(!__asan_address_is_poisoned(bytes + 299) && __asan_address_is_poisoned(bytes + 300), "bytes");
   checks.expect(!__asan_address_is_poisoned(words + 2) && __asan_address_is_poisoned(words + 3), "words");
 #endif
+}
+
+// More of it than one worker sets to zero at once, and no byte behind it.
+void memory_is_zeroed(Checks& checks) {
+  constexpr int64_t kBytes = (int64_t{9} << 20) + 5;
+  std::vector<char> memory = memory_of(kBytes + 1);
+  ThreadPool pool(2);
+  Executor(pool).zero(memory.data(), kBytes);
+  const auto zeros = std::count(memory.begin(), memory.end(), '\0');
+  checks.expect(zeros == kBytes && memory.back() == '\xcd', "zeros of 9 MiB");
+}
+
+// Two cells for each key, and as many as there are keys at the least, numbered by an int32.
+void cells_suffice(Checks& checks) {
+  for (int64_t n : {1, 2, 3, 1000, 1 << 20, (1 << 29) + 1, (1 << 30) + 5, 2147483647}) {
+    const int64_t cells = distinct::cells_for(n);
+    const bool is_enough = cells >= std::min(2 * n, int64_t{1} << 31) && cells > n && cells - 1 <= 2147483647;
+    checks.expect(is_enough && std::has_single_bit(static_cast<uint64_t>(cells)),
+                  "cells of " + std::to_string(n) + " keys: " + std::to_string(cells));
+  }
 }
 
 // Items that have a target, by (target, item).
@@ -150,6 +173,8 @@ void distinct_keys(Checks& checks, int64_t n, int64_t universe, double hot) {
 int main() {
   Checks checks;
   arrays_lie_apart(checks);
+  memory_is_zeroed(checks);
+  cells_suffice(checks);
   for (const int64_t n : kSizes) {
     for (const double hot : {0.0, 0.5, 1.0}) {
       for (const int64_t limit : {1, 2, 9, 1000, 1024, 1025, 300000, 1 << 20, 1 << 24}) {

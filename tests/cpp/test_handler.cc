@@ -20,19 +20,25 @@ struct Everything {
   int64_t bytes = 0;
   float fill = 0.0f;
   Array<uint32_t> clock;
-  RowsView values, states, sums, rows;
+  int64_t steps = 0;
+  RowsView cast, values, states, sums, rows, norms;
   Array<Words> keys;
+  Array<int32_t> counts;
 
   template <class Binder>
   void describe(Binder& binder) {
     binder.attribute("bytes", bytes);
     binder.attribute("fill", fill);
+    binder.attribute("steps", steps);
+    binder.out_cast("cast", cast, "m ...");  // before there are rows whose type it could have
     binder.inout("clock", clock, "2");
     binder.in("values", values, "S ...");
     binder.in_floats("states", states, "S");
     binder.in_float32("sums", sums, "n ...");
     binder.in("keys", keys, "n? 2");
+    binder.in("counts", counts, "steps");
     binder.out("rows", rows, "n ...");
+    binder.out_float32("norms", norms, "n ...");
   }
 
   const char* complaint() const { return bytes < 0 ? "bytes: there are none to give back" : nullptr; }
@@ -47,7 +53,8 @@ struct Everything {
     executor.ran = this;
     executor.is_bound = fill == 0.5f && values.type == RowType::kBfloat16 && values.count == 9 &&
                         values.width == 6 && values.row_bytes == 12 && states.width == 1 &&
-                        sums.row_bytes == 24 && rows.row_bytes == 12 && rows.count == 4 && keys.rows == 4;
+                        sums.row_bytes == 24 && rows.row_bytes == 12 && rows.count == 4 && keys.rows == 4 &&
+                        cast.type == RowType::kFloat16 && norms.row_bytes == 24 && counts.rows == 5;
   }
 };
 
@@ -65,17 +72,18 @@ struct Call {
     std::vector<int64_t> shape;
     char* data;
   };
-  std::map<std::string, int64_t> attributes = {{"bytes", 300}, {"fill", 0x3f000000}};
+  std::map<std::string, int64_t> attributes = {{"bytes", 300}, {"fill", 0x3f000000}, {"steps", 5}};
   std::vector<Buffer> operands, results;
 
   explicit Call(char* memory)
-      : operands{{XLA_FFI_DataType_U32, {2}, memory},
-                 {XLA_FFI_DataType_BF16, {9, 2, 3}, memory + 1024},
-                 {XLA_FFI_DataType_F16, {9}, memory + 2048},
-                 {XLA_FFI_DataType_F32, {4, 2, 3}, memory + 3072},
-                 {XLA_FFI_DataType_U32, {4, 2}, memory + 4096}},
-        results{{XLA_FFI_DataType_U32, {2}, memory},
+      : operands{
+            {XLA_FFI_DataType_U32, {2}, memory},           {XLA_FFI_DataType_BF16, {9, 2, 3}, memory + 1024},
+            {XLA_FFI_DataType_F16, {9}, memory + 2048},    {XLA_FFI_DataType_F32, {4, 2, 3}, memory + 3072},
+            {XLA_FFI_DataType_U32, {4, 2}, memory + 4096}, {XLA_FFI_DataType_S32, {5}, memory + 4608}},
+        results{{XLA_FFI_DataType_F16, {7, 2, 3}, memory + 7168},
+                {XLA_FFI_DataType_U32, {2}, memory},
                 {XLA_FFI_DataType_BF16, {4, 2, 3}, memory + 5120},
+                {XLA_FFI_DataType_F32, {4, 2, 3}, memory + 5632},
                 {XLA_FFI_DataType_U8, {512}, memory + 6144}} {}
 
   // As XLA does it.
@@ -154,13 +162,18 @@ int main() {
   expect_refusal(checks, kWrong, "attribute bytes is missing", [](Call& c) { c.attributes.erase("bytes"); });
   expect_refusal(checks, kWrong, "attribute fill is missing", [](Call& c) { c.attributes.erase("fill"); });
   expect_refusal(checks, kWrong, "result workspace is missing", [](Call& c) { c.results.pop_back(); });
-  expect_refusal(checks, kWrong, "operand keys is missing", [](Call& c) { c.operands.pop_back(); });
+  expect_refusal(checks, kWrong, "operand counts is missing", [](Call& c) { c.operands.pop_back(); });
   expect_refusal(checks, kWrong, "on a table: bytes: there are none to give back",
                  [](Call& c) { c.attributes["bytes"] = -1; });
   expect_refusal(checks, kInternal, "512 bytes, 768 are needed",
                  [](Call& c) { c.attributes["bytes"] = 513; });
   expect_refusal(checks, kInternal, "clock is not updated in place",
-                 [](Call& c) { c.results[0].data += 64; });
+                 [](Call& c) { c.results[1].data += 64; });
+  const auto result_type = [&](const std::string& text, size_t result, XLA_FFI_DataType other) {
+    expect_refusal(checks, kWrong, text, [=](Call& c) { c.results[result].type = other; });
+  };
+  result_type("cast: expected float32, bfloat16 or float16", 0, XLA_FFI_DataType_S32);
+  result_type("norms: expected element type", 3, XLA_FFI_DataType_BF16);
   const auto type = [&](std::string_view text, size_t operand, XLA_FFI_DataType other) {
     expect_refusal(checks, kWrong, std::string(text), [=](Call& c) { c.operands[operand].type = other; });
   };
@@ -179,6 +192,8 @@ int main() {
   shape("sums: expected shape [n ...] with n = 4, rows of [2, 3], got [4, 3, 2]", 3, {4, 3, 2});
   shape("sums: expected shape [n ...] with n = 4, rows of [2, 3], got [4, 2]", 3, {4, 2});
   shape("keys: expected shape [n? 2] with n = 4, got [3, 2]", 4, {3, 2});
+  shape("keys: expected shape [n? 2] with n = 4, got [1, 2]", 4, {1, 2});
   shape("keys: expected shape [n? 2] with n = 4, got [4]", 4, {4});
+  shape("counts: expected shape [steps] with steps = 5, got [6]", 5, {6});
   return checks.finish();
 }

@@ -148,8 +148,18 @@ void sums(Checks& checks) {
   }
 }
 
+// A single term, without a weight, is its sum in every bit: with a sign, and of a NaN what it carries.
+void single_terms(Checks& checks) {
+  for (const uint32_t bits : {0xffc12345u, 0x80000000u, 0x7f800000u, 0x00000001u}) {
+    const std::vector<float> combined = combine({bit_cast<float>(bits)}, {0, 1});
+    checks.expect(bit_cast<uint32_t>(combined[0]) == bits, "a sum of one term " + std::to_string(bits));
+  }
+}
+
 // The fixed sequences of operations are what they are named after, to float32's accuracy.
 void first_values(Checks& checks) {
+  // The mantissa from which on it is halved.
+  checks.expect(fixed_log(0x1.6a09e6p-29f) == -0x1.3c133ap+4f, "log of 2^-28.5, rounded");
   for (int i = 1; i < 4096; ++i) {
     const auto y = static_cast<float>(i) / 4096.0f;
     const double error = std::fabs(fixed_log(y) - std::log(double{y}));
@@ -244,6 +254,7 @@ int main() {
     rounding(checks, format);
   }
   sums(checks);
+  single_terms(checks);
   first_values(checks);
   places(checks);
   scores(checks);

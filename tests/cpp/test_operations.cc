@@ -102,15 +102,17 @@ void tile_lists(Checks& checks) {
     const Score ages[] = {3, 200, Oldest::kTooOld - 1, Oldest::kTooOld + 1, time};
     const Score oldest = ages[trial % 5];
     const double share = random.chance(0.2) ? 0.97 : random.real();
+    const bool is_last_too_old = trial % 12 == 0;  // and no other
     alignas(16) Words scores[kLanes];
     LaneMask excluded;
     std::vector<std::pair<Score, int>> expected;
     bool is_too_old = false;
     for (int lane = 0; lane < kLanes; ++lane) {
       const Score age = random.chance(0.3) ? oldest - static_cast<Score>(random.below(3)) : random.word() % 9;
-      const Score score = random.chance(0.1) ? time + random.word() % 3 : time - age;
+      Score score = random.chance(0.1) ? time + random.word() % 3 : time - age;
+      if (is_last_too_old) score = time - (lane == kLanes - 1 ? Oldest::kTooOld : 3);
       scores[lane] = Words::of(score);
-      if (random.chance(share)) {
+      if (random.chance(share) && !is_last_too_old) {
         excluded.add(lane);
       } else if (score < time) {
         expected.emplace_back(score, lane);
