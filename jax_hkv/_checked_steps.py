@@ -12,7 +12,7 @@ from jax_hkv._checks import as_bool, check_held_once, check_not_used_up
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._host_checks import check_host
 from jax_hkv._layers import StepInfo
-from jax_hkv._placed import are_sound
+from jax_hkv._placed import are_sound, check_parts
 from jax_hkv._placement import Placement
 from jax_hkv._stages import StagedBy
 
@@ -67,6 +67,8 @@ def host_checked(
     expected = "True or False"
     check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
     is_new = placement is None  # until a state with entries has been seen
+    devices = 1 if placement is None else placement.devices
+    known_bags: set[Any] = set()  # shapes of what was looked at
 
     def look(args: Any, named: Any) -> None:
         _check_state(args[0] if args else None, kind, named)
@@ -79,6 +81,7 @@ def host_checked(
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)
+        check_parts("train_step", args, devices, micro_batches, known_bags)
         try:
             outputs = run(state, *args)
         except Exception as error:

@@ -107,10 +107,42 @@ def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
     return seen
 
 
+def check_parts(call: str, args: Any, devices: int, micro_batches: int, known: set[Any]) -> None:
+    """Raises for a Jagged on devices that is not one of each device and micro-batch.
+
+    As :func:`check_bags`, of shapes that are not known; where the number of parts is.
+    """
+    for node in jax.tree.leaves(args, is_leaf=is_jagged):
+        if not is_jagged(node) or not isinstance(node.row_splits, jax.Array):
+            continue
+        splits, ids = node.row_splits, jax.tree.leaves(node.ids)
+        if is_traced(splits) or not ids or (splits.shape, ids[0].shape) in known:
+            continue
+        # With pmap there is an axis of the devices, else they share the first.
+        each, positions = (
+            leaf.shape[1] if splits.ndim == 2 else leaf.shape[0] // devices
+            for leaf in (splits, ids[0])
+        )
+        if not each or splits.size % each or each % micro_batches or positions % micro_batches:
+            continue  # it is refused where it is cut
+        if not all(is_of_each(own, positions, micro_batches) for own in _pieces(splits, each)):
+            parts = devices * micro_batches
+            kinds = [(micro_batches, "micro-batches"), (devices, "devices")]
+            each_of = [f"each of {count} {kind}" for count, kind in kinds if count > 1]
+            raise ValueError(
+                f"{call}: a Jagged must be one for {' of '.join(each_of) or 'all examples'}, with "
+                "row_splits that begin at 0, do not decrease and end within the "
+                f"{positions // micro_batches} positions of each, got one of other parts, most of "
+                f"whose ids would be lost: make it of all bags by bags.for_parts({parts}, "
+                "capacity=), with a placement put(bags, micro_batches=)"
+            )
+        known.add((splits.shape, ids[0].shape))
+
+
 def _pieces(splits: Any, each: int) -> list[np.ndarray]:
     """What this process knows of splits, by device."""
     if isinstance(splits, jax.Array) and not splits.is_fully_addressable:
-        pieces = [jax.device_get(shard.data) for shard in splits.addressable_shards]
+        pieces = [jax.device_get(shard.data).reshape(-1) for shard in splits.addressable_shards]
         return [piece for piece in pieces if len(piece) == each]
     return list(np.asarray(jax.device_get(splits)).reshape(-1, each))
 

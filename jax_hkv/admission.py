@@ -227,7 +227,8 @@ def frequency(
 
     Args:
       sightings: 1 to 2**31 - 1, with `aging` to 255; with 1 the table is as without admission.
-      width: counters of a row of the sketch; a power of two hashes fastest.
+      width: counters of a row of the sketch; a power of two hashes fastest. Each part of a table
+        over devices has a sketch of this width, of its own keys.
       depth: rows of the sketch, 1 to 16.
       aging: whether it halves its counts by itself: for a stream that does not end.
 

@@ -50,7 +50,8 @@ def quotients(splits: Array, valid: Array, weights: Array | None, combiner: str)
         terms = given[own] if combiner == "mean" else given[own] * given[own]
         divisor = np.float32(len(own)) if weights is None else tree_sum(terms[:, None])[0]
         divisor = np.sqrt(divisor) if combiner == "sqrtn" else divisor
-        divided[own] = 0 if divisor == 0 else given[own] / divisor
+        with np.errstate(invalid="ignore"):
+            divided[own] = 0 if divisor == 0 else same_nan(given[own] / divisor)
     return divided
 
 

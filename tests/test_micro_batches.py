@@ -512,3 +512,56 @@ def test_bags_of_other_examples_than_the_arrays_are_refused():
     bags = hkv.Jagged.from_lists([[1, 2], [3]] * 3).for_parts(2)
     with pytest.raises(ValueError, match=r"must be a Jagged of each of the 2 .* \[8\] examples"):
         _micro_batches._cut((bags, np.zeros(8, np.float32)), 2)
+
+
+class Bags(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, bags, train=False):
+        layer = hkv.linen.EmbedBag(
+            1024, 4, optimizer=hkv.optim.sgd(0.1), axis_name=self.axis_name, name="embed"
+        )
+        return layer(bags, train=train) * self.param("w", nn.initializers.ones, (4,))
+
+
+@pytest.mark.parametrize("mode", ["one", "shard_map", "pmap"])
+def test_bags_on_devices_are_of_as_many_parts_as_the_step_takes(mode):
+    """Most of their ids would be lost: their shapes fit, and there is no array beside them."""
+    one = hkv.Jagged.from_lists([[0]] * 4, capacity=24)
+    all_bags = hkv.Jagged.from_lists([[3 * i, 3 * i + 1, 3 * i + 2] for i in range(16)])
+    if mode == "one":
+        placement, count, axis_name = None, 1, None
+        put = functools.partial(jax.tree.map, jnp.asarray)
+    else:
+        mesh = jax.make_mesh((2,), ("device",), devices=jax.devices()[:2])
+        placement, count, axis_name = hkv.sharding.Placement(mesh, mode=mode), 2, "device"
+        put = None
+
+    def made():
+        def make():
+            model = Bags(axis_name)
+            return hkv.linen.TrainState.create(model, jax.random.key(0), one, tx=optax.sgd(0.0))
+
+        return make() if placement is None else placement.create(make)
+
+    def step_of(parts):
+        return hkv.linen.train_step(
+            lambda apply, bags: apply(bags, train=True).sum(),
+            micro_batches=parts,
+            placement=placement,
+        )
+
+    def bags_of(parts):
+        bags = all_bags.for_parts(parts * count, capacity=48 // (parts * count))
+        return put(bags) if placement is None else placement.put(bags, micro_batches=parts)
+
+    for parts in (1, 2, 4):
+        step = step_of(parts)
+        for _ in range(2):
+            _, info = step(made(), bags_of(parts))
+            assert int(np.asarray(info.tables["embed/table"].inserted).reshape(-1)[0]) == 48
+        for others in {1, 2, 4} - {parts}:
+            state, bags = made(), bags_of(others)
+            with pytest.raises(ValueError, match="train_step: .*Jagged"):
+                step(state, bags)

@@ -234,3 +234,76 @@ def test_a_damaged_list_damages_nothing_else(what, choices, platform, rng):
         inserted = keys[np.asarray(hkv.is_new(result.status))].tolist()
         assert len(evicted) > 3 and sorted(after) == sorted((before - {*evicted}) | {*inserted})
         assert int(hkv.misplaced(table)) == 0
+
+
+def imported(table, key, score):
+    """The table, where the key's entry is of that time."""
+    keys = hkv.Keys.from_numpy(np.array([key], np.uint64))
+    _, entries = hkv.export_keys(table, keys)
+    scores = hkv.Keys.from_numpy(np.array([score], np.uint64))
+    return hkv.import_batch(table, entries._replace(scores=scores))[0]
+
+
+def lists_of(table):
+    """Of each bucket, the time of its list, and keys of the lanes in it."""
+    keys = hkv.Keys(jnp.asarray(table.index.keys)).to_numpy().reshape(-1, LANES)
+    lists = []
+    for bucket, own in enumerate(np.asarray(table.index.oldest)):
+        lanes = own[2:].view(np.uint8)
+        lists.append((int(own[:2].view("<u8")[0]), keys[bucket][lanes[lanes > 0] - 1].tolist()))
+    return lists
+
+
+def insert_all(table, ids):
+    return hkv.find_or_insert(table, hkv.Keys.from_numpy(np.asarray(ids, np.uint64)))
+
+
+def test_an_entry_as_young_as_the_list_is_no_victim_of_it(platform):
+    """Its score is the time of the list, at which it was older: others that are listed go first."""
+    table, _ = insert_all(hkv.create(LANES, 2), range(LANES))
+    table, _ = insert_all(table, [1000])
+    ((time, listed),) = lists_of(table)
+    assert len(listed) == 7
+    table = imported(table, listed[0], time)
+    for number in range(6):
+        table, _ = insert_all(table, [2000 + number])
+    there = hkv.contains(table, hkv.Keys.from_numpy(np.array(listed, np.uint64)))[1]
+    assert np.asarray(there).tolist() == [True] + [False] * 6
+
+
+def test_an_entry_as_young_as_the_list_makes_no_bucket_the_one_to_evict_from(platform):
+    """Of two candidates that are full, the one whose oldest entry is older gives its place up."""
+    table, _ = insert_all(hkv.create(2 * LANES, 2, choices=2), range(2 * LANES))
+    table, _ = insert_all(table, range(1000, 1004))
+    (time, listed), other = lists_of(table)
+    assert listed and other[1] and time == other[0]
+    oldest = {int(score) for score in scores_of(table, listed + other[1])}
+    assert oldest == {1}
+    for first in (0, 1):
+        # What is left of the list of the first candidate is as old as what the other one lists.
+        own = imported(table, lists_of(table)[first][1][0], time)
+        mine = (keys for keys in range(5000, 6000) if candidates(keys)[0] == first)
+        _, result = insert_all(own, [next(mine)])
+        assert int(result.slots[0]) // LANES == first
+
+
+def scores_of(table, keys):
+    asked = hkv.Keys.from_numpy(np.array(keys, np.uint64))
+    return hkv.find(table, asked, return_scores=True)[1].scores.to_numpy()
+
+
+def candidates(key):
+    """The two buckets of a key, of two."""
+    own = hkv.create(2 * LANES, 2, choices=2)
+    _, result = insert_all(own, [key])
+    first = int(result.slots[0]) // LANES
+    return first, 1 - first
+
+
+def test_who_comes_with_the_newcomer_is_listed_no_more(twin):
+    """3.5: what a batch hits and pins is young afterwards."""
+    both = full_bucket(twin)
+    insert(both, 1000)
+    assert noted(both)[1] == [1, 2, 3, 4, 5, 6, 7]
+    insert(both, 1, 2000)
+    assert noted(both)[1] == [3, 4, 5, 6, 7]
