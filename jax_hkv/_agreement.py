@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_hkv._processes import PROCESSES
 
@@ -17,37 +19,66 @@ from jax_hkv._processes import PROCESSES
 @functools.lru_cache
 def spans_processes(mesh: Any) -> bool:
     """Whether devices of a mesh belong to several processes."""
-    if jax.process_count() == 1 or not hasattr(mesh, "devices"):
+    if jax.process_count() == 1 or not isinstance(mesh, Mesh):
         return False
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
-def told(placement: Any, numbers: Sequence[int]) -> np.ndarray:
-    """Numbers of each device's process, ``uint64[devices, n]``; all processes have to call this."""
-    words = np.array([numbers], np.uint64).view(np.uint32)
-    every = _telling(placement)((), placement.put(np.tile(words, (len(placement.local_parts), 1))))
-    return np.asarray(placement.shards(every)[0]).reshape(placement.devices, -1).view(np.uint64)
+def agreed(
+    call: str,
+    placement: Any,
+    what: str,
+    number: int,
+    others: Sequence[int] = (),
+    *,
+    got: str,
+    remedy: str,
+) -> np.ndarray:
+    """Raises in every process if a number differs among them, so that all have to call this.
+
+    Args:
+      call: for errors.
+      placement: of whose mesh's devices the processes are meant.
+      what: the number is.
+      number: from 0 to 2**64 - 1.
+      others: which may differ.
+      got: the number, for errors.
+      remedy: for errors.
+
+    Returns:
+      What each device's process says, ``uint64[devices, 1 + others]``.
+    """
+    told = np.array([[number, *others]], np.uint64)
+    if not spans_processes(placement.mesh):
+        return told
+    every = _gathered(placement, told.view(np.uint32)).view(np.uint64)
+    differ = np.flatnonzero(every[:, 0] != told[0, 0])
+    if len(differ):
+        raise ValueError(
+            f"{call}: {what} must be the same in every process, got {got} in process "
+            f"{jax.process_index()}, and another for the devices {differ.tolist()} of the mesh: "
+            f"{remedy}"
+        )
+    return every
+
+
+def _gathered(placement: Any, words: np.ndarray) -> np.ndarray:
+    """The words of all devices of a mesh, along whichever axes they lie."""
+    mesh = placement.mesh
+    own = np.repeat(words, len(placement.local_devices), axis=0)
+    where = NamedSharding(mesh, P(mesh.axis_names))
+    given = jax.make_array_from_process_local_data(where, own, (mesh.size, words.shape[1]))
+    return np.asarray(_gathering(placement)(given).addressable_shards[0].data)
 
 
 @functools.lru_cache(maxsize=16)
-def _telling(placement: Any) -> Any:
-    def tell(nothing: Any, words: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(words, placement.axes, tiled=True)[None]
+def _gathering(placement: Any) -> Any:
+    every = placement.mesh.axis_names
 
-    return placement.run(tell)
+    def gather(words: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(words, every, tiled=True)
 
-
-def check_same(call: str, placement: Any, what: str, number: int, got: str, remedy: str) -> None:
-    """Raises in every process if a number differs among them."""
-    if not spans_processes(placement.mesh):
-        return
-    others = np.flatnonzero(told(placement, [number])[:, 0] != number)
-    if len(others):
-        raise ValueError(
-            f"{call}: {what} must be the same in every process, got {got} in process "
-            f"{jax.process_index()}, and another for the parts {others.tolist()} of the mesh: "
-            f"{remedy}"
-        )
+    return jax.jit(placement._mapped(gather, (P(every),), P(), axes=every))
 
 
 def check_has_parts(call: str, placement: Any) -> None:
@@ -68,5 +99,5 @@ def warn_if_alone() -> None:
             f"sharding.Placement: this is one of {launched} processes that jax_hkv.launch has "
             "started, but it has not joined the others, and trains alone: call "
             "jax_hkv.launch.initialize() before anything else of JAX",
-            stacklevel=5,
+            stacklevel=4,
         )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool
 
 from jax_hkv._checks import as_integer
 from jax_hkv._compat import is_traced
+from jax_hkv._keys import Keys
 from jax_hkv.features import Jagged, Padded, is_jagged, known_splits
 
 
@@ -46,31 +47,49 @@ def cut_bags(call: str, where: str, bags: Any, count: int, examples: list[int]) 
     return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)
 
 
+def check_bags_of_parts(call: str, where: str, bags: Any, count: int) -> None:
+    """Raises for splits, where they are known, that are not those of each micro-batch."""
+    cut = _jagged_of(cut_bags(call, where, bags, count, []))
+    if not is_traced(cut.row_splits):
+        for splits in np.asarray(cut.row_splits):
+            known_splits(call, f"row_splits of {where}", splits, cut.ids.shape[1])
+
+
 def whole_bags(call: str, where: str, bags: Any, count: int) -> Any:
     """Bags of each micro-batch as those of one batch, of which what is padding is masked.
 
-    Splits that are known are checked; see :func:`are_amiss` for others.
+    Splits that are known are checked; see :func:`are_amiss` for others. What has no such form is
+    left as it is, for those who take it to say so.
     """
-    if count == 1 or not are_bags(bags):
+    if count == 1 or not are_bags(bags) or not has_axes(bags):
         return bags
-    cut = _jagged_of(cut_bags(call, where, bags, count, []))
-    room = cut.ids.shape[1]
-    if not is_traced(cut.row_splits):
-        for splits in np.asarray(cut.row_splits):
-            known_splits(call, f"row_splits of {where}", splits, room)
-    splits = jnp.clip(jnp.asarray(cut.row_splits), 0, room).astype(jnp.int32)
-    valid = (jnp.arange(room, dtype=jnp.int32) < splits[:, -1:]).reshape(-1)
-    ends = splits[:, 1:] + room * jnp.arange(count, dtype=jnp.int32)[:, None]
+    check_bags_of_parts(call, where, bags, count)
     given, mask = _jagged_of(bags), bags.valid if isinstance(bags, Padded) else None
+    room = given.ids.shape[0] // count
+    splits = jnp.clip(jnp.asarray(given.row_splits).reshape(count, -1), 0, room).astype(jnp.int32)
+    valid = (jnp.arange(room, dtype=jnp.int32)[None] < splits[:, -1:]).reshape(-1)
+    ends = splits[:, 1:] + room * jnp.arange(count, dtype=jnp.int32)[:, None]
     splits = jnp.concatenate([jnp.zeros(1, jnp.int32), ends.reshape(-1)])
     return Padded(Jagged(given.ids, splits, given.weights), valid if mask is None else valid & mask)
+
+
+def has_axes(bags: Any) -> bool:
+    """Whether all that a Jagged has, and its mask, are arrays that can be cut."""
+    own = _jagged_of(bags)
+    mask = [] if own is bags or bags.valid is None else [bags.valid]
+    parts = [own.ids, own.row_splits, *mask]
+    return all(hasattr(part, "dtype") or isinstance(part, Keys) for part in parts) and all(
+        part.ndim == 1 for part in parts
+    )
 
 
 def are_amiss(bags: Any, count: int) -> Bool[Array, ""]:
     """Whether splits, in a program, are not those of a Jagged of each micro-batch."""
     own = _jagged_of(bags)
     splits = own.row_splits.reshape(count, -1)
-    is_wrong = (splits[:, 0] != 0) | (splits[:, -1] > own.ids.shape[0] // count)
+    is_wrong = splits[:, -1] > own.ids.shape[0] // count
+    if count > 1:  # positions before the first split are padding, too
+        is_wrong |= splits[:, 0] != 0
     return jnp.any(is_wrong) | jnp.any(splits[:, 1:] < splits[:, :-1])
 
 

@@ -68,6 +68,7 @@ def host_checked(
     check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
     is_new = placement is None  # until a state with entries has been seen
     devices = 1 if placement is None else placement.devices
+    is_stacked = placement is not None and placement.mode == "pmap"
     known_bags: set[Any] = set()  # shapes of what was looked at
 
     def look(args: Any, named: Any) -> None:
@@ -81,7 +82,7 @@ def host_checked(
         if placement is not None:
             placement.check_put("train_step", args)
         check_host("train_step", args, micro_batches)
-        check_parts("train_step", args, devices, micro_batches, known_bags)
+        bags = check_parts("train_step", args, devices, micro_batches, is_stacked, known_bags)
         try:
             outputs = run(state, *args)
         except Exception as error:
@@ -114,6 +115,7 @@ def host_checked(
                     "make a step for each, train_step(functools.partial(loss_fn, flag=True))"
                 )
             raise
+        known_bags.update(bags)
         is_new = is_new and not is_known
         for where, overflow in info_of(outputs).strict_overflow.items():
             if check_overflow and not is_traced(overflow):  # in a scan its report tells

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jax_hkv import _tier_checks, _tier_parts, _tiers
-from jax_hkv._bag_parts import as_count, whole_bags
+from jax_hkv._bag_parts import as_count, check_bags_of_parts, whole_bags
 from jax_hkv._compat import of_one_device
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
@@ -201,7 +201,7 @@ def _keys_at_once(
         own = each.ids if isinstance(each, Padded) else each
         if isinstance(own, Jagged) and own.ids.ndim == 1:
             if micro_batches > 1:
-                whole_bags(call, repr(feature), own, micro_batches)
+                check_bags_of_parts(call, repr(feature), each, micro_batches)
             else:
                 as_splits(f"{call} of {feature!r}", "row_splits", own.row_splits, own.ids.shape[0])
     names = tuple(group.name for group in collection.groups)

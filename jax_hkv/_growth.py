@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_hkv._agreement import check_same, spans_processes, told
+from jax_hkv._agreement import agreed
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import is_traced, over
 from jax_hkv._placement import Placement, check_placement
@@ -91,8 +91,10 @@ def grow(
     coming = as_integer("grow", "room", room, 0, MAX_SLOTS * parts)
     if placement is not None and not isinstance(table.digests, np.ndarray):
         remedy = "parts of one table have one capacity"
-        check_same("grow", placement, "max_capacity", most, str(most), remedy)
-        coming = int(told(placement, [coming]).max()) if spans_processes(placement.mesh) else coming
+        told = agreed(
+            *("grow", placement, "max_capacity", most), [coming], got=str(most), remedy=remedy
+        )
+        coming = int(told[:, 1].max())
     capacity = before = table.digests.size // here  # of a part
     # Owners of ids are drawn: three standard deviations more for the part that gets most.
     new = coming / parts

@@ -107,36 +107,53 @@ def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
     return seen
 
 
-def check_parts(call: str, args: Any, devices: int, micro_batches: int, known: set[Any]) -> None:
-    """Raises for a Jagged on devices that is not one of each device and micro-batch.
+def check_parts(
+    call: str, args: Any, devices: int, micro_batches: int, is_stacked: bool, known: set[Any]
+) -> set[Any]:
+    """As :func:`check_bags`, of a step's arguments on devices, where the number of parts is known.
 
-    As :func:`check_bags`, of shapes that are not known; where the number of parts is.
+    Args:
+      call: for errors.
+      args: of the step.
+      devices: among which bags are split.
+      micro_batches: of each of them.
+      is_stacked: whether arrays have an axis of the devices, as with pmap.
+      known: see :func:`check_bags`.
     """
+    seen = set()
     for node in jax.tree.leaves(args, is_leaf=is_jagged):
         if not is_jagged(node) or not isinstance(node.row_splits, jax.Array):
             continue
         splits, ids = node.row_splits, jax.tree.leaves(node.ids)
-        if is_traced(splits) or not ids or (splits.shape, ids[0].shape) in known:
+        if is_traced(splits) or splits.ndim != 1 + is_stacked or not np.ndim(ids[0]):
+            continue  # it is told elsewhere, or cut by the loss itself
+        form = splits.shape, np.shape(ids[0])
+        sizes = splits.shape[-1], np.shape(ids[0])[int(is_stacked)]
+        each, positions = sizes if is_stacked else (size // devices for size in sizes)
+        if form in known or not each or splits.size % each:
             continue
-        # With pmap there is an axis of the devices, else they share the first.
-        each, positions = (
-            leaf.shape[1] if splits.ndim == 2 else leaf.shape[0] // devices
-            for leaf in (splits, ids[0])
-        )
-        if not each or splits.size % each or each % micro_batches or positions % micro_batches:
+        if each % micro_batches or positions % micro_batches:
             continue  # it is refused where it is cut
-        if not all(is_of_each(own, positions, micro_batches) for own in _pieces(splits, each)):
-            parts = devices * micro_batches
-            kinds = [(micro_batches, "micro-batches"), (devices, "devices")]
-            each_of = [f"each of {count} {kind}" for count, kind in kinds if count > 1]
-            raise ValueError(
-                f"{call}: a Jagged must be one for {' of '.join(each_of) or 'all examples'}, with "
-                "row_splits that begin at 0, do not decrease and end within the "
-                f"{positions // micro_batches} positions of each, got one of other parts, most of "
-                f"whose ids would be lost: make it of all bags by bags.for_parts({parts}, "
-                "capacity=), with a placement put(bags, micro_batches=)"
-            )
-        known.add((splits.shape, ids[0].shape))
+        seen.add(form)
+        for own in _pieces(splits, each):
+            if micro_batches > 1:
+                is_right = is_of_each(own, positions, micro_batches)
+            else:  # positions before the first split are padding, too
+                is_right = (np.diff(own) >= 0).all() and own[-1] <= positions
+            if not is_right:
+                parts, kinds = devices * micro_batches, [(micro_batches, "micro-batches")]
+                kinds += [(devices, "devices")]
+                each_of = [f"each of {count} {kind}" for count, kind in kinds if count > 1]
+                remedy = f"bags.for_parts({parts}, capacity=), with a placement put(bags, "
+                remedy = f"make it of all bags by {remedy}micro_batches=)"
+                raise ValueError(
+                    f"{call}: a Jagged must be one for {' of '.join(each_of) or 'all examples'}, "
+                    "with row_splits that begin at 0, do not decrease and end within the "
+                    f"{positions // micro_batches} positions of each, got one of other parts, most "
+                    "of whose ids would be lost: "
+                    + (remedy if parts > 1 else "give the Jagged of which for_parts made it")
+                )
+    return seen
 
 
 def _pieces(splits: Any, each: int) -> list[np.ndarray]:

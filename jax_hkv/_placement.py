@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_hkv._agreement import check_has_parts, check_same, spans_processes, warn_if_alone
+from jax_hkv._agreement import agreed, check_has_parts, spans_processes, warn_if_alone
 from jax_hkv._bag_parts import as_count
 from jax_hkv._checks import (
     as_bool,
@@ -24,7 +24,7 @@ from jax_hkv._checks import (
     check_not_cut,
     check_not_used_up,
 )
-from jax_hkv._compat import is_traced, on_one_device
+from jax_hkv._compat import is_traced, on_one_device, trace_state_clean
 from jax_hkv._digest import digest_over
 from jax_hkv._placed import (
     alike,
@@ -193,9 +193,12 @@ class Placement:
                 return made_on(self, "create", on_each(np.arange(len(self.local_devices))))
         leaves, trees, specs = self._leaves_of(make)
         mapped = self._mapped(leaves, (), specs)
-        if spans_processes(self.mesh) and self.local_parts:
+        if spans_processes(self.mesh) and self.local_parts and trace_state_clean():
             shapes = jax.tree.unflatten(trees[-1], jax.eval_shape(mapped))
-            check_same(*("Placement.create", self, "what make returns"), *_form_of(shapes))
+            number, got = _form_of(shapes)
+            remedy = "capacities, names and other settings must not depend on the process"
+            call, what = "Placement.create", "what make returns"
+            agreed(call, self, what, number, got=got, remedy=remedy)
         made = jax.jit(mapped)()
         return made_on(self, "create", jax.tree.unflatten(trees[-1], made))
 
@@ -651,10 +654,9 @@ def check_placement(call: str, placement: Any, otherwise: str = "", remedy: str 
         )
 
 
-def _form_of(shapes: Any) -> tuple[int, str, str]:
-    """Of what is created: a number that tells forms apart, what it is, and what to do."""
+def _form_of(shapes: Any) -> tuple[int, str]:
+    """Of what is created: a number that tells forms apart, and what to say of it."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     forms = [f"{jax.tree_util.keystr(path)} {jax.typeof(leaf)}" for path, leaf in leaves]
     number = zlib.crc32("\n".join(forms).encode())
-    remedy = "capacities, names and other settings must not depend on the process"
-    return number, f"{len(leaves)} arrays of the form {number:08x}", remedy
+    return number, f"{len(leaves)} arrays of the form {number:08x}"

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jax_hkv import _checks, _placement, _tier_checks, _tiers
 from jax_hkv import index as _index
-from jax_hkv._bag_parts import are_amiss, are_bags
+from jax_hkv._bag_parts import are_amiss, are_bags, has_axes
 from jax_hkv._checks import check_not_used_up
 from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange
@@ -217,7 +217,13 @@ def _received(
     counts: Mapping[str, jax.Array],
     amiss: Mapping[str, jax.Array],
 ) -> dict[str, list[tuple[Keys, jax.Array]]]:
-    wrong = jax.device_get({name: placement.shards(own)[0] for name, own in amiss.items()})
+    parts = {name: placement.shards((words[name], counts[name])) for name in words}
+    wrong, found = jax.device_get(
+        (
+            {name: placement.shards(own)[0] for name, own in amiss.items()},
+            {name: [count for _, count in own] for name, own in parts.items()},
+        )
+    )
     for name in (name for name, is_wrong in wrong.items() if is_wrong.any()):
         raise ValueError(
             f"{call}: row_splits of {name!r} must be those of a Jagged of each device, which start "
@@ -226,10 +232,10 @@ def _received(
         )
     after = {}
     for name in words:
-        parts = placement.shards((words[name], counts[name]))
-        own = [int(np.max(count)) for count in jax.device_get([count for _, count in parts])]
+        own = [int(np.max(count)) for count in found[name]]
         after[name] = [
-            _in_front(part, count, max(own)) for (part, _), count in zip(parts, own, strict=True)
+            _in_front(part, count, max(own))
+            for (part, _), count in zip(parts[name], own, strict=True)
         ]
     return after
 
@@ -264,7 +270,7 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
                 node, keys_of.micro_batches
             )
             for path, node in nodes
-            if are_bags(node)
+            if are_bags(node) and has_axes(node)
         }
         # Every process is to know, so that all raise.
         return {

@@ -46,9 +46,9 @@ class Jagged:
 
     Bag `j` is positions ``row_splits[j]`` to ``row_splits[j + 1] - 1``. Positions from
     ``row_splits[-1]`` on are padding, so that batches of one capacity are traced once. Splits are
-    checked by who takes them: operations outside of ``jax.jit``, and of NumPy's ``train_step`` and
-    what :func:`jax_hkv.checked` makes. Elsewhere decreasing ones are not noticed, and positions
-    before the first split are padding too.
+    checked by who takes them: operations outside of ``jax.jit``, ``train_step`` (on devices only
+    those of the first batch of a shape) and, of NumPy's, what :func:`jax_hkv.checked` makes.
+    Elsewhere decreasing ones are not noticed. Positions before the first split are padding too.
 
     Attributes:
       ids: flat, ``[n]``: Keys, or an integer array.

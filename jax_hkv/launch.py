@@ -182,7 +182,8 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         print("jax_hkv.launch: interrupted; all processes are ended", file=sys.stderr)
         return _SHELL_SIGNAL + (interrupt.args or (signal.SIGINT,))[0]
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave some running
+        for second in (signal.SIGINT, signal.SIGTERM):  # which would leave some running
+            signal.signal(second, signal.SIG_IGN)
         copies.end()
     if failure is None:
         return 0

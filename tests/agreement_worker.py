@@ -45,6 +45,7 @@ def main() -> None:
 
     step = placement.step(train_step)
     check_forms(made, placement, own)
+    check_axes_between_processes(devices, own)
     table = check_batches(step, made(), placement, own)
     check_growth(table, placement, own)
     check_changes(step, made, placement, own, Path(sys.argv[1]))
@@ -63,6 +64,25 @@ def check_forms(made: Callable[[int], Any], placement: Any, own: int) -> None:
         return hkv.create(CAPACITY, DIM, policy=[hkv.Policy.LRU, hkv.Policy.LFU][own])
 
     check_raises(lambda: placement.create(other_policy), f"in process {own}")
+    # Nobody is asked where nothing is made.
+    assert jax.eval_shape(lambda: made(CAPACITY * (1 + own))).capacity == 4 * CAPACITY * (1 + own)
+    nowhere = hkv.sharding.Placement(jax.sharding.AbstractMesh((4,), ("device",)))
+    shape = jax.eval_shape(lambda: nowhere.create(lambda: hkv.create(CAPACITY, DIM)))
+    assert shape.capacity == 4 * CAPACITY
+
+
+def check_axes_between_processes(devices: np.ndarray, own: int) -> None:
+    """Both processes hold all parts, each on devices of its own."""
+    mesh = jax.sharding.Mesh(devices.reshape(2, 2), ("model", "device"))
+    placement = hkv.sharding.Placement(mesh, "device")
+    check_raises(
+        lambda: placement.create(lambda: hkv.create(CAPACITY * (1 + own), DIM)),
+        "another for the devices",
+    )
+    table = placement.create(lambda: hkv.create(CAPACITY, DIM))
+    check_raises(lambda: hkv.grow(table, 1 << (13 + own), placement=placement), "max_capacity")
+    larger = hkv.grow(table, 1 << 16, room=4000 * own, placement=placement)
+    assert larger.capacity == 8192, larger.capacity
 
 
 def check_batches(step: Any, table: Any, placement: Any, own: int) -> Any:

@@ -565,3 +565,30 @@ def test_bags_on_devices_are_of_as_many_parts_as_the_step_takes(mode):
             state, bags = made(), bags_of(others)
             with pytest.raises(ValueError, match="train_step: .*Jagged"):
                 step(state, bags)
+
+
+def test_each_of_several_bags_of_one_shape_is_looked_at():
+    """The first says nothing of the second. A loss that takes a slice cuts by itself."""
+    good = jax.tree.map(jnp.asarray, hkv.Jagged.from_lists([[1, 2, 3], [4], [5, 6]]))
+    bad = hkv.Jagged(good.ids, jnp.array([0, 3, 0, 3], jnp.int32))
+    step = hkv.linen.train_step(
+        lambda apply, one, other: apply(one, train=True).sum() + apply(other, train=True).sum()
+    )
+
+    def made():
+        return hkv.linen.TrainState.create(Bags(), jax.random.key(0), good, tx=optax.sgd(0.0))
+
+    for _ in range(2):
+        state = made()
+        with pytest.raises(ValueError, match="train_step: a Jagged must be one for all examples"):
+            step(state, good, bad)
+    step(made(), good, good)
+    behind = hkv.Jagged(good.ids, good.row_splits[1:])  # the first bag is padding
+    _, info = step(made(), behind, behind)
+    assert int(info.tables["embed/table"].inserted) == 3
+    sliced = hkv.linen.train_step(
+        lambda apply, stacked: apply(jax.tree.map(lambda leaf: leaf[0], stacked), train=True).sum()
+    )
+    stacked = jax.tree.map(lambda *both: jnp.stack(both), good, good)
+    _, info = sliced(made(), stacked)
+    assert int(info.tables["embed/table"].inserted) == 6

@@ -261,7 +261,7 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
         "pathlib.Path(sys.argv[1], os.environ['JAX_HKV_PROCESS']).write_text(str(os.getpid()))\n"
         "time.sleep(600)\n"
     )
-    command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, "--grace", "0.5"]
+    command = [*LAUNCH, "--processes", "2", "--log-dir", tmp_path, "--grace", "6"]
     command += [script, tmp_path]
     # In the background of a shell SIGINT is ignored, and would be by whoever is started here.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -273,7 +273,7 @@ def test_an_interrupted_launcher_leaves_nothing_running(interrupt, tmp_path):
     launcher.send_signal(interrupt)
     begin = time.monotonic()
     _, errors = launcher.communicate(timeout=MOST_SECONDS)
-    assert 0.5 < time.monotonic() - begin < 4.5
+    assert time.monotonic() - begin > 6  # by default it would wait for 5
     assert launcher.returncode == 128 + interrupt and "interrupted" in errors
     for path in files:
         with pytest.raises(ProcessLookupError):

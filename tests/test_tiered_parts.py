@@ -165,6 +165,29 @@ def test_bags_of_one_table_over_devices_that_were_put_for_parts():
     assert (int(counts.absent), int(counts.inserted)) == (0, 0)
 
 
+@pytest.mark.parametrize("what", ["ids", "splits", "mask"])
+def test_what_is_no_array_is_told_as_without_parts(what):
+    bags, mask = bags_from(0)
+    given = {"ids": bags.ids, "splits": bags.row_splits, "mask": mask}
+    given[what] = given[what].tolist() if what != "ids" else [1, 2]
+    bags = hkv.Jagged(given["ids"], given["splits"])
+    bags = hkv.Padded(bags, given["mask"]) if what == "mask" else bags
+    messages = []
+    for micro_batches in (1, 4):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            tiered.prefetch(tiers_of(256, 1024), bags, micro_batches=micro_batches)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert "must" in messages[0]
+
+
+def test_parts_need_no_promotion_of_ranks():
+    bags, _ = bags_from(0)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        _, counts = tiered.prefetch(tiers_of(256, 1024), bags, micro_batches=4)
+    assert int(counts.unique) == 48
+
+
 def test_what_overlaps_on_one_device_takes_parts_too():
     bags, _ = bags_from(7)
     other, _ = bags_from(500)
