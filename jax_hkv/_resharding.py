@@ -14,6 +14,7 @@ from jax_hkv import _tier_entries, _tier_parts, whole_table
 from jax_hkv._entries import check_fits, import_entries, without_entries
 from jax_hkv._exported import Exported
 from jax_hkv._exports import export_entries
+from jax_hkv._keys import form_of
 from jax_hkv._placed import all_equal, by_part, check_replicas, cut, is_saved
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers, trained
@@ -39,8 +40,8 @@ def reshard(
 
     Args:
       state: any pytree with tables or tiers, as it lies on the devices of `source`, or what it was
-        there as NumPy arrays: a checkpoint of it, read by a machine of other devices. It stays as
-        it is.
+        there as NumPy arrays: a checkpoint of it, read by a machine of other devices, or, of
+        several processes, whole by each of them. It stays as it is.
       fresh: a state of the same form, newly made on the devices of `target`; it is used up.
       source: of `state`; None: one device. Of NumPy arrays the mesh may be a
         ``jax.sharding.AbstractMesh``.
@@ -48,14 +49,14 @@ def reshard(
 
     Returns:
       The state, and what became of the entries of each table, by its path in the state, summed
-      over devices (of replicas too): `evicted` and `refused` ones found no room.
+      over this process's devices (of replicas too): `evicted` and `refused` ones found no room.
 
     Raises:
       TypeError: naming the argument.
       ValueError: if the states have not the same leaves, of the same shapes and types, but for the
         capacity of tables; if tables have another seed or initializer, or another `choices`; if
         the devices of `source` hold different entries of one of replicas, or the same of one that
-        is not; or if there are several processes.
+        is not; or if there are several processes, and the state is no checkpoint.
 
     Example:
       >>> import jax_hkv as hkv
@@ -73,10 +74,12 @@ def reshard(
             f"{_CALL}: target must have devices, got a placement of an abstract mesh: make fresh "
             "on the devices that the state goes to"
         )
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and (here := _on_devices(state)):
         raise ValueError(
-            f"{_CALL}: must run in one process, got {jax.process_count()}: save the entries of "
-            "each process by jax_hkv.sharding.save_entries, and import those of all of them"
+            f"{_CALL}: state must be NumPy arrays, the same in all of the {jax.process_count()} "
+            f"processes, got {form_of(here[0])} on devices of this one: read a checkpoint of it in "
+            "every process, or save the entries of each by jax_hkv.sharding.save_entries, and "
+            "import those of all"
         )
     (old, _), (new, structure) = _nodes(state), _nodes(fresh)
     if old.keys() != new.keys():
@@ -103,6 +106,12 @@ def reshard(
             moved = import_entries(target, like, exported)
         new[path], counts[path] = moved
     return jax.tree.unflatten(structure, list(new.values())), counts
+
+
+def _on_devices(state: Any) -> list[jax.Array]:
+    """JAX's arrays in a state, but for typed random keys, which NumPy does not have."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return [leaf for leaf in arrays if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
 
 
 def _check_placement(argument: str, placement: Any) -> None:

@@ -28,6 +28,11 @@ def check_raises(call: Callable[[], Any], *words: str) -> None:
         raise AssertionError(f"nothing was raised of {words}")
 
 
+def train_step(table: Any, ids: Any) -> Any:
+    table, result = hkv.sharding.find_or_insert(table, ids, axis_name="device")
+    return table, result.counts
+
+
 def main() -> None:
     hkv.launch.initialize()
     own = jax.process_index()
@@ -39,10 +44,6 @@ def main() -> None:
     def made(capacity: int = CAPACITY) -> Any:
         return placement.create(lambda: hkv.create(capacity, DIM))
 
-    def train_step(table: Any, ids: Any) -> Any:
-        table, result = hkv.sharding.find_or_insert(table, ids, axis_name="device")
-        return table, result.counts
-
     step = placement.step(train_step)
     check_forms(made, placement, own)
     check_axes_between_processes(devices, own)
@@ -50,6 +51,7 @@ def main() -> None:
     check_growth(table, placement, own)
     check_changes(step, made, placement, own, Path(sys.argv[1]))
     check_absent(devices, own)
+    check_checkpoint(placement, own)
     multihost_utils.sync_global_devices("all is done")
     print(f"process {own} agrees", flush=True)
 
@@ -140,6 +142,40 @@ def check_changes(step: Any, made: Any, placement: Any, own: int, folder: Path) 
         check_raises(
             lambda: hkv.sharding.import_changes(placement, server, changes), "import_changes"
         )
+
+
+def check_checkpoint(placement: Any, own: int) -> None:
+    """A state of two devices, which every process has read, goes to the four of both."""
+    ids = np.arange(100, dtype=np.int32)
+    two = hkv.sharding.Placement(jax.make_mesh((2,), ("device",), devices=jax.local_devices()))
+
+    def made(parts: int) -> Any:
+        table = hkv.optim.adam(0.1).init(hkv.create(4 * CAPACITY // parts, DIM))
+        return {"table": table, "w": jax.numpy.ones(3), "key": jax.random.key(own)}
+
+    state, _ = two.step(
+        lambda state, ids: ({**state, "table": train_step(state["table"], ids)[0]}, None)
+    )(two.create(lambda: made(2)), two.put(ids))
+    w = np.arange(3, dtype=np.float32)
+    saved = {**jax.device_get({**state, "key": 0}), "w": w, "key": jax.random.key(7)}
+    absent = hkv.sharding.Placement(jax.sharding.AbstractMesh((2,), ("device",)))
+    options = {"source": absent, "target": placement}
+    state, moved = hkv.sharding.reshard(saved, placement.create(lambda: made(4)), **options)
+    assert np.array_equal(np.asarray(state["w"]), w)
+    assert (jax.random.key_data(state["key"]) == jax.random.key_data(jax.random.key(7))).all()
+    exported = hkv.sharding.export_entries(placement.shards(state["table"]))
+    assert int(moved["table"].inserted) == len(exported.keys) > 20
+    told = np.zeros(100, np.int32)
+    told[exported.keys.astype(int)] = 1
+    assert (multihost_utils.process_allgather(told).sum(axis=0) == 1).all()
+    state, counts = placement.step(train_step)(state["table"], placement.put(ids[:LOCAL_BATCH]))
+    assert int(counts.hits) == LOCAL_BATCH
+    check_raises(
+        lambda: hkv.sharding.reshard(
+            {"table": state}, {"table": placement.create(lambda: made(4)["table"])}, **options
+        ),
+        *("sharding.reshard: state must be NumPy arrays", "in every process"),
+    )
 
 
 def check_absent(devices: np.ndarray, own: int) -> None:

@@ -487,7 +487,7 @@ def test_replicas_and_what_the_host_holds_go_from_two_devices_to_four(monkeypatc
         assert type(moved[name]) is type(state[name]) and moved[name] == state[name]
     assert moved["seen"].tolist() == [0, 1, 2] and moved["seen"] is not state["seen"]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="must run in one process, got 2"):
+    with pytest.raises(ValueError, match="must be NumPy arrays, the same in all of the 2"):
         hkv.sharding.reshard(make(), make())
     with pytest.raises(ValueError, match="lie on the 2 devices .* got a leaf of type int"):
         two.shards(state)
