@@ -84,8 +84,8 @@ def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
     for node in jax.tree.leaves(batch, is_leaf=is_jagged) if parts > 1 else ():
         if not is_jagged(node):
             continue
-        splits, ids = node.row_splits, jax.tree.leaves(node.ids)
-        shape, positions = np.shape(splits), np.shape(ids[0])[:1] if len(ids) == 1 else ()
+        splits = node.row_splits
+        shape, positions = np.shape(splits), getattr(node.ids, "shape", ())[:1]
         if len(shape) != 1 or not positions or 0 in shape or is_traced(splits):
             continue  # the call says so
         if shape[0] % parts or positions[0] % parts:
@@ -124,13 +124,15 @@ def check_parts(
     for node in jax.tree.leaves(args, is_leaf=is_jagged):
         if not is_jagged(node) or not isinstance(node.row_splits, jax.Array):
             continue
-        splits, ids = node.row_splits, jax.tree.leaves(node.ids)
-        if is_traced(splits) or splits.ndim != 1 + is_stacked or not np.ndim(ids[0]):
+        splits = node.row_splits
+        form = splits.shape, getattr(node.ids, "shape", None)
+        if form in known or is_traced(splits):
+            continue
+        if splits.ndim != 1 + is_stacked or not form[1] or len(form[1]) != splits.ndim:
             continue  # it is told elsewhere, or cut by the loss itself
-        form = splits.shape, np.shape(ids[0])
-        sizes = splits.shape[-1], np.shape(ids[0])[int(is_stacked)]
+        sizes = form[0][-1], form[1][-1]
         each, positions = sizes if is_stacked else (size // devices for size in sizes)
-        if form in known or not each or splits.size % each:
+        if not each or splits.size % each:
             continue
         if each % micro_batches or positions % micro_batches:
             continue  # it is refused where it is cut
