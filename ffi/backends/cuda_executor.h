@@ -89,9 +89,15 @@ struct DeviceLane {
 template <int kSize>
 using DeviceGroup = std::conditional_t<kSize == 1, SerialGroup, TileGroup<kSize, DeviceLane<kSize>>>;
 
+// Among those of all blocks. Where 32 of them work on a key, 2^27 keys have more than 32 bits number.
+HKV_HOST_DEVICE constexpr int64_t thread_of(uint32_t block, uint32_t thread) {
+  return int64_t{block} * kBlockThreads + thread;
+}
+static_assert(thread_of(1u << 25, 3) == (int64_t{1} << 25) * kBlockThreads + 3);
+
 template <class Step>
 __global__ void __launch_bounds__(kBlockThreads, blocks_of<Step>()) run_step(int64_t count, Step step) {
-  const int64_t thread = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  const int64_t thread = thread_of(blockIdx.x, threadIdx.x);
   if constexpr (kHasOwnIndex<Step>) {
     const int64_t first = thread - thread % Step::kGroup;
     if (first >= count) return;
