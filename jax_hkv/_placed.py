@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +76,19 @@ def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
 
 
+_PARTS_ARE_CHECKED = contextvars.ContextVar("parts_are_checked", default=False)
+
+
+@contextlib.contextmanager
+def of_checked_parts() -> Iterator[None]:
+    """Around a step that has called :func:`check_parts`, and cuts bags of several parts itself."""
+    token = _PARTS_ARE_CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _PARTS_ARE_CHECKED.reset(token)
+
+
 def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
     """Raises for a Jagged that is not one of each device: it would be cut somewhere.
 
@@ -104,6 +119,15 @@ def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
                     "positions, got one whose bags would be cut: make it by "
                     f"bags.for_parts({parts}, capacity=), and give placement.put(bags)"
                 )
+            if (np.diff(own) < 0).any() and not _PARTS_ARE_CHECKED.get():
+                warn(
+                    f"{call}: a Jagged has several parts on each device, as placement.put(batch, "
+                    "micro_batches=) puts it for train_step(micro_batches=): a lookup of it takes "
+                    "the ids of the first alone. Put it without micro_batches, of bags.for_parts("
+                    f"{parts}, capacity=); where the function cuts it itself, silence this with "
+                    "warnings.filterwarnings"
+                )
+                break
     return seen
 
 

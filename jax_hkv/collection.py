@@ -37,6 +37,7 @@ from jax_hkv._options import Fill
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
+from jax_hkv.features import Jagged, Padded
 from jax_hkv.table import Table
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
@@ -202,7 +203,8 @@ class Collection:
             one of :mod:`jax_hkv.tiered`, of tiers: ``erase``, ``find``.
           tables: of :meth:`create`, or some of them: those with a store, say. Or
             :class:`jax_hkv.tiered.Tiers` of those, by the same names, which are used up.
-          ids: of each table, by its own name: Keys or integers, of any shape.
+          ids: of each table, by its own name: Keys or integers, of any shape; or bags, where the
+            operation takes them (``find_pooled``).
           *arguments: what else it takes of each table, by name: rows.
           **options: for all tables; a dict has one for each, by name (``valid``, ``scores``).
 
@@ -270,7 +272,8 @@ class Collection:
             try:
                 keys[name] = group.keys(name, ids[name])
                 mask = valid[name] if isinstance(valid, Mapping) else valid
-                as_mask(call, "valid", mask, keys[name].shape)
+                if not isinstance(keys[name], (Jagged, Padded)):  # which have their own
+                    as_mask(call, "valid", mask, keys[name].shape)
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")
                 raise

@@ -150,7 +150,9 @@ class Jagged:
 
         It is what `Placement.put` and a step in micro-batches take: the bags are dealt out in
         order, and each part has splits of its own and as many positions, which a mask beside them,
-        ``Padded(parts, valid)``, is of too. It is made on the host, without a device.
+        ``Padded(parts, valid)``, is of too. It is made on the host, without a device. Positions
+        move: what else goes by them (scores, ``admit``) comes along as weights of a Jagged of the
+        same splits, and is the `weights` of what is returned.
 
         Args:
           parts: of this process: its devices, times the micro-batches of a step.

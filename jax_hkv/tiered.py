@@ -144,7 +144,8 @@ def prefetch(
 
     It is :func:`admit`, :func:`exchange` and :func:`restore`, one after the other. For one table
     it would be a `find_or_insert`: new keys get their first rows, and under LRU and EPOCH_LRU
-    known ones the time of now. Under LFU it counts nothing: the step that follows does. Called
+    known ones the time of now. Under LFU it counts nothing: the step that follows does. (For
+    ``admit=`` and ``values=`` of that step it is too late: new keys are there already.) Called
     inside of jit it is part of the program, the store on the same device; outside, it waits for
     the device to know how many entries have to move, and moves those.
 
@@ -582,7 +583,8 @@ def map_tables(
     Args:
       tiers: which are used up if `fn` uses up what it is given.
       fn: from a table of one device to a table: ``jax_hkv.advance_epoch``, or a jitted function of
-        it and :func:`jax_hkv.expire`. Not what goes by rows: the store has old copies.
+        it and :func:`jax_hkv.expire`. Not what erases by rows, or what has high scores: the store
+        has old copies, of lower scores, of what the cache has.
       placement: of a cache over devices, whose parts it is given one by one.
 
     Raises:

@@ -467,3 +467,25 @@ def test_tables_may_differ_from_their_groups_in_size_and_not_in_tables_that_came
     _, found = more.lookup({group.name: moved}, inputs, partial=True)
     assert int(counts.inserted) == hkv.size(wider)
     assert (np.asarray(found.slots[group.name]) >= 0).all()
+
+
+def test_bags_are_taken_where_the_operation_takes_them():
+    configs = [hkv.TableConfig(name, 256, 2) for name in ("users", "items")]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    collection = hkv.Collection(configs, features)
+    lists = {"users": [[1, 2], [], [3]], "items": [[4], [5, 5, 1]]}
+    bags = {name: hkv.Jagged.from_lists(own) for name, own in lists.items()}
+    tables, _ = collection.on_tables(
+        hkv.insert_or_assign,
+        collection.create(),
+        {name: np.arange(6, dtype=np.int32) for name in lists},
+        {name: np.arange(12, dtype=np.float32).reshape(6, 2) for name in lists},
+    )
+    _, pooled = collection.on_tables(hkv.find_pooled, tables, bags)
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    for name, own in lists.items():
+        np.testing.assert_array_equal(
+            pooled[name].values, [rows[np.array(bag, int)].sum(axis=0) for bag in own]
+        )
+    with pytest.raises(TypeError, match="keys"):
+        collection.on_tables(hkv.contains, tables, bags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -592,3 +593,30 @@ def test_each_of_several_bags_of_one_shape_is_looked_at():
     stacked = jax.tree.map(lambda *both: jnp.stack(both), good, good)
     _, info = sliced(made(), stacked)
     assert int(info.tables["embed/table"].inserted) == 6
+
+
+def test_a_function_of_placement_is_warned_of_bags_for_micro_batches():
+    """A lookup takes the first part alone; a step in micro-batches cuts them, and is not warned."""
+    placement = hkv.sharding.Placement(jax.make_mesh((2,), ("device",), devices=jax.devices()[:2]))
+    all_bags = hkv.Jagged.from_lists([[3 * i, 3 * i + 1, 3 * i + 2] for i in range(16)])
+    one = hkv.Jagged.from_lists([[0]] * 4, capacity=24)
+
+    def make():
+        return hkv.linen.TrainState.create(
+            Bags("device"), jax.random.key(0), one, tx=optax.sgd(0.0)
+        )
+
+    state = placement.create(make)
+    step = hkv.linen.train_step(
+        lambda apply, bags: apply(bags, train=True).sum(), micro_batches=2, placement=placement
+    )
+    apply = placement.run(lambda state, bags: state.apply(bags))
+    bags = placement.put(all_bags.for_parts(4, capacity=12), micro_batches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = step(state, bags)
+        assert apply(state, placement.put(all_bags.for_parts(2, capacity=24))).shape == (16, 4)
+    with pytest.warns(UserWarning, match=r"Placement\.run: a Jagged has several parts on each"):
+        apply(state, bags)
+    with pytest.warns(UserWarning, match=r"Placement\.step: a Jagged has several parts on each"):
+        placement.step(lambda state, bags: (state, None))(state, bags)
