@@ -13,6 +13,7 @@ import numpy as np
 from jax_hkv import _pins
 from jax_hkv._bag_parts import are_bags, cut_bags
 from jax_hkv._layers import widened
+from jax_hkv._placed import is_one_key
 from jax_hkv.index import NO_SLOT
 
 _KEYS = "give random keys as jax.random.key makes them"
@@ -134,7 +135,7 @@ def _cut(args: Any, count: int) -> Any:
     """The arguments of a step as those of its micro-batches, stacked.
 
     Arrays are cut along their first axis, a Jagged into those of the parts, which stand one after
-    the other; random keys are split, and numbers are for all.
+    the other; random keys are split, and numbers are for all, one of Keys, too.
     """
     first: list[tuple[str, int]] = []  # an array, and its size
 
@@ -146,7 +147,9 @@ def _cut(args: Any, count: int) -> Any:
         return cut_bags("train_step", _where(path), leaf, count, sizes) if are_bags(leaf) else leaf
 
     # Bags come last: what they have to be of, the arrays beside them tell.
-    arrays = jax.tree_util.tree_map_with_path(array, args, is_leaf=are_bags)
+    arrays = jax.tree_util.tree_map_with_path(
+        array, args, is_leaf=lambda node: are_bags(node) or is_one_key(node)
+    )
     return jax.tree_util.tree_map_with_path(bags, arrays, is_leaf=are_bags)
 
 
@@ -155,6 +158,8 @@ def _where(path: Any) -> str:
 
 
 def _cut_array(where: str, leaf: Any, count: int, first: list[tuple[str, int]]) -> Any:
+    if is_one_key(leaf):
+        return jax.tree.map(lambda words: jnp.broadcast_to(words, (count, 2)), leaf)
     if np.ndim(leaf) == 0:
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         return jax.random.split(leaf, count) if is_key else jnp.broadcast_to(leaf, (count,))

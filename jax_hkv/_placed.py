@@ -190,8 +190,15 @@ def _pieces(splits: Any, each: int) -> list[np.ndarray]:
     return list(np.asarray(jax.device_get(splits)).reshape(-1, each))
 
 
+def is_one_key(node: Any) -> bool:
+    """Whether a node of a batch is a single number of 64 bits, whose words are no axis to split."""
+    return isinstance(node, Keys) and np.shape(node.words) == (2,)
+
+
 def is_shared(leaf: Any) -> bool:
-    """Whether a leaf of a batch is the same for all devices."""
+    """Whether a leaf of a batch, or one of :func:`is_one_key`, is the same for all devices."""
+    if isinstance(leaf, Keys):
+        return True
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
         return True

@@ -37,6 +37,7 @@ from jax_hkv._placed import (
     explicit_of,
     is_entries,
     is_of_each,
+    is_one_key,
     is_shared,
     is_table,
     lies_nowhere,
@@ -342,7 +343,7 @@ class Placement:
             batch,
             is_leaf=is_entries,
         )
-        return jax.tree.map(self._put, counted)
+        return jax.tree.map(self._put, counted, is_leaf=is_one_key)
 
     def _counted(self, entries: Entries) -> Entries:
         """Entries with a count for each of this process's devices."""
@@ -387,7 +388,7 @@ class Placement:
             expected = f"have the shape [{count}, ...] for"
         else:
             count, expected = self.devices, "lie on"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_one_key):
             if not hasattr(leaf, "dtype") or is_shared(leaf):
                 continue
             if is_traced(leaf):
@@ -425,11 +426,11 @@ class Placement:
         """A batch whose shapes that do not say where they lie do so as if :meth:`put` made them."""
 
         def one(leaf: Any) -> Any:
-            is_to_lie = lies_nowhere(leaf) and not is_shared(leaf)
+            is_to_lie = not is_shared(leaf) and lies_nowhere(leaf)
             where = NamedSharding(self.mesh, P(self.axes))
             return leaf.update(sharding=where) if is_to_lie else leaf
 
-        return jax.tree.map(one, batch)
+        return jax.tree.map(one, batch, is_leaf=is_one_key)
 
     def _put(self, leaf: Any) -> Any:
         if is_shared(leaf):
@@ -592,7 +593,8 @@ class Placement:
     def _split(self, call: str, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """How a batch is split, checked."""
         self._check_counts(call, batch)
-        return jax.tree.map(lambda leaf: P() if is_shared(leaf) else P(self.axes), batch)
+        one = P(self.axes)
+        return jax.tree.map(lambda leaf: P() if is_shared(leaf) else one, batch, is_leaf=is_one_key)
 
     def check_tables(self, call: str, state: Any, leading: tuple[int, ...]) -> None:
         """Raises if a table is that of one device, or is spread over others."""

@@ -20,6 +20,7 @@ from jax_hkv._placed import (
     explicit_of,
     has_twins,
     is_from_host,
+    is_one_key,
     is_shared,
     lies_nowhere,
     splits_along,
@@ -187,8 +188,12 @@ class Pmapped:
     def _of(self, state: Any, batch: tuple[Any, ...]) -> Any:
         local = (len(self._placement.local_devices),)
         self._placement.check_tables(self._call, state, local)
-        leaves, tree = jax.tree.flatten(batch)
-        axes = tuple(None if is_shared(leaf) else 0 for leaf in leaves)
+        tree = jax.tree.structure(batch)
+        axes = tuple(
+            None if is_shared(node) else 0
+            for node in jax.tree.leaves(batch, is_leaf=is_one_key)
+            for _ in jax.tree.leaves(node)
+        )
         if (tree, axes) not in self._compiled:
             self._placement._check_counts(self._call, batch)
             self._compiled[tree, axes] = jax.pmap(

@@ -595,3 +595,54 @@ def test_an_axis_name_given_to_an_update_is_named():
     table = placement.create(lambda: opt.init(hkv.create(128, 4)))
     with pytest.raises(TypeError, match="axis_name is none of its arguments, got 'device': grad"):
         placement.step(step)(table, placement.put(np.arange(8, dtype=np.int32)))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_number_of_64_bits_is_for_all_devices(count, mode):
+    """Its two words are no axis to split; batches and their micro-batches have it beside them."""
+    mesh = jax.make_mesh((count,), ("device",), devices=jax.devices()[:count])
+    placement = sharding.Placement(mesh, mode=mode)
+    day = hkv.Keys.from_numpy(np.uint64(2**40 + 7))
+    table = placement.create(lambda: hkv.create(256, 2, policy=hkv.Policy.CUSTOM))
+
+    def insert(table, ids, score):
+        table, result = sharding.find_or_insert(table, ids, scores=score, axis_name="device")
+        return table, result.counts.inserted
+
+    def forget(table, before):
+        return hkv.erase_if(table, lambda keys, scores, rows: hkv.less(scores, before))[0], None
+
+    ids = np.arange(16, dtype=np.int32)
+    insert = placement.step(insert, donate=False)
+    for given in (placement.put((ids, day)), (placement.put(ids), day)):
+        after, inserted = insert(table, *given)
+        assert int(np.asarray(inserted).reshape(-1)[0]) == 16
+        scores = sharding.export_entries(placement.shards(after)).scores
+        assert scores.tolist() == [2**40 + 7] * 16
+    forget = placement.step(forget, donate=False)
+    for number, kept in ((2**40 + 7, 16), (2**40 + 8, 0)):
+        left, _ = forget(after, hkv.Keys.from_numpy(np.uint64(number)))
+        assert len(sharding.export_entries(placement.shards(left)).keys) == kept
+
+
+def test_a_number_of_64_bits_is_for_all_micro_batches():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids, day, train=False):
+            layer = hkv.linen.Embed(
+                256, 2, policy=hkv.Policy.CUSTOM, optimizer=hkv.optim.sgd(0.1), name="embed"
+            )
+            rows = layer(ids, train=train, scores=day if train else None)
+            return rows * self.param("w", nn.initializers.ones, (2,))
+
+    ids, day = np.arange(8, dtype=np.int32), hkv.Keys.from_numpy(np.uint64(2**40 + 7))
+    state = hkv.linen.TrainState.create(
+        Model(), jax.random.key(0), ids, day, tx=optax.set_to_zero()
+    )
+    step = hkv.linen.train_step(
+        lambda apply, ids, day: apply(ids, day, train=True).sum(), micro_batches=4
+    )
+    state, _ = step(state, ids, day)
+    exported = sharding.export_entries(state.tables["embed"]["table"])
+    assert exported.scores.tolist() == [2**40 + 7] * 8
