@@ -272,7 +272,13 @@ class Collection:
             try:
                 keys[name] = group.keys(name, ids[name])
                 mask = valid[name] if isinstance(valid, Mapping) else valid
-                if not isinstance(keys[name], (Jagged, Padded)):  # which have their own
+                is_bags = isinstance(keys[name], (Jagged, Padded))  # which have masks of their own
+                if is_bags and isinstance(tables[group.name], Tiers):  # would be used up by others
+                    raise TypeError(
+                        f"{call}: ids must be Keys or integers where tables are Tiers, got "
+                        f"{type(ids[name]).__name__}: give its ids, with a mask, valid="
+                    )
+                if not is_bags:
                     as_mask(call, "valid", mask, keys[name].shape)
             except (TypeError, ValueError) as error:
                 error.add_note(f"{call}: of the table {name!r}")

@@ -18,7 +18,7 @@ from flax import nnx
 from many_devices import assert_same_bits
 
 import jax_hkv as hkv
-from jax_hkv import sharding, testing
+from jax_hkv import sharding, testing, tiered
 
 DIM = 4
 ADAM = hkv.optim.adam(1e-2)
@@ -489,3 +489,17 @@ def test_bags_are_taken_where_the_operation_takes_them():
         )
     with pytest.raises(TypeError, match="keys"):
         collection.on_tables(hkv.contains, tables, bags)
+
+
+def test_bags_of_a_table_use_no_tiers_up():
+    """What none of the operations on tiers takes is told before the first one."""
+    adam = hkv.optim.adam(0.1)
+    configs = [hkv.TableConfig(name, 256, 2, optimizer=adam) for name in ("users", "items")]
+    features = [hkv.Feature("user", "users"), hkv.Feature("item", "items")]
+    collection = hkv.Collection(configs, features)
+    ((name, table),) = collection.create().items()
+    tiers = {name: tiered.Tiers(table, tiered.create_store(table, 1024))}
+    ids = {"users": np.array([1], np.int32), "items": hkv.Jagged.from_lists([[1, 2]])}
+    with pytest.raises(TypeError, match="ids must be Keys or integers where tables are Tiers"):
+        collection.on_tables(tiered.erase, tiers, ids)
+    assert int(tiered.size(tiers[name])) == 0  # it is still there

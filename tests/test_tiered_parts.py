@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -156,7 +158,9 @@ def test_bags_of_one_table_over_devices_that_were_put_for_parts():
     tiers = tiered.Tiers(cache, tiered.create_store(cache, 1024, placement=placement))
     with pytest.raises(ValueError, match=r"tiered.prefetch: row_splits of 'keys' .*micro_batches="):
         tiered.prefetch(tiers, put, placement=placement)
-    tiers, counts = tiered.prefetch(tiers, put, placement=placement, micro_batches=PARTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiers, counts = tiered.prefetch(tiers, put, placement=placement, micro_batches=PARTS)
     assert int(counts.unique) == 48
     tiers, counts, _ = tiered.step_and_prefetch(
         lambda cache: (cache, None), tiers, put, put, placement=placement, micro_batches=PARTS
