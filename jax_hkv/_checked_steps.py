@@ -12,7 +12,7 @@ from jax_hkv._checks import as_bool, check_held_once, check_not_used_up
 from jax_hkv._compat import is_traced, without_rematerialization
 from jax_hkv._host_checks import check_host
 from jax_hkv._layers import StepInfo
-from jax_hkv._placed import are_sound, check_parts, of_checked_parts
+from jax_hkv._placed import are_sound, check_parts, of_checked_batch
 from jax_hkv._placement import Placement
 from jax_hkv._stages import StagedBy
 
@@ -84,7 +84,7 @@ def host_checked(
         check_host("train_step", args, micro_batches)
         bags = check_parts("train_step", args, devices, micro_batches, is_stacked, known_bags)
         try:
-            with of_checked_parts():
+            with of_checked_batch():
                 outputs = run(state, *args)
         except Exception as error:
             kind_of_error, text = type(error).__name__, str(error)

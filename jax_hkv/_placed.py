@@ -76,17 +76,22 @@ def is_of_each(splits: np.ndarray, positions: int, parts: int) -> bool:
     return bool(is_rising and not each[:, 0].any() and (each[:, -1] <= positions // parts).all())
 
 
-_PARTS_ARE_CHECKED = contextvars.ContextVar("parts_are_checked", default=False)
+_BATCH_IS_CHECKED = contextvars.ContextVar("batch_is_checked", default=False)
 
 
 @contextlib.contextmanager
-def of_checked_parts() -> Iterator[None]:
-    """Around a step that has called :func:`check_parts`, and cuts bags of several parts itself."""
-    token = _PARTS_ARE_CHECKED.set(True)
+def of_checked_batch() -> Iterator[None]:
+    """Around a call whose batch was looked at, by `check_put` and for parts, which it cuts."""
+    token = _BATCH_IS_CHECKED.set(True)
     try:
         yield
     finally:
-        _PARTS_ARE_CHECKED.reset(token)
+        _BATCH_IS_CHECKED.reset(token)
+
+
+def is_batch_checked() -> bool:
+    """Whether it is called within :func:`of_checked_batch`."""
+    return _BATCH_IS_CHECKED.get()
 
 
 def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
@@ -119,7 +124,7 @@ def check_bags(call: str, batch: Any, parts: int, known: set[Any]) -> set[Any]:
                     "positions, got one whose bags would be cut: make it by "
                     f"bags.for_parts({parts}, capacity=), and give placement.put(bags)"
                 )
-            if (np.diff(own) < 0).any() and not _PARTS_ARE_CHECKED.get():
+            if (np.diff(own) < 0).any() and not is_batch_checked():
                 warn(
                     f"{call}: a Jagged has several parts on each device, as placement.put(batch, "
                     "micro_batches=) puts it for train_step(micro_batches=): a lookup of it takes "
@@ -161,25 +166,33 @@ def check_parts(
         if each % micro_batches or positions % micro_batches:
             continue  # it is refused where it is cut
         seen.add(form)
-        for own in _pieces(splits, each):
-            if micro_batches > 1:
-                is_right = is_of_each(own, positions, micro_batches)
-            else:  # positions before the first split are padding, too
-                is_right = (np.diff(own) >= 0).all() and own[-1] <= positions
-            if not is_right:
-                parts, kinds = devices * micro_batches, [(micro_batches, "micro-batches")]
-                kinds += [(devices, "devices")]
-                each_of = [f"each of {count} {kind}" for count, kind in kinds if count > 1]
-                remedy = f"bags.for_parts({parts}, capacity=), with a placement put(bags, "
-                remedy = f"make it of all bags by {remedy}micro_batches=)"
-                raise ValueError(
-                    f"{call}: a Jagged must be one for {' of '.join(each_of) or 'all examples'}, "
-                    "with row_splits that begin at 0, do not decrease and end within the "
-                    f"{positions // micro_batches} positions of each, got one of other parts, most "
-                    "of whose ids would be lost: "
-                    + (remedy if parts > 1 else "give the Jagged of which for_parts made it")
-                )
+        if not all(_are_of_parts(own, positions, micro_batches) for own in _pieces(splits, each)):
+            room = positions // micro_batches
+            raise ValueError(f"{call}: {_of_other_parts(devices, micro_batches, room)}")
     return seen
+
+
+def _are_of_parts(splits: np.ndarray, positions: int, micro_batches: int) -> bool:
+    """Whether the splits of one device may be those of a Jagged of each micro-batch."""
+    if micro_batches > 1:
+        return is_of_each(splits, positions, micro_batches)
+    # Positions before the first split are padding, too.
+    return bool((np.diff(splits) >= 0).all() and splits[-1] <= positions)
+
+
+def _of_other_parts(devices: int, micro_batches: int, room: int) -> str:
+    kinds = ((micro_batches, "micro-batches"), (devices, "devices"))
+    of_each = " of ".join(f"each of {count} {kind}" for count, kind in kinds if count > 1)
+    remedy = (
+        f"make it of all bags by bags.for_parts({devices * micro_batches}, capacity=), with a "
+        "placement put(bags, micro_batches=)"
+    )
+    return (
+        f"a Jagged must be one for {of_each or 'all examples'}, with row_splits that begin at 0, "
+        f"do not decrease and end within the {room} positions of each, got one of other parts, "
+        "most of whose ids would be lost: "
+        f"{remedy if of_each else 'give the Jagged of which for_parts made it'}"
+    )
 
 
 def _pieces(splits: Any, each: int) -> list[np.ndarray]:

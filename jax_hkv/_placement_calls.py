@@ -19,6 +19,7 @@ from jax_hkv._placed import (
     check_bags,
     explicit_of,
     has_twins,
+    is_batch_checked,
     is_from_host,
     is_one_key,
     is_shared,
@@ -108,7 +109,7 @@ class Checked(Staged):
             check_not_cut(self._call, leaf)
         check_elements(self._call, batch)
         placement, bags = self._placement, set()
-        if placement._must_put:
+        if placement._must_put and not is_batch_checked():
             placement.check_put(self._call, batch)
         if placement.mode != "pmap":
             bags = check_bags(self._call, batch, placement.devices, self._known_bags)

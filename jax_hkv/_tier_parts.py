@@ -23,7 +23,7 @@ from jax_hkv._compat import is_traced, of_one_device, vary
 from jax_hkv._exchange import Exchange
 from jax_hkv._hops import Items, outward, plan_of
 from jax_hkv._keys import Keys
-from jax_hkv._placed import cut, is_saved, is_table, of_checked_parts
+from jax_hkv._placed import cut, is_saved, is_table, of_checked_batch
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded, check_whose_bags
@@ -207,7 +207,7 @@ def owned(
     for batch in batches if placement._must_put else ():
         placement.check_put(call, batch)
     own = _owning(placement, keys_of)
-    with of_checked_parts():  # what is amiss is in what comes back
+    with of_checked_batch():  # what is amiss is in what comes back
         every = [own((), batch) for batch in batches]
     return [_received(call, placement, *found) for found in every]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import flax.serialization
 import jax
 import numpy as np
 import optax
 import pytest
 from combinations import seldom
+from test_tiered_parts import Model, placement_of
 
 import jax_hkv as hkv
 from jax_hkv import sharding, tiered
@@ -31,19 +31,6 @@ def collection_of(capacity):
     return hkv.Collection(
         [hkv.TableConfig(name, capacity, DIM, **options) for name in TABLES], FEATURES
     )
-
-
-class Model(nn.Module):
-    capacity: int
-    axis_name: str | None
-
-    @nn.compact
-    def __call__(self, inputs, train=False):
-        embed = hkv.linen.EmbedCollection(
-            collection_of(self.capacity), name="embed", axis_name=self.axis_name
-        )
-        rows = embed(inputs, train=train)
-        return sum(rows[name] for name in sorted(rows)) @ self.param("w", lambda _: WEIGHTS)
 
 
 class Batch:
@@ -101,7 +88,9 @@ class Life:
         return self.state.tables["embed"]
 
     def made(self):
-        model = Model(self.capacity, None if self.devices == 1 else "device")
+        model = Model(
+            collection_of(self.capacity), None if self.devices == 1 else "device", tuple(WEIGHTS)
+        )
         one = Batch(np.random.default_rng(0)).inputs(1)
 
         def make():
@@ -205,14 +194,6 @@ class Life:
             ids, rows = keys.to_numpy()[is_own].astype(int), found.values[np.asarray(is_own)]
             assert sorted(ids) == np.flatnonzero(self.there[name]).tolist(), name
             np.testing.assert_array_equal(rows, self.rows[name][ids], err_msg=name)
-
-
-@functools.cache
-def placement_of(devices):
-    if devices == 1:
-        return None
-    mesh = jax.make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
-    return sharding.Placement(mesh)
 
 
 @functools.cache

@@ -601,8 +601,7 @@ def test_an_axis_name_given_to_an_update_is_named():
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_number_of_64_bits_is_for_all_devices(count, mode):
     """Its two words are no axis to split; batches and their micro-batches have it beside them."""
-    mesh = jax.make_mesh((count,), ("device",), devices=jax.devices()[:count])
-    placement = sharding.Placement(mesh, mode=mode)
+    placement = Placement(mesh_of(count), mode=mode)
     day = hkv.Keys.from_numpy(np.uint64(2**40 + 7))
     table = placement.create(lambda: hkv.create(256, 2, policy=hkv.Policy.CUSTOM))
 

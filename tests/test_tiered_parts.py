@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from many_devices import assert_same_bits
+from test_sharding_traffic import mesh_of
 from test_tiered import by_key, made, tiers_of
 
 import jax_hkv as hkv
@@ -25,15 +28,18 @@ def collection_of(capacity):
 
 
 class Model(nn.Module):
-    capacity: int
+    """What weights make of the sum of all features."""
+
+    collection: hkv.Collection
     axis_name: str | None
+    weights: tuple[float, ...] = (1.0,) * DIM
 
     @nn.compact
     def __call__(self, inputs, train=False):
-        embed = hkv.linen.EmbedCollection(
-            collection_of(self.capacity), name="embed", axis_name=self.axis_name
-        )
-        return embed(inputs, train=train)["seen"] @ self.param("w", nn.initializers.ones, (DIM,))
+        embed = hkv.linen.EmbedCollection(self.collection, name="embed", axis_name=self.axis_name)
+        rows = embed(inputs, train=train)
+        weights = self.param("w", lambda _: jnp.array(self.weights))
+        return sum(rows[name] for name in sorted(rows)) @ weights
 
 
 def bags_from(first, masked=False):
@@ -44,22 +50,23 @@ def bags_from(first, masked=False):
     return (hkv.Padded(bags, mask), mask) if masked else (bags, np.ones(56, bool))
 
 
+@functools.cache
 def placement_of(count):
-    devices = jax.devices()[:count]
-    return sharding.Placement(jax.make_mesh((count,), ("device",), devices=devices))
+    """None: one device."""
+    return None if count == 1 else sharding.Placement(mesh_of(count))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_step_in_micro_batches_trains_is_in_the_cache(count, overlaps):
-    placement = None if count == 1 else placement_of(count)
+    placement = placement_of(count)
     axis_name = None if placement is None else "device"
     micro_batches = 4 // count
     at_hand = {"placement": placement, "micro_batches": micro_batches}
 
     def state_of(capacity):
         one = {"seen": hkv.Jagged.from_lists([[0]] * 4, capacity=14)}
-        model = Model(capacity, axis_name)
+        model = Model(collection_of(capacity), axis_name)
 
         def make():
             return hkv.linen.TrainState.create(model, jax.random.key(0), one, tx=optax.sgd(0.0))
