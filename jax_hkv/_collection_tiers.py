@@ -15,7 +15,7 @@ from jax_hkv._bag_parts import as_count, check_bags_of_parts, whole_bags
 from jax_hkv._compat import of_one_device
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv._tiers import Admits, PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded, as_splits
 from jax_hkv.table import Table
 
@@ -58,23 +58,23 @@ def prefetch(
     inputs: Mapping[str, Any],
     *,
     partial: bool,
-    inserts: bool,
+    admits: Admits,
     placement: Placement | None,
     micro_batches: int,
 ) -> Prefetched:
     call = "Collection.prefetch"
     micro_batches = as_count(call, micro_batches)
-    tiers = _tiers_of(collection, call, tables, stores)
+    tiers, kinds = _tiers_of(collection, call, tables, stores), _kinds_of(collection, admits)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
         collection.check_inputs(call, inputs, partial)
         keys_of = KeysOf(collection, tuple(stores), micro_batches)
-        found = _tier_parts.prefetch(call, placement, tiers, keys_of, dict(inputs), inserts)
+        found = _tier_parts.prefetch(call, placement, tiers, kinds, keys_of, dict(inputs))
     else:
         keys = _keys_at_once(collection, call, inputs, partial, micro_batches)
         batches = _batches(call, tiers, keys)
         found = _tiers.prefetch(
-            {name: (tiers[name], *batch) for name, batch in batches.items()}, inserts
+            {name: (tiers[name], *batch, kinds[name]) for name, batch in batches.items()}
         )
     return _put_back(tables, stores, found)
 
@@ -94,7 +94,7 @@ def step_and_prefetch(
     call = "Collection.step_and_prefetch"
     micro_batches = as_count(call, micro_batches)
     _tier_checks.check_step(call, step, coming)
-    tiers = _tiers_of(collection, call, tables, stores)
+    tiers, kinds = _tiers_of(collection, call, tables, stores), _kinds_of(collection, Admits.ALL)
     for own in tiers.values():
         _tier_checks.check_outside(call, own.cache, "tables", "Collection.prefetch")
     after: dict[str, Table] = {}
@@ -119,7 +119,7 @@ def step_and_prefetch(
             keys_of = KeysOf(collection, tuple(stores), micro_batches)
             both = dict(inputs), dict(coming)
             found, result = _tier_parts.step_and_prefetch(
-                call, placement, tiers, keys_of, both, stepped
+                call, placement, tiers, kinds, keys_of, both, stepped
             )
     else:
         keys = {
@@ -130,22 +130,33 @@ def step_and_prefetch(
         }
         kept, wanted = keys["inputs"], keys.get("coming", {})
         found, result = _tiers.step_and_prefetch(
-            {name: (tiers[name], batch, kept.get(name)) for name, batch in wanted.items()},
+            {
+                name: (tiers[name], batch, kept.get(name), kinds[name])
+                for name, batch in wanted.items()
+            },
             of_one_device(stepped),
         )
     return _put_back(after, stores, found), result
+
+
+def _kinds_of(collection: HasKeys, admits: Admits) -> dict[str, Admits]:
+    """By group: into tables that are not trained nothing is inserted."""
+    of_frozen = Admits.KNOWN if admits is Admits.ALL else admits
+    return {
+        group.name: of_frozen if group.optimizer is None else admits for group in collection.groups
+    }
 
 
 def _tiers_of(
     collection: HasKeys, call: str, tables: Mapping[str, Table], stores: Mapping[str, Any]
 ) -> dict[str, Tiers]:
     collection.check_tables(call, tables)
-    names = [group.name for group in collection.groups if group.optimizer is not None]
+    names = [group.name for group in collection.groups]
     if not isinstance(stores, Mapping) or not set(stores) <= set(names):
         given = sorted(stores) if isinstance(stores, Mapping) else type(stores).__name__
         raise ValueError(
-            f"{call}: stores must be a dict by names of physical tables that are trained, "
-            f"{names}, got {given}: make them by {{name: tiered.create_store(tables[name], "
+            f"{call}: stores must be a dict by names of some of the physical tables {names}, got "
+            f"{given}: make them by {{name: tiered.create_store(tables[name], "
             "capacity) for name in ...}"
         )
     return {name: Tiers(tables[name], stores[name]) for name in stores}

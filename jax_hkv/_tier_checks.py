@@ -18,7 +18,7 @@ from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._namespaces import keys_are
 from jax_hkv._placed import is_saved
-from jax_hkv._tiers import Tiers
+from jax_hkv._tiers import Admits, Tiers
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded, as_bagged, check_whose_bags
 from jax_hkv.table import Table, check_one_device, forms_of
@@ -35,6 +35,14 @@ _PLACED = (
     "give the placement= that it was made with (admit, exchange, restore, find and contains have "
     'no such form: docs/sharding.md, "Stores behind a table over devices")'
 )
+
+
+def admits_of(call: str, insert: Any, touch: Any) -> Admits:
+    """What a prefetch is to do with the keys of a batch."""
+    inserts, touches = (
+        _checks.as_bool(call, name, given) for name, given in (("insert", insert), ("touch", touch))
+    )
+    return Admits.ALL if inserts else Admits.KNOWN if touches else Admits.UNNOTICED
 
 
 def batch_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from jax_hkv._hops import Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placed import cut, is_saved, is_table, of_checked_batch
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv._tiers import Admits, PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded, check_whose_bags
 from jax_hkv.table import Table, check_table
 
@@ -217,16 +218,17 @@ def _received(
     placement: Placement,
     words: Mapping[str, jax.Array],
     counts: Mapping[str, jax.Array],
-    amiss: Mapping[str, jax.Array],
+    amiss: Mapping[str, None],
+    are_wrong: jax.Array,
 ) -> dict[str, list[tuple[Keys, jax.Array]]]:
     parts = {name: placement.shards((words[name], counts[name])) for name in words}
     wrong, found = jax.device_get(
         (
-            {name: placement.shards(own)[0] for name, own in amiss.items()},
+            placement.shards(are_wrong)[0],
             {name: [count for _, count in own] for name, own in parts.items()},
         )
     )
-    for name in (name for name, is_wrong in wrong.items() if is_wrong.any()):
+    for name in itertools.compress(sorted(amiss), wrong[0]):
         raise ValueError(
             f"{call}: row_splits of {name!r} must be those of a Jagged of each device, which start "
             "at 0, do not decrease and end within its positions, got others: of a batch that was "
@@ -262,10 +264,13 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
             _, arrived, _ = outward(plan, items)
             groups = _index.unique(arrived.keys, arrived.valid)
             words[name], counts[name] = groups.keys, groups.count
-        return words, counts, amiss_of(batch)
+        return words, counts, *amiss_of(batch)
 
-    def amiss_of(batch: Any) -> dict[str, jax.Array]:
-        """By the name of bags, whether a device's splits are not what they should be."""
+    def amiss_of(batch: Any) -> tuple[dict[str, None], jax.Array]:
+        """Of bags by their names, in order, whether a device's splits are not what they should be.
+
+        The names are in the structure of what comes back.
+        """
         nodes = jax.tree_util.tree_leaves_with_path(batch, is_leaf=are_bags)
         amiss = {
             jax.tree_util.keystr(path, simple=True, separator="."): are_amiss(
@@ -274,11 +279,12 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
             for path, node in nodes
             if are_bags(node) and has_axes(node)
         }
+        names = dict.fromkeys(sorted(amiss))
+        flags = vary(jnp.zeros(len(names), jnp.int32), exchange.axes)
+        for place, name in enumerate(names):
+            flags = flags.at[place].set(amiss[name].astype(jnp.int32))
         # Every process is to know, so that all raise.
-        return {
-            name: jax.lax.pmax(own.astype(jnp.int32), exchange.axes)[None]
-            for name, own in amiss.items()
-        }
+        return names, jax.lax.pmax(flags, exchange.axes)[None] if names else flags[None]
 
     return placement.run(own)
 
@@ -287,23 +293,25 @@ def prefetch(
     call: str,
     placement: Placement,
     tiers: Mapping[str, Tiers],
+    kinds: Mapping[str, Admits],
     keys_of: KeysOf,
     batch: Any,
-    inserts: bool,
 ) -> dict[str, tuple[Tiers, PrefetchCounts]]:
     """As :func:`jax_hkv._tiers.prefetch`, of tables over devices by their names."""
     parts = checked_parts(call, placement, tiers)
     (keys,) = owned(call, placement, keys_of, batch)
     batches = {
-        (name, number): (part, *keys[name][number]) for name, number, part in _each(parts, keys)
+        (name, number): (part, *keys[name][number], kinds[name])
+        for name, number, part in _each(parts, keys)
     }
-    return _joined(placement, _tiers.prefetch(batches, inserts))
+    return _joined(placement, _tiers.prefetch(batches))
 
 
 def step_and_prefetch(
     call: str,
     placement: Placement,
     tiers: Mapping[str, Tiers],
+    kinds: Mapping[str, Admits],
     keys_of: KeysOf,
     batches: tuple[Any, Any],
     step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
@@ -314,6 +322,7 @@ def step_and_prefetch(
       call: for errors.
       placement: of the tables.
       tiers: by name.
+      kinds: by name, see there.
       keys_of: what finds keys in a batch.
       batches: that of the step, and the one after it, of `Placement.put`.
       step: from the whole caches by name to such and a result.
@@ -321,7 +330,10 @@ def step_and_prefetch(
     parts = checked_parts(call, placement, tiers)
     kept, keys = owned(call, placement, keys_of, *batches)
     given = {
-        (name, number): (part, keys[name][number], kept[name][number] if name in kept else None)
+        (name, number): (
+            *(part, keys[name][number], kept[name][number] if name in kept else None),
+            kinds[name],
+        )
         for name, number, part in _each(parts, keys)
     }
 

@@ -6,6 +6,7 @@ See :mod:`jax_hkv.tiered`.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,14 @@ _PIECES = 5  # of what leaves a cache, so that the sixteenth of a batch need not
 
 Batch = tuple[Any, jax.Array | None]  # keys, and their mask
 Name = TypeVar("Name")
+
+
+class Admits(enum.Enum):
+    """Which keys of a batch a prefetch brings: all of them, or those that one of the tables has."""
+
+    ALL = enum.auto()
+    KNOWN = enum.auto()  # which have been looked up then
+    UNNOTICED = enum.auto()  # known ones, and no time passes
 
 
 class Tiers(NamedTuple):
@@ -392,17 +401,20 @@ def _cut(tree: Any, room: int) -> Any:
 
 @of_one_device
 def prefetch(
-    batches: Mapping[Name, tuple[Tiers, Any, jax.Array | None]], inserts: bool
+    batches: Mapping[Name, tuple[Tiers, Any, jax.Array | None, Admits]],
 ) -> dict[Name, tuple[Tiers, PrefetchCounts]]:
     """Keys of several tables go to their caches, all of them before the first one is waited for."""
     stores, places = {}, {}
-    for name, (tiers, given, mask) in batches.items():
-        if inserts:
+    for name, (tiers, given, mask, admits) in batches.items():
+        if admits is Admits.ALL:
             places[name] = admit(tiers.cache, given, mask)
         else:
             tiers, behind, near = known(tiers, given, mask)
-            options = {"is_lookup": False, "is_ticked": True}  # no time passes
-            places[name] = admit(tiers.cache, given, behind, (given, near), **options)
+            if admits is Admits.KNOWN:
+                places[name] = admit(tiers.cache, given, behind | near)
+            else:
+                options = {"is_lookup": False, "is_ticked": True}  # no time passes
+                places[name] = admit(tiers.cache, given, behind, (given, near), **options)
         stores[name] = tiers.store
     caches = {name: cache for name, (cache, _) in places.items()}
     return _exchanged(caches, stores, {name: admitted for name, (_, admitted) in places.items()})
@@ -420,13 +432,14 @@ def _exchanged(
 
 
 def step_and_prefetch(
-    batches: Mapping[Name, tuple[Tiers, Batch, Batch | None]],
+    batches: Mapping[Name, tuple[Tiers, Batch, Batch | None, Admits]],
     step: Callable[[dict[Name, Table]], tuple[Mapping[Name, Table], Any]],
 ) -> tuple[dict[Name, tuple[Tiers, PrefetchCounts]], Any]:
     """A step, before which keys of the next one get places, and rows while it is done.
 
     Args:
       batches: tiers, the keys of the next step, and those of this one, which stay where they are.
+        Where not all are admitted, what the step leaves of the cache has to be asked first.
       step: from the caches to the caches and a result. If it raises, these and the stores are used
         up.
     """
@@ -434,18 +447,26 @@ def step_and_prefetch(
     caches: dict[Name, Table] = {}
     try:
         with on_one_device():
-            for name, (tiers, coming, kept) in batches.items():
-                caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
+            for name, (tiers, coming, kept, admits) in batches.items():
+                caches[name] = tiers.cache
+                if admits is Admits.ALL:
+                    caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
         returned, result = step(caches)
         caches = {name: returned[name] for name in batches}
-        stores = {name: tiers.store for name, (tiers, _, _) in batches.items()}
+        stores = {name: tiers.store for name, (tiers, *_) in batches.items()}
         with on_one_device():
             after = _exchanged(caches, stores, admitted)
             for name, (tiers, counts) in after.items():
                 if counts.refused or counts.absent:
                     tiers, more = _again(tiers, *batches[name][1])
                     after[name] = tiers, _both(counts, more)
-        return after, result
+            behind = {
+                name: (Tiers(caches[name], stores[name]), *coming, admits)
+                for name, (_, coming, _, admits) in batches.items()
+                if admits is not Admits.ALL
+            }
+            after |= prefetch(behind)
+        return {name: after[name] for name in batches}, result
     except BaseException as error:
         use_up([batches[name][0].store for name in admitted], caches)
         if admitted:

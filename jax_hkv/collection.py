@@ -22,6 +22,7 @@ from jax_hkv import (
     _collection_checks,
     _collection_tiers,
     _sharded,
+    _tier_checks,
     _tier_parts,
     _tiers,
     pooled,
@@ -318,6 +319,7 @@ class Collection:
         *,
         partial: bool = False,
         insert: bool = True,
+        touch: bool = False,
         placement: Placement | None = None,
         micro_batches: int = 1,
     ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts]]:
@@ -329,12 +331,13 @@ class Collection:
         Args:
           tables: of :meth:`create`, or those of a model; those with a store are used up outside of
             jit.
-          stores: of :func:`jax_hkv.tiered.create_store`, by the names of their groups: of tables
-            with an optimizer, not necessarily of all. They are used up like these.
+          stores: of :func:`jax_hkv.tiered.create_store`, by the names of their groups, not
+            necessarily of all. They are used up like these.
           inputs: as for :meth:`lookup`.
           partial: as for :meth:`lookup`.
-          insert: whether ids that neither a table nor its store has are inserted; False before an
-            evaluation.
+          insert: whether ids that neither a table nor its store has are inserted, in the tables
+            that have an optimizer; False before an evaluation.
+          touch: with `insert=False`, for serving, see :func:`jax_hkv.tiered.prefetch`.
           placement: of tables over devices, outside of a step; `inputs` come from its `put` then.
           micro_batches: of the step that takes the batch: of each of them a :class:`jax_hkv.Jagged`
             is one, as for `Placement.put`.
@@ -366,7 +369,7 @@ class Collection:
             stores,
             inputs,
             partial=partial,
-            inserts=as_bool("Collection.prefetch", "insert", insert),
+            admits=_tier_checks.admits_of("Collection.prefetch", insert, touch),
             placement=placement,
             micro_batches=micro_batches,
         )

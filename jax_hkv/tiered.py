@@ -32,7 +32,7 @@ from jax_hkv._options import Fill
 from jax_hkv._placed import is_shape
 from jax_hkv._placement import Placement
 from jax_hkv._tier_entries import export_chunks, export_entries, import_entries
-from jax_hkv._tiers import Admitted, Fetched, PrefetchCounts, Tiers
+from jax_hkv._tiers import Admits, Admitted, Fetched, PrefetchCounts, Tiers
 from jax_hkv.index import LANES, MAX_SLOTS
 from jax_hkv.table import (
     EraseResult,
@@ -137,6 +137,7 @@ def prefetch(
     *,
     valid: Any = None,
     insert: bool = True,
+    touch: bool = False,
     placement: Placement | None = None,
     micro_batches: int = 1,
 ) -> tuple[Tiers, PrefetchCounts]:
@@ -157,6 +158,9 @@ def prefetch(
       insert: whether keys that neither table has are inserted. False is for an evaluation through
         a layer or a step that looks into the cache alone: rows come to where it finds them, with
         their scores, no time passes, and unseen keys stay unseen.
+      touch: whether with `insert=False` time passes all the same, and known keys have the time of
+        now, as if they had been inserted again: for serving, where the cache is to hold what is
+        asked for. (What comes with an old score is what leaves next.)
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
         device from there on. ("pmap" copies the parts twice, "shard_map" does not.)
@@ -183,18 +187,19 @@ def prefetch(
       (2, 0, [True])
     """
     call = "tiered.prefetch"
-    inserts = _checks.as_bool(call, "insert", insert)
+    admits = _tier_checks.admits_of(call, insert, touch)
     count = as_count(call, micro_batches)
     if placement is not None:
         placement = _tier_parts.check_placement(call, placement)
-        own, batch = {"keys": tiers}, _tier_parts.batch_of(call, placement, tiers, keys, valid)
+        batch = _tier_parts.batch_of(call, placement, tiers, keys, valid)
+        own, kinds = {"keys": tiers}, {"keys": admits}
         keys_of = _tier_parts.OneTable(call, count)
-        return _tier_parts.prefetch(call, placement, own, keys_of, batch, inserts)["keys"]
+        return _tier_parts.prefetch(call, placement, own, kinds, keys_of, batch)["keys"]
     _tier_checks.check(call, tiers)
     given, mask = _tier_checks.batch_of(
         call, tiers.cache, keys, valid, bags=True, micro_batches=count
     )
-    return _tiers.prefetch({"keys": (tiers, given, mask)}, inserts)["keys"]
+    return _tiers.prefetch({"keys": (tiers, given, mask, admits)})["keys"]
 
 
 def step_and_prefetch(
@@ -282,13 +287,14 @@ def step_and_prefetch(
             names=names,
             micro_batches=count,
         )
-        after, result = _tiers.step_and_prefetch({"keys": (tiers, given, kept)}, stepped)
+        own = {"keys": (tiers, given, kept, Admits.ALL)}
+        after, result = _tiers.step_and_prefetch(own, stepped)
     else:
         given = _tier_parts.batch_of(call, placement, tiers, coming, coming_valid, names)
         both = batch, given
         keys_of = _tier_parts.OneTable(call, count)
         after, result = _tier_parts.step_and_prefetch(
-            call, placement, {"keys": tiers}, keys_of, both, stepped
+            call, placement, {"keys": tiers}, {"keys": Admits.ALL}, keys_of, both, stepped
         )
     tiers, counts = after["keys"]
     return tiers, counts, result

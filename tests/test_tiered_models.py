@@ -415,13 +415,13 @@ WRONG = {
         ValueError,
         r"export_entries: changed_since makes a min_score",
     ),
-    "stores of a table that is not trained": (
+    "a store of no table": (
         lambda: COLLECTION.prefetch(
-            COLLECTION.create(), {"frozen": made(128, None)}, inputs_of(np.random.default_rng(0))
+            COLLECTION.create(), {"users": made(128, None)}, inputs_of(np.random.default_rng(0))
         ),
         ValueError,
-        r"Collection\.prefetch: stores must be a dict by names of physical tables that are "
-        r"trained, \['users\+items', 'words'\], got \['frozen'\]",
+        r"Collection\.prefetch: stores must be a dict by names of some of the physical tables "
+        r"\['users\+items', 'words', 'frozen'\], got \['users'\]: make them by \{name: tiered",
     ),
     "one store for two tables": (
         lambda: COLLECTION_OF_EQUALS.prefetch(
