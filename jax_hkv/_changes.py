@@ -7,14 +7,21 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import _entries, _entry_files, _tier_checks, operations, whole_table
+from jax_hkv import (
+    _entries,
+    _entry_files,
+    _tier_checks,
+    _tier_parts,
+    _tiers,
+    operations,
+)
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
@@ -245,9 +252,7 @@ def _warn_of_rows(
     some, scores = some[stays], now[1][places]
     some = some[(scores == earlier.scores[some]) & (scores < np.uint64(first))]
     some = some[:: max(1, -(-len(some) // _MOST_ROWS))]
-    each = [
-        table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
-    ]
+    each = _tables_of(parts)
     form = (each[0].dtype, each[0].dim)
     if not len(some) or (earlier.values.dtype, *earlier.values.shape[1:]) != form:
         return
@@ -265,6 +270,13 @@ def _warn_of_rows(
             "old ones. If it went back to a checkpoint and the same ids came again, or rows were "
             "assigned, give since=None and fresh tables to follow"
         )
+
+
+def _tables_of(parts: Sequence[Table | Tiers]) -> list[Table]:
+    """The tables of parts; of tiers the cache, whose entries count, behind its store."""
+    return [
+        table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
+    ]
 
 
 def _are_all(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
@@ -346,10 +358,20 @@ def _known_of(call: str, since: Any) -> tuple[Exported | None, np.ndarray, np.nd
     return since, since.keys[order], since.scores[order]
 
 
+@overload
+def import_changes(
+    placement: Placement | None, table: Table, changes: Changes, *, time: int | None = ...
+) -> tuple[Table, ChangeCounts]: ...
+@overload
+def import_changes(
+    placement: Placement | None, table: Tiers, changes: Changes, *, time: int | None = ...
+) -> tuple[Tiers, ChangeCounts]: ...
+
+
 @of_one_device
 def import_changes(
-    placement: Placement | None, table: Table, changes: Changes
-) -> tuple[Table, ChangeCounts]:
+    placement: Placement | None, table: Any, changes: Changes, *, time: int | None = None
+) -> tuple[Any, ChangeCounts]:
     """A table that follows another one, up to date. For use between steps.
 
     Removed keys go first, so that there is room; then entries come as by :func:`import_entries`,
@@ -357,12 +379,17 @@ def import_changes(
 
     Args:
       placement: of the table, or None for a table of one device.
-      table: with what was there at the time that the changes begin at, without entries if there
-        is none; it is used up. A server that answers meanwhile gives a copy of its own. Its time is
-        that of the followed table: reads leave it alone, but for `touch=True`, and its own writes
-        do not. One that begins with :func:`import_entries` has that time unless scores are later.
+      table: or `jax_hkv.tiered.Tiers`, whose store takes what the cache has not; with what was
+        there at the time that the changes begin at, without entries if there is none; it is used
+        up. A server that answers meanwhile gives a copy of its own. Its time is that of the
+        followed table: reads leave it alone, but for `touch=True`, and its own writes do not. One
+        that begins with :func:`import_entries` has that time unless scores are later.
       changes: of :func:`export_changes`, in order; every process gives all of them, those of
         several exporting processes one after the other.
+      time: that of the changes that were imported last, `changes.entries.clock`, of a table whose
+        own time has moved, by reads with `touch=True`. Entries that it has later scores of are then
+        taken for touched, so that a trained table which went back, and came to a time again, may
+        not be noticed. None: the table's own.
 
     Returns:
       The table, and :class:`ChangeCounts`.
@@ -384,31 +411,38 @@ def import_changes(
       (2, 0)
     """
     call = "sharding.import_changes"
-    _entries.check_target(call, placement, table, "changes")
+    is_own = time is None
+    if isinstance(table, Tiers):
+        parts: list[Any] = _tier_parts.between_steps(call, table, placement)
+    else:
+        _entries.check_target(call, placement, table, "changes")
+        parts = _entries.parts_of(placement, table)
+    of_time = trained(table)
     _check(call, changes, "an export of entries alone goes to import_entries")
     entries = changes.entries
-    if table.optimizer is None:
+    if of_time.optimizer is None:
         entries = entries._replace(optimizer={}, shared={})
-    parts = _entries.parts_of(placement, table)
     for part in parts:
-        _entries.check_fits(part, entries, call, "changes.entries")
-    if entries.seed not in (None, table.seed):
+        _entries.check_fits(trained(part), entries, call, "changes.entries")
+    if entries.seed not in (None, of_time.seed):
         raise ValueError(
-            f"{call}: changes.entries must be of a table with seed {table.seed} like this one, got "
-            f"seed {entries.seed}: give the changes of the table that this one follows, or create "
-            "it with that one's seed and initializer (dataclasses.replace(table, seed=...) gives a "
-            "table the seed that its rows were given)"
+            f"{call}: changes.entries must be of a table with seed {of_time.seed} like this one, "
+            f"got seed {entries.seed}: give the changes of the table that this one follows, or "
+            "create it with that one's seed and initializer (dataclasses.replace(table, seed=...) "
+            "gives a table the seed that its rows were given)"
         )
-    owners = _entries.owners_of(placement, table)
-    now = max(map(_entries.clock_of, parts))
+    owners = _entries.owners_of(placement, of_time)
+    now = max(_entries.clock_of(trained(part)) for part in parts)
+    if not is_own:
+        now = as_integer(call, "time", time, 0, 2**64 - 1)
     begins = changes.since is None
     mine = _of_owners(changes, owners)
     is_whole = mine is changes
     each = _entries.distinct_parts(call, parts)
-    size = sum(int(whole_table.size(part)) for part in each)
+    size = sum(map(_tiers.size, each))
     if begins and not size:
         parts = [_at_time_zero(part) for part in parts]
-    elif begins and (now < entries.clock or _is_another(each, mine.entries)):
+    elif begins and (now < entries.clock or _is_another(each, mine.entries, is_own)):
         raise ValueError(
             f"{call}: table must have no entries before changes from the beginning (since "
             f"None), got one with {size}, which these would not remove, or without some of these, "
@@ -427,9 +461,10 @@ def import_changes(
             f"{call}: changes must be those behind the table's last ones, at its time {now}, "
             f"got changes from {changes.since} to {entries.clock}: import all of them in order, "
             "each since the one before, or begin anew with a fresh table and "
-            "export_changes(table, None); own writes and touching reads move a table's time"
+            "export_changes(table, None); own writes and touching reads move a table's time (where "
+            "only reads did, give that of the last ones, time=)"
         )
-    elif not _follows(each, mine, now, size):
+    elif not _follows(each, mine, now, size, is_own):
         raise ValueError(
             f"{call}: changes must be those behind the table's last ones, got some from "
             f"{changes.since} to {entries.clock} of another past than the table has at its time "
@@ -440,11 +475,18 @@ def import_changes(
     _entries.latest_time(entries, call, "changes.entries")
     total, erased, after = no_counts(), 0, []
     for owner, part in zip(owners, parts, strict=True):
-        part, gone = _entries.without(part, _entries.owned_keys(changes.removed, *owner))
-        part, counts = _entries.fill(part, _entries.owned(entries, *owner), latest=0)
+        removed, own = _entries.owned_keys(changes.removed, *owner), _entries.owned(entries, *owner)
+        if isinstance(part, Tiers):
+            part, gone = _tiers.without(part, removed)
+            part, counts = _tiers.import_entries(part, own, latest=0)
+        else:
+            part, gone = _entries.without(part, removed)
+            part, of_part = _entries.fill(part, own, latest=0)
+            counts = (of_part,)
         after.append(part)
-        total, erased = _entries.plus(total, counts), erased + gone
-    return _entries.whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
+        total, erased = functools.reduce(_entries.plus, counts, total), erased + gone
+    whole_of = _tier_parts.whole_of if isinstance(table, Tiers) else _entries.whole_of
+    return whole_of(placement, after), ChangeCounts(total, jnp.int32(erased))
 
 
 def _found_in(table: Table, keys: np.ndarray) -> list[ScoredFindResult]:
@@ -476,16 +518,20 @@ def _rows_in(table: Table, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _are_there(
-    parts: Sequence[Table], keys: np.ndarray, scores: np.ndarray
+    parts: Sequence[Table | Tiers], keys: np.ndarray, scores: np.ndarray, is_own: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which keys tables have, and of those which with these scores."""
+    """Which keys tables have, and of those which with these scores, or later ones unless `is_own`.
+
+    Of tiers what the cache has counts.
+    """
     is_there, is_same = np.zeros((2, len(keys)), bool)
-    for part in parts:
-        if found := _found_in(part, keys):
+    for table in _tables_of(parts):
+        if found := _found_in(table, keys):
             now = np.concatenate([each.scores.to_numpy() for each in found])[: len(keys)]
             is_here = np.concatenate([np.asarray(each.found) for each in found])[: len(keys)]
             is_there |= is_here
-            is_same |= is_here & (now == scores)
+            as_said = now == scores if is_own else now >= scores
+            is_same = np.where(is_here, as_said, is_same)
     return keys[is_there], is_same[is_there]
 
 
@@ -510,41 +556,47 @@ def _of_owners(changes: Changes, owners: Sequence[tuple[int, int]]) -> Changes:
     )
 
 
-def _is_another(parts: Sequence[Table], entries: Exported) -> bool:
+def _is_another(parts: Sequence[Any], entries: Exported, is_own: bool) -> bool:
     """Whether tables of a time that changes end at are neither behind all of these nor without any.
 
     They hold all after the same changes, and none after those of another process.
     """
-    keys, are_same = _are_there(parts, entries.keys, entries.scores)
+    keys, are_same = _are_there(parts, entries.keys, entries.scores, is_own)
     return bool(len(keys) and not (len(keys) == len(entries.keys) and are_same.all()))
 
 
-def _follows(parts: Sequence[Table], changes: Changes, now: int, size: int) -> bool:
+def _follows(parts: Sequence[Any], changes: Changes, now: int, size: int, is_own: bool) -> bool:
     """Whether tables of a time that changes begin or end at stand where these begin, or end.
 
     At the end they are behind the same changes, whose scores they have, or behind those of another
     process, and stand at the beginning of these. What found no room is not there.
     """
     entries, was = changes.entries, changes.witnesses
-    if was is None or was.policy != parts[0].policy:  # not known, or with scores of one's own
+    if (
+        was is None or was.policy != trained(parts[0]).policy
+    ):  # not known, or with scores of one's own
         return True
 
     def are_as_said(keys: np.ndarray, scores: np.ndarray) -> bool:
-        there, are_same = _are_there(parts, keys, scores)
+        there, are_same = _are_there(parts, keys, scores, is_own)
         return bool(2 * len(there) >= min(len(keys), size) and are_same.all())
 
     is_first = now == changes.since or not was.whole
     is_more = was.whole and changes.before is not None and size > changes.before
-    is_any = bool(len(was.keys)) or not len(_are_there(parts, entries.keys, entries.scores)[0])
+    is_any = bool(len(was.keys)) or not len(
+        _are_there(parts, entries.keys, entries.scores, is_own)[0]
+    )
     if is_first and not is_more and is_any and are_as_said(was.keys, was.scores):
         return True
     stays = ~are_among(was.keys, np.append(entries.keys, changes.removed))
-    are_same = _are_there(parts, was.keys[stays], was.scores[stays])[1].all()
+    are_same = _are_there(parts, was.keys[stays], was.scores[stays], is_own)[1].all()
     return bool(now == entries.clock and are_same and are_as_said(entries.keys, entries.scores))
 
 
-def _at_time_zero(part: Table) -> Table:
-    """A table without entries, whose time will be that of what it follows."""
+def _at_time_zero(part: Any) -> Any:
+    """A table, or tiers, without entries, whose time will be that of what it follows."""
+    if isinstance(part, Tiers):
+        return Tiers(*map(_at_time_zero, part))
     own = part.index
     new = {name: jnp.zeros_like(getattr(own, name)) for name in ("clock", "epoch", "oldest")}
     return dataclasses.replace(part, index=dataclasses.replace(own, **new))

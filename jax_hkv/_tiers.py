@@ -621,6 +621,13 @@ def keys_of_cache_alone(tiers: Tiers) -> np.ndarray:
     return keys[~is_in(tiers.store, keys)]
 
 
+def size(part: Table | Tiers) -> int:
+    """Entries of a table of one device, or of tiers of one."""
+    if isinstance(part, Tiers):
+        return size(part.store) + len(keys_of_cache_alone(part))
+    return int(whole_table.size(part))
+
+
 @of_one_device
 def sizes_by(tiers: Tiers, number_of: Callable[[Keys], jax.Array], kinds: int) -> np.ndarray:
     """How many entries of each kind the tables have, ``int32[kinds]``; those in both count once."""
@@ -647,6 +654,14 @@ def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tup
     store, counts = _entries.fill(tiers.store, behind, latest)
     store, _ = _entries.without(store, near.keys)  # whose copies may be younger now
     return Tiers(cache, store), (overwritten, counts)
+
+
+def without(tiers: Tiers, keys: np.ndarray) -> tuple[Tiers, int]:
+    """Tiers of one device without some keys, uint64 on the host, and how many they had."""
+    near = keys[is_in(tiers.cache, keys)]
+    both = int(is_in(tiers.store, near).sum())
+    (cache, of_cache), (store, of_store) = (_entries.without(table, keys) for table in tiers)
+    return Tiers(cache, store), of_cache + of_store - both
 
 
 def trained(part: Table | Tiers) -> Table:

@@ -24,7 +24,7 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Bool
 
-from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations, whole_table
+from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations
 from jax_hkv._bag_parts import as_count
 from jax_hkv._compat import of_one_device
 from jax_hkv._mapped import mapped
@@ -635,8 +635,4 @@ def size(tiers: Tiers, *, placement: Placement | None = None) -> int:
       >>> size(Tiers(cache, create_store(cache, 1024)))
       0
     """
-    return sum(map(_size, _tier_parts.between_steps("tiered.size", tiers, placement)))
-
-
-def _size(tiers: Tiers) -> int:
-    return int(whole_table.size(tiers.store)) + len(_tiers.keys_of_cache_alone(tiers))
+    return sum(map(_tiers.size, _tier_parts.between_steps("tiered.size", tiers, placement)))
