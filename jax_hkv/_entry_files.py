@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import operator
@@ -104,7 +105,10 @@ def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
         raise OSError(
             errno.EINVAL, f"{call}: path must be that of a file, which this is not: name one", path
         )
-    unfinished = f"{path}.{uuid.uuid4().hex[:8]}.writing"  # others may write there, too
+    # Others may write there, too; and names have 255 bytes at most.
+    folder, name = os.path.split(path)
+    name = os.fsdecode(os.fsencode(name)[:200])
+    unfinished = os.path.join(folder, f"{name}.{uuid.uuid4().hex[:8]}.writing")
     try:
         with open(unfinished, "xb") as file:  # NumPy would put .npz behind a name
             np.savez(file, **arrays)
@@ -114,7 +118,7 @@ def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
             shutil.copymode(path, unfinished)
         os.replace(unfinished, path)
     except BaseException as error:
-        if os.path.exists(unfinished):
+        with contextlib.suppress(OSError):  # the first error tells more
             os.remove(unfinished)
         if isinstance(error, OSError) and error.errno is not None:
             what = f"{call}: {error.strerror}: free or name another place; a file that was there is"

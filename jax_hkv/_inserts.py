@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,9 @@ from jax_hkv.table import (
     scatter_values,
     with_clock,
 )
+
+# Makes of what an upsert has evicted, before its rows are written, what is wanted of it.
+EvictedOf = Callable[[Table, _index.Upserted], tuple[Table, Any]]
 
 
 def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
@@ -62,11 +65,11 @@ def upsert(
     table: Table,
     groups: Groups,
     scores: Keys | None,
-    report_evicted: bool,
+    evicted: bool | EvictedOf,
     pinned: jax.Array | None = None,
     is_ticked: bool = False,
     report_new: bool = True,
-) -> tuple[Table, _index.Upserted, Entries | None]:
+) -> tuple[Table, _index.Upserted, Any]:
     """Inserts and refreshes; new rows have fresh optimizer values but no value yet."""
     index, upserted = _index.upsert(
         table.index,
@@ -74,13 +77,15 @@ def upsert(
         scores,
         admit=True,
         pinned=pinned,
-        report_evicted=report_evicted,
+        report_evicted=evicted is not False,
         report_new=report_new or table.optimizer is not None,
         is_ticked=is_ticked,
     )
     table = dataclasses.replace(table, index=index)
-    table, evicted = _evicted(table, upserted) if report_evicted else (table, None)
-    return _start_optimizer_rows(table, upserted.new_slots), upserted, evicted
+    entries = None
+    if evicted is not False:
+        table, entries = (_evicted if evicted is True else evicted)(table, upserted)
+    return _start_optimizer_rows(table, upserted.new_slots), upserted, entries
 
 
 def _let_in(
@@ -373,7 +378,7 @@ class Inserted(NamedTuple):
     groups: Groups
     seen: Groups
     upserted: _index.Upserted
-    evicted: Entries | None
+    evicted: Any
     values: jax.Array | None
 
 
@@ -383,7 +388,7 @@ def insert_rows(
     valid: jax.Array | None,
     scores: Keys | None,
     offered: jax.Array | None,
-    evicted: bool,
+    evicted: bool | EvictedOf,
     *,
     admit: jax.Array | None = None,
     occurrences: jax.Array | None = None,
@@ -400,7 +405,7 @@ def insert_rows(
       valid: of them, or None: all.
       scores: of the positions, or None.
       offered: rows of the positions, or None.
-      evicted: whether the evicted entries are wanted.
+      evicted: whether the evicted entries are wanted, or what gets them, in another form.
       admit: of the positions, of any shape, those that let their keys in, or at how many of its
         occurrences each does; None: all.
       occurrences: ``int32``, as how many occurrences each position counts; None: as one.

@@ -31,6 +31,7 @@ from jax_hkv.table import (
     FindResult,
     ScoredFindResult,
     Table,
+    entries_at,
     no_counts,
 )
 
@@ -183,32 +184,38 @@ def _admit(
         cache = dataclasses.replace(cache, index=index)
         is_absent = (pinned < 0) & _checks.flat_mask(are_meant, pinned.shape)
         absent, found = (_index.unique(others, own).count[0] for own in (is_absent, pinned >= 0))
+    evicted_in = functools.partial(_evicted_in, pieces)
     cache, inserted = _inserts.insert_rows(
-        cache, keys, valid, uncounted, None, True, pinned=pinned, is_ticked=is_ticked
+        cache, keys, valid, uncounted, None, evicted_in, pinned=pinned, is_ticked=is_ticked
     )
-    assert inserted.evicted is not None
     counts = _inserts.counts_of(inserted.groups, inserted.upserted.unique_status)
     # The new ones side by side.
     new = _index.unique(Keys(inserted.groups.keys), inserted.upserted.new_slots >= 0)
     time = _time(cache) if is_lookup else None
     if not is_lookup:  # those that are kept are of the batch
         counts = counts._replace(unique=counts.unique + found, hits=counts.hits + found)
-    evicted = _pieces(inserted.evicted, pieces)
-    return cache, Admitted(Keys(new.keys), counts.inserted, evicted, time, counts, absent)
+    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, time, counts, absent)
 
 
-def _pieces(entries: Entries, most: int) -> tuple[Entries, ...]:
-    """Entries of a batch in pieces; five are a sixteenth, as many again, an eighth, and so on."""
-    if most == 1:
-        return (entries,)
-    room = entries.keys.shape[0]
+def _evicted_in(
+    most: int, table: Table, upserted: _index.Upserted
+) -> tuple[Table, tuple[Entries, ...]]:
+    """The evicted entries of a batch in pieces, of each of which the rows are read by themselves.
+
+    Five are a sixteenth, as many again, an eighth, and so on.
+    """
+    keys, scores = upserted.evicted_keys, upserted.evicted_scores
+    slots = upserted.evicted_slots
+    room = slots.shape[0]
     ends = {-(-room >> number) for number in range(most)}
     ends = sorted(end for end in ends if end >= min(room, _LEAST))
     pieces = []
     for begin, end in zip([0, *ends], ends, strict=False):
-        rows = jax.tree.map(lambda leaf, begin=begin, end=end: leaf[begin:end], entries[:-1])
-        pieces.append(Entries(*rows, count=jnp.clip(entries.count - begin, 0, end - begin)))
-    return tuple(pieces)
+        count = jnp.clip(upserted.evicted_count.reshape(()) - begin, 0, end - begin)
+        own = slice(begin, end)
+        table, piece = entries_at(table, keys[own], scores[own], slots[own], count)
+        pieces.append(piece)
+    return table, tuple(pieces)
 
 
 def pieces_of(device: Any) -> int:
@@ -348,7 +355,7 @@ def _keep(store: Table, evicted: tuple[Entries, ...]) -> tuple[Table, jax.Array]
 
 
 def _joined(pieces: tuple[Entries, ...]) -> Entries:
-    """The inverse of :func:`_pieces`, of the first ones of which all but the last are full."""
+    """The inverse of :func:`_evicted_in`, of the first ones of which all but the last are full."""
     rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(each[:-1] for each in pieces))
     return Entries(*rows, count=_sum(each.count for each in pieces))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,13 +15,15 @@ from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_rows
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, form_of, threefry
 from jax_hkv.index import NO_SLOT
-from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result
+from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result, with_clock
 
 Result = TypeVar("Result")
+
+_AT_ONCE = 1 << 23  # elements of rows that are moved together, 32 MiB of float32
 
 
 class Batch(NamedTuple):
@@ -150,6 +152,50 @@ def batch_of(
         slots = jnp.where(apply, slots, NO_SLOT)
         skipped = jnp.where(apply, skipped, before.skipped)
     return dataclasses.replace(table, index=index), Batch(groups, slots, terms, skipped)
+
+
+def in_parts(
+    move: Callable[..., tuple[Table, Any]], table: Table, rows: tuple[Any, ...]
+) -> tuple[Table, Any]:
+    """What is done to distinct rows, some at a time, since each is moved by itself.
+
+    Of all of them at once XLA keeps as many arrays as they have states.
+
+    Args:
+      move: from a table, slots, and what else there is of each row, to the table and a result that
+        is the same for any rows.
+      table: with optimizer rows.
+      rows: slots first.
+    """
+    count = rows[0].shape[0]
+    most = max(1, _AT_ONCE // table.dim)
+    turns = -(-count // most)
+    if turns <= 1:
+        return move(table, *rows)
+    size = -(-count // turns)
+    optimizer = table.optimizer
+    assert optimizer is not None
+    own = (table.index.clock, table.values, optimizer.rows)
+    leaves, tree = jax.tree.flatten((own, rows))
+    own, rows = tree.unflatten(match_varying(tuple(leaves)))
+
+    def whole(own: Any) -> Table:
+        clock, values, states = own
+        states = dataclasses.replace(optimizer, rows=states)
+        return dataclasses.replace(with_clock(table, clock), values=values, optimizer=states)
+
+    def turn(number: jax.Array, own: Any) -> Any:
+        part = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, number * size, size), rows
+        )
+        after, _ = move(whole(own), *part)
+        assert after.optimizer is not None
+        return after.index.clock, after.values, after.optimizer.rows
+
+    own = jax.lax.fori_loop(0, turns - 1, turn, own)  # a known number of turns: a GPU is not asked
+    slots, *others = jax.tree.map(lambda leaf: leaf[count - size :], rows)
+    is_left = _rows.positions(size) >= jnp.int32((turns - 1) * size - (count - size))
+    return move(whole(own), jnp.where(is_left, slots, NO_SLOT), *others)
 
 
 def merged_groups(results: list[InsertResult]) -> tuple[_index.Groups, Int32[Array, " n"]]:

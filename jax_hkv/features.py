@@ -569,9 +569,10 @@ def _expanded(
 def _summed(
     rows: Float[Array, "n dim"], inverse: Int32[Array, " n"], count: Int32[Array, ""], size: int
 ) -> Float[Array, "size dim"]:
+    inverse = jnp.where(inverse < size, inverse, _index.NO_SLOT)
     groups = _index.Groups(rows, inverse, inverse, inverse, count[None])
-    sums = _index.combine(groups, _index.Terms(rows))[:size]
     missing = max(size - inverse.shape[0], 0)
+    sums = _index.combine(groups, _index.Terms(rows), size - missing)
     return jnp.pad(sums, ((0, missing), (0, 0))).astype(rows.dtype)
 
 

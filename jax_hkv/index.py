@@ -258,12 +258,19 @@ class Terms(NamedTuple):
         return sources, weights, self.rows
 
 
-def combine(groups: Groups, terms: Terms) -> Float32[Array, "n ..."]:
-    """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8."""
+def combine(groups: Groups, terms: Terms, size: int | None = None) -> Float32[Array, "size ..."]:
+    """The sum of each distinct key's rows by the fixed tree of docs/semantics.md, section 8.
+
+    Args:
+      groups: of the positions.
+      terms: what these add.
+      size: how many of the keys are meant, the first ones: no position is of another one. None:
+        all.
+    """
+    order, offsets = occurrences(groups)
+    offsets = offsets if size is None else offsets[: size + 1]
     (sums,) = _ffi.call(
-        "combine_rows",
-        *(groups.count, groups.inverse, *occurrences(groups)),
-        *terms.operands,
+        "combine_rows", groups.count, groups.inverse, order, offsets, *terms.operands
     )
     return sums
 

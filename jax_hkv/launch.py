@@ -55,7 +55,9 @@ class _Ended(NamedTuple):
     def __str__(self) -> str:
         if self.status >= 0:
             return f"process {self.process} ended with status {self.status}"
-        return f"process {self.process} was ended by {signal.Signals(-self.status).name}"
+        number = -self.status
+        names = {own.value: own.name for own in signal.Signals}  # those of real time have none
+        return f"process {self.process} was ended by {names.get(number, f'signal {number}')}"
 
 
 class _Copies:
@@ -113,14 +115,40 @@ class _Copies:
         copying.join(_OUTPUT_SECONDS)
 
     def _copy(self, number: int, output: BinaryIO) -> None:
-        with self.logs[number].open("wb", buffering=0) as log:
+        """Reads all output, whatever becomes of it: what is not read would stop the process."""
+        path = self.logs[number]
+        with contextlib.ExitStack() as opened:
+
+            def log(piece: bytes) -> None:
+                left = memoryview(piece)
+                while left:
+                    left = left[file.write(left) :]
+
+            sinks = {f"the log {path}": log} | ({"standard output": _show} if number == 0 else {})
+            try:
+                file = opened.enter_context(path.open("wb", buffering=0))
+            except OSError as error:
+                file = opened.enter_context(open(os.devnull, "wb", buffering=0))
+                _say(f"there is no log {path}: {error}")
             while piece := output.read1(_PIECE):  # pyright: ignore[reportAttributeAccessIssue]
-                log.write(piece)
-                # Nobody may be looking any more; unread output would stop the process.
-                with contextlib.suppress(BrokenPipeError):
-                    if number == 0:
-                        sys.stdout.buffer.write(piece)
-                        sys.stdout.flush()
+                for name, write in list(sinks.items()):
+                    try:
+                        write(piece)
+                    except (OSError, ValueError) as error:
+                        del sinks[name]
+                        if not isinstance(error, BrokenPipeError):  # nobody looks any more
+                            _say(f"{name} of process {number} ends here: {error}")
+
+
+def _show(piece: bytes) -> None:
+    if sys.stdout is not None:  # it may be closed
+        sys.stdout.buffer.write(piece)
+        sys.stdout.flush()
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"jax_hkv.launch: {message}", file=sys.stderr)
 
 
 def _thread(work: Callable[..., None], *args: Any) -> threading.Thread:
@@ -134,15 +162,14 @@ def _report(failure: _Ended, logs: Sequence[Path]) -> None:
     own = logs[failure.process]
     for log in logs:
         if log != own:
-            with log.open("a") as lines:
+            with contextlib.suppress(OSError), log.open("a") as lines:
                 lines.write(f"jax_hkv.launch: {failure}, and the run with it; its log is {own}\n")
-    with own.open(errors="replace") as lines:
-        last = "".join(collections.deque(lines, _LAST_LINES))
-    print(
-        f"jax_hkv.launch: {failure}, and the run with it. The last lines of its log, {own}:\n"
-        f"{last}",
-        file=sys.stderr,
-    )
+    try:
+        with own.open(errors="replace") as lines:
+            last = "".join(collections.deque(lines, _LAST_LINES))
+    except OSError as error:
+        last = f"(not to be read: {error})"
+    _say(f"{failure}, and the run with it. The last lines of its log, {own}:\n{last}")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -179,7 +206,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         copies.start()
         failure = copies.first_failure()
     except KeyboardInterrupt as interrupt:
-        print("jax_hkv.launch: interrupted; all processes are ended", file=sys.stderr)
+        _say("interrupted; all processes are ended")
         return _SHELL_SIGNAL + (interrupt.args or (signal.SIGINT,))[0]
     finally:
         for second in (signal.SIGINT, signal.SIGTERM):  # which would leave some running

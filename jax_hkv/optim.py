@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
@@ -41,6 +41,7 @@ from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import Keys
 from jax_hkv.table import (
     InsertResult,
+    OptimizerRows,
     Table,
     check_one_device,
     gather_optimizer,
@@ -227,14 +228,35 @@ class SparseOptimizer:
         table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         # As native updates: a key without a position (of a slice, say) stays as it is.
         is_moved = _index.occurrences(batch.groups).counts > 0
-        batch = batch._replace(slots=jnp.where(is_moved, batch.slots, _index.NO_SLOT))
-        table, params = gather_values(table, batch.slots)
-        table, state_rows = gather_optimizer(table, batch.slots)
-        sums = _index.combine(batch.groups, batch.terms).astype(self.dtype)
+        slots = jnp.where(is_moved, batch.slots, _index.NO_SLOT)
+        sums = _index.combine(batch.groups, batch.terms)
+        rows = slots, Keys(batch.groups.keys), sums
+        move = functools.partial(self._moved, before=before, extra=extra)
+        table, shared = _updates.in_parts(move, table, rows)
+        optimizer = table.optimizer
+        assert optimizer is not None
+        if apply is not None:
+            shared = jax.tree.map(functools.partial(jnp.where, apply), shared, before.shared)
+        optimizer = dataclasses.replace(optimizer, shared=shared, skipped=batch.skipped)
+        return dataclasses.replace(table, optimizer=optimizer)
+
+    def _moved(
+        self,
+        table: Table,
+        slots: Int32[Array, " n"],
+        keys: Keys,
+        sums: Float32[Array, "n dim"],
+        *,
+        before: OptimizerRows,
+        extra: Mapping[str, Any],
+    ) -> tuple[Table, dict[str, jax.Array]]:
+        """Rows moved by the sums of their gradients, and what all rows share from there on."""
+        table, params = gather_values(table, slots)
+        table, state_rows = gather_optimizer(table, slots)
         params = params.astype(self.dtype)
         state = before.structure.join(state_rows, before.shared)
         try:
-            updates, state = self._update(sums, state, params, **extra)
+            updates, state = self._update(sums.astype(self.dtype), state, params, **extra)
         except _MISSES_ARGUMENTS as error:
             raise TypeError(
                 "optim.update: the transformation's update fails with the arguments that it was "
@@ -248,16 +270,10 @@ class SparseOptimizer:
         after = params + updates
         if self.stochastic_rounding:
             shared[_ROUNDINGS] = one_more(before.shared[_ROUNDINGS])
-            rounding = Keys(batch.groups.keys), shared[_ROUNDINGS][0], self.seed
+            rounding = keys, shared[_ROUNDINGS][0], self.seed
             after = _updates.rounded(after.astype(jnp.float32), *rounding)
-        table = scatter_values(table, batch.slots, None, after.astype(table.dtype))
-        table = scatter_optimizer(table, batch.slots, None, new_rows)
-        optimizer = table.optimizer
-        assert optimizer is not None
-        if apply is not None:
-            shared = jax.tree.map(functools.partial(jnp.where, apply), shared, before.shared)
-        optimizer = dataclasses.replace(optimizer, shared=shared, skipped=batch.skipped)
-        return dataclasses.replace(table, optimizer=optimizer)
+        table = scatter_values(table, slots, None, after.astype(table.dtype))
+        return scatter_optimizer(table, slots, None, new_rows), shared
 
     # With a count in every row, every row has a state of its own: the transformation sees one row.
 

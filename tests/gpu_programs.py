@@ -94,6 +94,14 @@ def programs():
         table = optimizer.update(table, result, rows)
         return (table, optax.apply_updates(weights, updates), moments), value
 
+    def step_in_parts(*arguments):
+        """As of a batch that is moved a tenth at a time."""
+        at_once, hkv._updates._AT_ONCE = hkv._updates._AT_ONCE, BATCH * DIM // 10
+        try:
+            return train_step(*arguments)
+        finally:
+            hkv._updates._AT_ONCE = at_once
+
     def scan_of_steps(state, keys, labels):
         return jax.lax.scan(lambda state, batch: train_step(state, *batch), state, (keys, labels))
 
@@ -141,6 +149,7 @@ def programs():
     yield "evicting_step", *collection_step(return_evicted=True)
     yield "micro_batches_step", *collection_step(micro_batches=4)
     yield "scan_of_steps", scan_of_steps, (state, batch(STEPS), floats(STEPS, BATCH))
+    yield "step_in_parts", step_in_parts, (state, batch(), floats(BATCH))
     yield "undonated_step", train_step, (state, batch(), floats(BATCH))
     yield "advance_epoch", hkv.advance_epoch, (make(),)
     yield "clear", hkv.clear, (make(),)

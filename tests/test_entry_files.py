@@ -232,3 +232,18 @@ def test_changes_whose_last_array_is_part_of_another_are_named(tmp_path):
     (tmp_path / "damaged").write_bytes(damaged)
     with pytest.raises(ValueError, match="load_changes: path must be a file of save_changes"):
         load(tmp_path / "damaged")
+
+
+def test_a_name_may_be_as_long_as_the_system_takes(tmp_path, monkeypatch):
+    for name in ("x" * 255, "\u00e9" * 127):
+        sharding.save_entries(tmp_path / name, EXPORTED)
+        assert len(sharding.load_entries(tmp_path / name)) == len(EXPORTED)
+    assert len([*tmp_path.iterdir()]) == 2
+
+    def refuse(*_):
+        raise OSError(5, "I/O error")
+
+    monkeypatch.setattr("os.remove", refuse)
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match="save_entries: I/O error: free or name another place"):
+        sharding.save_entries(tmp_path / "other", EXPORTED)

@@ -78,6 +78,7 @@ KERNELS |= {"single_ids_step": 22, "evicting_step": 29, "concurrent_step": 27}
 KERNELS |= {"jagged_step": 42}
 LOOPS = [
     "scan_of_steps",
+    "step_in_parts",
     "micro_batches_step",
     "erase_if",
     "expire",
@@ -171,6 +172,14 @@ def test_a_step_is_one_command_buffer(compiled, name):
 def test_the_body_of_a_loop_is_one_command_buffer(compiled, name):
     assert compiled[name]["uncounted_loops"] == []
     assert command_buffers(body_of(compiled[name]["thunks"])) == (1, []), compiled[name]["thunks"]
+
+
+def test_rows_are_moved_and_sent_in_memory_of_their_own_size(compiled):
+    """An optax update in parts keeps one array for all rows, and pieces of tiers are read apart."""
+    rows = 4 * gpu_programs.BATCH * gpu_programs.DIM  # bytes; of Adam's there are three
+    whole, parts = (compiled[name]["temporary_bytes"] for name in ("train_step", "step_in_parts"))
+    assert parts < whole - 3 * rows
+    assert compiled["tiered_admit_in_pieces"]["temporary_bytes"] < 2 * rows
 
 
 def test_what_runs_side_by_side_has_memory_of_its_own(compiled):

@@ -162,6 +162,42 @@ def test_the_launcher_shows_why_a_process_failed(tmp_path):
         assert "process 1 ended with status 1" in log
 
 
+def test_output_that_can_be_written_nowhere_stops_no_process(tmp_path):
+    """More of it than a pipe holds; a log that cannot be made, and a full disk at the other end."""
+    script = tmp_path / "script.py"
+    script.write_text("print('x' * 100_000, flush=True)\nprint('the end', flush=True)\n")
+    logs = tmp_path / "logs"
+    (logs / "process-1.log").mkdir(parents=True)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*LAUNCH, "--processes", "2", "--log-dir", str(logs), str(script)],
+            env=environment(),
+            cwd=WORKER.anchor,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=MOST_SECONDS,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "standard output of process 0 ends here: [Errno 28]" in done.stderr
+    assert f"there is no log {logs / 'process-1.log'}: " in done.stderr
+    assert (logs / "process-0.log").read_text().endswith("x\nthe end\n")
+
+
+def test_a_signal_without_a_name_and_a_log_that_is_gone_are_reported(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, shutil, signal, sys\n"
+        "shutil.rmtree(sys.argv[1])\n"
+        "os.kill(os.getpid(), signal.SIGRTMIN + 6)\n"
+    )
+    done = launch("--processes", 1, "--log-dir", tmp_path / "logs", script, tmp_path / "logs")
+    number = signal.SIGRTMIN + 6
+    assert done.returncode == 128 + number, done.stderr
+    assert f"process 0 was ended by signal {number}" in done.stderr
+    assert "(not to be read: [Errno 2]" in done.stderr
+
+
 def ends_of_unsupervised(folder, death, *arguments, survivors):
     """How processes end that nobody watches, by their numbers: (status, log)."""
     address = hkv.launch.free_address()

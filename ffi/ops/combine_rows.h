@@ -211,11 +211,11 @@ struct SumTree {
   int32_t* owners = nullptr;  // of places: one more than the number of the key, 0 where nothing is
 
   template <class Binder>
-  void describe(Binder& binder, const char* name) {
+  void describe(Binder& binder, const char* name, const char* shape_of_offsets) {
     binder.in("count", count, "1");
     binder.in("inverse", inverse, "n");
     binder.in("order", order, "n");
-    binder.in("offsets", offsets, "n+1");
+    binder.in("offsets", offsets, shape_of_offsets);
     binder.in("sources", sources, "n?");
     binder.in("weights", weights, "n?");
     binder.in_floats(name, rows, "k ...");
@@ -318,6 +318,7 @@ struct SumTree {
   }
 };
 
+// Of the first m keys, where no position in the order is of another one.
 struct CombineRows {
   static constexpr const char* kName = "combine_rows";
   static constexpr bool kPerPosition = false;
@@ -327,8 +328,8 @@ struct CombineRows {
 
   template <class Binder>
   void describe(Binder& binder) {
-    tree.describe(binder, "rows");
-    binder.out_float32("sums", sums, "n ...");
+    tree.describe(binder, "rows", "m+1");
+    binder.out_float32("sums", sums, "m ...");
   }
 
   struct Step {
@@ -357,9 +358,8 @@ struct CombineRows {
 
   template <class Executor>
   void run(Executor& executor) const {
-    if (tree.order.rows == 0) return;
-    tree.run(executor);
-    executor.each(tree.order.rows, Step{tree.terms(), tree.count.data, sums});
+    if (tree.order.rows > 0) tree.run(executor);
+    executor.each(sums.count, Step{tree.terms(), tree.count.data, sums});
   }
 };
 

@@ -282,7 +282,7 @@ struct UpdateRows {
     binder.in("slots", slots, "n");
     binder.in("keys", keys, "n 2");
     binder.in("rate", rate, "1");
-    gradients.describe(binder, "gradients");
+    gradients.describe(binder, "gradients", "n+1");
   }
 
   const char* complaint() const {

@@ -291,9 +291,30 @@ class Scenario {
     machines_.set("summed_slots", Buffer::of(written_slots(0.9)));
     call<AddRows>({}, {{"slots", "summed_slots"}, {"deltas", "sums"}});
     if (random_.chance(0.2)) sums_of_any_numbers(n);
+    if (random_.chance(0.5)) sums_of_first_keys(n);
     weigh(n);
     call<CombineRows>({}, kTerms);
     AllOperations::visit([this]<class Operation>() { update_by(static_cast<Operation*>(nullptr)); });
+  }
+
+  // Of the positions of some keys, as many of the batch's as come first.
+  void sums_of_first_keys(int64_t n) {
+    const auto keys = static_cast<int64_t>(random_.below(n + 1));
+    std::vector<int32_t> inverse = machines_["inverse"].as<int32_t>();
+    for (int32_t& key : inverse) key = key < keys ? key : -1;
+    machines_.set("first_inverse", Buffer::of(inverse));
+    Names names = {{"inverse", "first_inverse"}, {"order", "first_order"}, {"offsets", "first_offsets"}};
+    call<ListOccurrences>({}, names);
+    std::vector<int32_t> offsets = machines_["first_offsets"].as<int32_t>();
+    offsets.resize(static_cast<size_t>(keys) + 1);
+    machines_.set("first_offsets", Buffer::of(offsets));
+    names.insert(
+        {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}, {"sums", "first_sums"}});
+    call<CombineRows>({}, names);
+    const std::vector<char>& all = machines_["sums"].bytes;
+    const std::vector<char>& first = machines_["first_sums"].bytes;
+    checks_.expect(std::equal(first.begin(), first.end(), all.begin()),
+                   where_ + ": the sums of some keys differ from those of all");
   }
 
   // Numbers and a count that `unique` has not made, as callers may give them.
