@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jax_hkv import _ffi, _updates
-from jax_hkv import index as _index
+from jax_hkv import _updates
 from jax_hkv._checks import (
     as_bool,
     as_flag,
@@ -34,8 +33,6 @@ from jax_hkv.table import (
     Table,
     check_one_device,
     check_table,
-    one_more,
-    with_clock,
 )
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
@@ -180,39 +177,12 @@ class FusedOptimizer:
             raise TypeError(f"optim.update: FTRL takes no learning_rate: {_ONE_ALPHA}")
         apply = as_flag("optim.update", "apply", apply)
         before = _updates.rows_of(table, rule.form)
-        table, batch = _updates.batch_of(
-            table, before, result, row_gradients, apply, verifies=False
-        )
         count = before.shared["count"]
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
         rate = _rate(own if learning_rate is None else learning_rate, count)
-        ahead = one_more(count)
-        if apply is not None:
-            ahead = jnp.where(apply, ahead, count)
-        names = [name for name, _ in rule.starts]
-        steps = before.rows["count"] if rule.count_per_row else ahead
-        groups = batch.groups
-        index = table.index
-        clock, values, *states, steps, skipped = _ffi.call(
-            f"update_{rule.name}",
-            *(index.clock, index.digests, index.keys),
-            *(table.values, *(before.rows[name] for name in names), steps),
-            *(batch.skipped, batch.slots, groups.keys, rate),
-            *(groups.count, groups.inverse, *_index.occurrences(groups)),
-            *batch.terms.operands,
-            table=table.name,
-            stochastic=int(rule.stochastic_rounding),
-            seed=int(np.uint64(rule.seed).view(np.int64)),
-            **dict(rule.constants),
-        )
-        rows = dict(zip(names, states, strict=True))
-        optimizer = dataclasses.replace(
-            before,
-            rows=rows | {"count": steps} if rule.count_per_row else rows,
-            shared=before.shared | {"count": ahead if rule.count_per_row else steps},
-            skipped=skipped,
-        )
-        return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
+        arguments = table, result, row_gradients, rate, apply
+        is_eager = _updates.is_eager(rule, arguments)
+        return (_updates.native_at_once if is_eager else _updates.native)(rule, *arguments)
 
 
 def inject_learning_rate(optimizer: FusedOptimizer) -> FusedOptimizer:

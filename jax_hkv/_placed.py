@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -342,8 +343,10 @@ def _check_places(call: str, state: Any) -> bool:
     for node in own:
         if is_used_up(node.keys) or is_used_up(node.digests):
             continue  # the step says so
+        # Of whatever name, so that tables of a kind share one program.
+        index = dataclasses.replace(jax.tree.map(_of_one, node.index), name="table")
         with on_one_device():
-            lost, all_of_them = map(int, _misplaced_of_some(jax.tree.map(_of_one, node.index)))
+            lost, all_of_them = map(int, jax.device_get(_misplaced_of_some(index)))
         if lost:
             raise ValueError(
                 f"{call}: table {node.name!r} must have its entries where lookups find them, got "

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _entries, _inserts, operations, whole_table
 from jax_hkv import index as _index
-from jax_hkv._compat import is_traced, of_one_device, on_one_device
+from jax_hkv._compat import is_traced, match_varying, of_one_device, on_one_device
 from jax_hkv._exported import Exported
 from jax_hkv._keys import Keys
 from jax_hkv.index import Policy, Status
@@ -106,6 +106,8 @@ class Admitted(NamedTuple):
       time: the score of this batch, where scores are times and it is a lookup; else None.
       counts: of the distinct keys of the batch.
       absent: keys that were to be kept, and are not there.
+      numbers: ``int32[...]``, `count`, `absent`, `counts` and those of the pieces: what the host
+        asks for is one transfer.
     """
 
     keys: Keys
@@ -114,6 +116,7 @@ class Admitted(NamedTuple):
     time: Keys | None
     counts: Counts
     absent: Int32[Array, ""]
+    numbers: Int32[Array, " counts"]
 
 
 class Fetched(NamedTuple):
@@ -194,7 +197,12 @@ def _admit(
     time = _time(cache) if is_lookup else None
     if not is_lookup:  # those that are kept are of the batch
         counts = counts._replace(unique=counts.unique + found, hits=counts.hits + found)
-    return cache, Admitted(Keys(new.keys), counts.inserted, inserted.evicted, time, counts, absent)
+    evicted = inserted.evicted
+    numbers = [counts.inserted, absent, *counts, *(piece.count for piece in evicted)]
+    return cache, Admitted(
+        *(Keys(new.keys), counts.inserted, evicted, time, counts, absent),
+        numbers=jnp.stack(match_varying(tuple(numbers))),
+    )
 
 
 def _evicted_in(
@@ -285,9 +293,9 @@ def _known(admitted: Admitted) -> Admitted:
     if is_traced(admitted.count):
         return admitted
     (device,) = admitted.count.devices()
-    counts = [piece.count for piece in admitted.evicted]
-    numbers = jax.device_get((admitted.count, admitted.counts, admitted.absent, counts))
-    count, of_batch, absent, counts = numbers
+    count, absent, *others = jax.device_get(admitted.numbers)
+    kinds = len(Counts._fields)
+    of_batch, counts = Counts(*others[:kinds]), others[kinds:]
     pieces = tuple(
         (in_front(piece, own) if pieces_of(device) == 1 else piece)._replace(count=own)
         for piece, own in zip(admitted.evicted, counts, strict=True)
@@ -305,7 +313,10 @@ def _asked(store: Table, admitted: Admitted) -> tuple[Table, Entries | None, Any
     entries, dropped = None, np.int32(0)
     is_inside = is_traced(count) or is_traced(store.values)
     if not is_inside:
-        keys, evicted, time = jax.device_put((keys, evicted, time), device_of(store))
+        if not count and not evicted and store.policy is not Policy.EPOCH_LRU:
+            return store, None, dropped
+        if keys.words.devices() != store.values.devices():
+            keys, evicted, time = jax.device_put((keys, evicted, time), device_of(store))
         keys = in_front(keys, count)
     if store.policy is Policy.EPOCH_LRU and time is not None:
         store = dataclasses.replace(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 
+from jax_hkv import _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_rows
@@ -19,7 +20,14 @@ from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys, form_of, threefry
 from jax_hkv.index import NO_SLOT
-from jax_hkv.table import InsertResult, OptimizerRows, Table, is_one_result, with_clock
+from jax_hkv.table import (
+    InsertResult,
+    OptimizerRows,
+    Table,
+    is_one_result,
+    one_more,
+    with_clock,
+)
 
 Result = TypeVar("Result")
 
@@ -41,6 +49,22 @@ class Batch(NamedTuple):
     slots: Int32[Array, " n"]
     terms: _index.Terms
     skipped: UInt32[Array, 1]
+
+
+def is_eager(optimizer: Any, arguments: Any) -> bool:
+    """Whether an update is called eagerly, with what a compiled one can be given.
+
+    Such a one is that of a program to the bit, and not some ten programs one after the other.
+    """
+    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float)
+    leaves = jax.tree.leaves(arguments)
+    if not all(isinstance(leaf, kinds) and not is_traced(leaf) for leaf in leaves):
+        return False
+    try:
+        hash(optimizer)
+    except TypeError:  # of a transformation that says what is equal, and not how
+        return False
+    return True
 
 
 def optimizer_rows(
@@ -152,6 +176,45 @@ def batch_of(
         slots = jnp.where(apply, slots, NO_SLOT)
         skipped = jnp.where(apply, skipped, before.skipped)
     return dataclasses.replace(table, index=index), Batch(groups, slots, terms, skipped)
+
+
+def native(
+    rule: Any, table: Table, result: Any, row_gradients: Any, rate: jax.Array, apply: Any
+) -> Table:
+    """The table after a step of a native optimizer, a rule, at a learning rate."""
+    before = rows_of(table, rule.form)
+    table, batch = batch_of(table, before, result, row_gradients, apply, verifies=False)
+    count = before.shared["count"]
+    ahead = one_more(count)
+    if apply is not None:
+        ahead = jnp.where(apply, ahead, count)
+    names = [name for name, _ in rule.starts]
+    steps = before.rows["count"] if rule.count_per_row else ahead
+    groups = batch.groups
+    index = table.index
+    clock, values, *states, steps, skipped = _ffi.call(
+        f"update_{rule.name}",
+        *(index.clock, index.digests, index.keys),
+        *(table.values, *(before.rows[name] for name in names), steps),
+        *(batch.skipped, batch.slots, groups.keys, rate),
+        *(groups.count, groups.inverse, *_index.occurrences(groups)),
+        *batch.terms.operands,
+        table=table.name,
+        stochastic=int(rule.stochastic_rounding),
+        seed=int(np.uint64(rule.seed).view(np.int64)),
+        **dict(rule.constants),
+    )
+    rows = dict(zip(names, states, strict=True))
+    optimizer = dataclasses.replace(
+        before,
+        rows=rows | {"count": steps} if rule.count_per_row else rows,
+        shared=before.shared | {"count": ahead if rule.count_per_row else steps},
+        skipped=skipped,
+    )
+    return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
+
+
+native_at_once = jax.jit(native, static_argnums=0)
 
 
 def in_parts(

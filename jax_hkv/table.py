@@ -615,16 +615,27 @@ def forms_of(
     values: Any, optimizer: Mapping[str, Any], shared: Mapping[str, Any] | None = None
 ) -> str:
     """What the rows of entries look like, and what those of a table share."""
+    rows = tuple((name, leaf.dtype, leaf.shape[1:]) for name, leaf in sorted(optimizer.items()))
+    common = None
+    if shared is not None:
+        common = tuple((name, leaf.dtype, leaf.shape) for name, leaf in sorted(shared.items()))
+    return _forms_of((values.dtype, values.shape[1:]), rows, common)
 
-    def form(leaf: Any, shape: Iterable[Any]) -> str:
-        return f"{leaf.dtype.name}[{', '.join(map(str, shape))}]"
 
-    rows = {name: form(leaf, ("n", *leaf.shape[1:])) for name, leaf in sorted(optimizer.items())}
-    own = f"values {form(values, ('n', *values.shape[1:]))}, optimizer {rows}"
+@functools.lru_cache(maxsize=256)  # asked at every prefetch of tiers, whose tables stay the same
+def _forms_of(
+    values: tuple[Any, tuple[Any, ...]],
+    optimizer: tuple[tuple[str, Any, tuple[Any, ...]], ...],
+    shared: tuple[tuple[str, Any, tuple[Any, ...]], ...] | None,
+) -> str:
+    def form(dtype: Any, shape: Iterable[Any]) -> str:
+        return f"{dtype.name}[{', '.join(map(str, shape))}]"
+
+    rows = {name: form(dtype, ("n", *shape)) for name, dtype, shape in optimizer}
+    own = f"values {form(values[0], ('n', *values[1]))}, optimizer {rows}"
     if shared is None:
         return own
-    common = {name: form(leaf, leaf.shape) for name, leaf in sorted(shared.items())}
-    return f"{own} and shared {common}"
+    return f"{own} and shared { {name: form(dtype, shape) for name, dtype, shape in shared} }"
 
 
 def entries_at(

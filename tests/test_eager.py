@@ -7,7 +7,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from many_devices import assert_same_bits
 
 import jax_hkv as hkv
 
@@ -97,6 +99,26 @@ def test_a_pooled_call_is_three_programs(call, combiner, is_jagged):
         bags = hkv.Jagged(jnp.asarray(ids), jnp.arange(count + 1, dtype=jnp.int32))
     assert programs(lambda: call(table, bags, combiner=combiner)) == 3
     assert programs(lambda: call(table, bags, combiner=combiner)) == 0
+
+
+@pytest.mark.parametrize("name", ["fused", "a number each step", "optax", "optax, rounded"])
+def test_an_update_is_one_program_and_has_its_bits(name, rng):
+    """Of optax too, whose sums and products a program may join."""
+    dtype = jnp.bfloat16 if "rounded" in name else jnp.float32
+    optimizer = hkv.optim.adam(0.1)
+    if "optax" in name:
+        optimizer = hkv.optim.sparse(optax.adam(0.1), stochastic_rounding="rounded" in name)
+    options = [{"learning_rate": rate} for rate in (0.5, 0.25)] if "number" in name else [{}, {}]
+    table = optimizer.init(hkv.create(1280, DIM, dtype=dtype))
+    ids = rng.integers(0, 900, next(SHAPES)).astype(np.int32)
+    table, found = hkv.find_or_insert(table, ids)
+    rows = jnp.asarray(rng.normal(size=(len(ids), DIM)), jnp.float32)
+    jitted = jax.jit(lambda table: optimizer.update(table, found, rows, **options[0]))
+    counts = [
+        programs(lambda own=own: optimizer.update(table, found, rows, **own)) for own in options
+    ]
+    assert counts[1] == 0 < counts[0] <= 3
+    assert_same_bits(optimizer.update(table, found, rows, **options[0]), jitted(table))
 
 
 def test_rows_are_pooled_by_one_program():

@@ -169,6 +169,21 @@ def test_steps_under_a_mesh_are_looked_at_too(where):
     assert losses[0] == losses[1]
 
 
+def test_tables_that_differ_in_their_names_are_looked_at_by_one_program():
+    class Many(nn.Module):
+        @nn.compact
+        def __call__(self, ids, train=False):
+            layers = [hkv.linen.Embed(1280, 4, optimizer=SGD) for _ in range(5)]
+            return sum(layer(ids, train=train).sum() for layer in layers)
+
+    step = hkv.linen.train_step(lambda apply, ids: apply(ids, train=True))
+    state = hkv.linen.TrainState.create(Many(), jax.random.key(0), IDS[:3], tx=optax.sgd(0.1))
+    before = _placed._misplaced_of_some._cache_size()
+    for _ in range(2):
+        state, _ = step(state, IDS[:3])
+    assert _placed._misplaced_of_some._cache_size() <= before + 1
+
+
 def test_a_few_entries_of_a_large_table_are_enough(monkeypatch):
     """Else each step would wait for the one before it, to look again."""
     looks = []
