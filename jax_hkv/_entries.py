@@ -21,12 +21,13 @@ from jax_hkv._checks import (
 from jax_hkv._compat import of_one_device
 from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, namespace_of
+from jax_hkv._exported import Exported, namespace_of, part_of
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, keys_are
 from jax_hkv._placed import check_replicas
 from jax_hkv._placement import Placement, check_placement
+from jax_hkv._warnings import warn
 from jax_hkv.index import Policy
 from jax_hkv.table import (
     Counts,
@@ -35,7 +36,9 @@ from jax_hkv.table import (
     check_one_device,
     check_table,
     forms_of,
+    named,
     no_counts,
+    of_any_name,
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
@@ -59,6 +62,10 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
       TypeError: if one of them is no export.
       ValueError: if there is none, or if they are of different tables.
 
+    Warns:
+      UserWarning: if a time has the exports of some processes of a job, and not of all: a file is
+        missing, or is left of another save.
+
     Example:
       >>> import jax_hkv as hkv
       >>> tables = [hkv.find_or_insert(hkv.create(128, 2), np.array([i], np.int32))[0]
@@ -72,6 +79,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         check_exported(call, f"parts[{number}]", part, "parts are a list of exports")
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
+    _warn_of_missing(call, parts)
     if len(parts) == 1:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
@@ -87,7 +95,29 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
             "sharding.join_entries: parts must be of one table, with the same rows, optimizer "
             f"rows, sightings and policy, got {kinds}, sightings by seeds {seeds}"
         )
-    return as_one(_without_older(parts))
+    whole = as_one(_without_older(parts))
+    return whole if _missing(parts) else whole._replace(part=None)
+
+
+def _missing(parts: Sequence[Exported]) -> dict[int, list[int]]:
+    """By time, which processes' exports of it are not among these."""
+    missing: dict[tuple[int, int], set[int]] = {}
+    for part in parts:
+        if (of_job := part_of(part)) is not None:
+            number, count = of_job
+            left = missing.setdefault((part.clock, count), set(range(count)))
+            left.discard(number)
+    return {time: sorted(left) for (time, _), left in sorted(missing.items()) if left}
+
+
+def _warn_of_missing(call: str, parts: Sequence[Exported]) -> None:
+    if missing := _missing(parts):
+        each = ", ".join(f"of time {time} that of {left}" for time, left in missing.items())
+        warn(
+            f"{call}: parts must be of all processes that have exported a time, and there is not "
+            f"{each}: a file is missing, or is left of another save. Where those of some processes "
+            "alone are meant, give part._replace(part=None) of each part"
+        )
 
 
 def as_one(parts: Sequence[Exported]) -> Exported:
@@ -106,6 +136,7 @@ def as_one(parts: Sequence[Exported]) -> Exported:
         policy=latest.policy,
         namespace=latest.namespace,
         seed=seeds[0] if len(seeds) == 1 else None,
+        part=part_of(latest) if len(set(map(part_of, parts))) == 1 else None,
     )
 
 
@@ -233,7 +264,7 @@ def chunks_of(
       lowest: the lowest score of an entry; None: all.
       most: how many entries are wanted at a time.
     """
-    slots = slots_at_once(table, most)
+    slots, table = slots_at_once(table, most), named(table, "table")  # as in `of_any_name`
     words = None if lowest is None else Keys.from_numpy(np.array(lowest, np.uint64))
     for offset in range(0, table.capacity, slots):
         check_not_used_up(call, jax.tree.leaves(table), "table", LATE)
@@ -616,6 +647,7 @@ def without(table: Table, keys: np.ndarray) -> tuple[Table, int]:
     return table, sum(map(int, erased))
 
 
+@of_any_name
 @functools.partial(jax.jit, donate_argnums=0)
 def _erase(table: Table, keys: Keys, valid: jax.Array) -> tuple[Table, jax.Array]:
     # Its time is that of the entries that it is given.
@@ -632,6 +664,7 @@ def padded(array: np.ndarray, size: int) -> np.ndarray:
     return np.pad(array, [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1))
 
 
+@of_any_name
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
     table, result = import_rows(table, *entries, evicted=False, is_ticked=True)

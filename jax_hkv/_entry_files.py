@@ -68,6 +68,8 @@ def arrays_of(exported: Exported) -> dict[str, np.ndarray]:
         rows["namespace"] = namespace
     if exported.seed is not None:
         rows["seed"] = np.asarray(exported.seed, np.uint64)
+    if exported.part is not None:
+        rows["part"] = np.asarray(exported.part, np.uint64)
     # Of types that NumPy does not know, such as bfloat16, the bits are written. And whoever reads
     # knows by them what there was.
     types = np.array([f"{name}={leaf.dtype.name}" for name, leaf in rows.items()])
@@ -221,7 +223,13 @@ def entries_of_arrays(saved: Any) -> Exported:
         policy=operator.index(saved["policy"][()]),
         namespace=saved.get("namespace"),
         seed=operator.index(saved["seed"][()]) if "seed" in saved else None,
+        part=_pair(saved["part"]) if "part" in saved else None,
     )
+
+
+def _pair(numbers: np.ndarray) -> tuple[int, int]:
+    first, second = map(operator.index, numbers)
+    return first, second
 
 
 def _typed(array: np.ndarray, kind: str) -> np.ndarray:

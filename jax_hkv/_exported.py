@@ -30,6 +30,8 @@ class Exported(NamedTuple):
         ids.
       seed: of the table's first rows, and of the places that keys have in `counters`, if that is
         known.
+      part: of a job of several processes, which of them has exported its own, and how many there
+        are; None: all entries, or nobody knows.
     """
 
     keys: np.ndarray
@@ -43,6 +45,7 @@ class Exported(NamedTuple):
     policy: int
     namespace: np.ndarray | Namespace | None = None
     seed: int | None = None
+    part: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         """Without the entries."""
@@ -137,6 +140,13 @@ class Exported(NamedTuple):
 def namespace_of(exported: Exported) -> Namespace | None:
     given = exported.namespace
     return given if given is None or isinstance(given, Namespace) else from_array(given)
+
+
+def part_of(exported: Exported) -> tuple[int, int] | None:
+    if exported.part is None:
+        return None
+    number, count = map(int, exported.part)  # a checkpoint may have made arrays of them
+    return number, count
 
 
 def are_among(keys: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -220,6 +220,8 @@ def _cut(
     if most is None and lowest is not None:
         most = MOST  # how many have some score is not known before, nor whether there is room
     common = join_entries([common_of(_tiers.trained(part)) for part in parts])
+    if jax.process_count() > 1:
+        common = common._replace(part=(jax.process_index(), jax.process_count()))
     left = _size_of(parts)
     # Not by how many there are: a program is compiled for each number of slots.
     read = MOST if most is None else most

@@ -32,7 +32,9 @@ from jax_hkv.table import (
     ScoredFindResult,
     Table,
     entries_at,
+    named,
     no_counts,
+    of_any_name,
 )
 
 # The others refuse a key whose score is low, whatever the store has of it.
@@ -159,7 +161,7 @@ def emptied_shape(table: Table, buckets: int, device: Any) -> Table:
 
 def in_place(fn: Callable[..., Any]) -> Callable[..., Any]:
     """One program that changes its first argument's arrays, inlined into a caller's that traces."""
-    compiled = jax.jit(fn, donate_argnums=0)
+    compiled = of_any_name(jax.jit(fn, donate_argnums=0))
 
     @functools.wraps(fn)
     def call(table: Table, *args: Any) -> Any:
@@ -656,7 +658,7 @@ def sizes_by(tiers: Tiers, number_of: Callable[[Keys], jax.Array], kinds: int) -
 
 def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     """Which of some keys, uint64 on the host, a table has."""
-    device = device_of(table)
+    device, table = device_of(table), named(table, "table")  # as in `of_any_name`
     found = [
         np.asarray(operations.contains(table, *jax.device_put((part,), device), valid=valid)[1])
         for part, valid in _entries.key_chunks(keys)

@@ -101,6 +101,25 @@ def test_a_pooled_call_is_three_programs(call, combiner, is_jagged):
     assert programs(lambda: call(table, bags, combiner=combiner)) == 0
 
 
+def test_tables_of_any_name_share_what_takes_long():
+    """Prefetches, exports and imports: a program for each of many tables is waited for."""
+
+    def moved(name, ids):
+        cache = hkv.create(1280, DIM, name=name)
+        tiers = hkv.tiered.Tiers(cache, hkv.tiered.create_store(cache, 2560))
+        first = programs(lambda: None)
+        for batch in (ids, ids + 10_000, ids):
+            tiers, counts = hkv.tiered.prefetch(tiers, batch)
+        assert int(counts.restored) > 0
+        tiers, _ = hkv.tiered.import_entries(tiers, hkv.tiered.export_entries(tiers))
+        assert (tiers.cache.name, tiers.store.name) == (name, name)
+        return first + _compiled.count(COMPILED)
+
+    ids = np.arange(next(SHAPES), dtype=np.int32)
+    assert moved("one", ids) > 3
+    assert moved("another", ids) == 0
+
+
 @pytest.mark.parametrize("name", ["fused", "a number each step", "optax", "optax, rounded"])
 def test_an_update_is_one_program_and_has_its_bits(name, rng):
     """Of optax too, whose sums and products a program may join."""

@@ -247,3 +247,71 @@ def test_a_name_may_be_as_long_as_the_system_takes(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(OSError, match="save_entries: I/O error: free or name another place"):
         sharding.save_entries(tmp_path / "other", EXPORTED)
+
+
+def of_process(number, time, ids):
+    """What one of two processes has exported at a time."""
+    table = table_of([])
+    for _ in range(time - 1):  # of which it has had one
+        table, _ = hkv.find_or_insert(table, np.asarray(ids, np.int32))
+    return sharding.export_entries(table)._replace(part=(number, 2))
+
+
+def test_files_know_which_process_of_how_many_has_saved_them(tmp_path):
+    for number in (0, 1):
+        sharding.save_entries(tmp_path / f"{number}", of_process(number, 3, [number]))
+    loaded = [sharding.load_entries(tmp_path / f"{number}") for number in (0, 1)]
+    assert [part.part for part in loaded] == [(0, 2), (1, 2)]
+    assert sharding.join_entries(loaded).part is None
+    assert loaded[1].select([0]).part == (1, 2)
+    sharding.save_entries(tmp_path / "whole", EXPORTED)
+    assert sharding.load_entries(tmp_path / "whole").part is None
+
+
+@pytest.mark.parametrize("lost", ["a file", "a save", "an increment"])
+def test_an_export_of_some_processes_alone_is_told(lost):
+    """As the files of two saves in one folder, of which the second was cut short."""
+    first = [of_process(number, 3, [number, number + 2]) for number in (0, 1)]
+    second = [of_process(number, 6, [number]) for number in (0, 1)]
+    given, message = {
+        "a file": (first[:1], r"there is not of time 3 that of \[1\]: a file is missing"),
+        "a save": ([second[0], first[1]], r"of time 3 that of \[0\], of time 6 that of \[1\]"),
+        "an increment": ([*first, second[1]], r"there is not of time 6 that of \[0\]"),
+    }[lost]
+    with pytest.warns(UserWarning, match=f"join_entries: parts must be of all .*{message}"):
+        joined = sharding.join_entries(given)
+    assert joined.part == ((0, 2) if lost == "a file" else None)
+    complete = sharding.join_entries([*first, *second])  # warnings are errors here
+    assert sorted(complete.keys) == [0, 1, 2, 3] and complete.part is None
+    sharding.join_entries([part._replace(part=None) for part in given])
+    restored = [part._replace(part=[np.array(own) for own in part.part]) for part in first]
+    assert sharding.join_entries(restored).part is None
+
+
+@pytest.mark.parametrize("held", ["new ids", "an erasure"])
+def test_the_times_of_several_exporters_tell_what_is_missing(held):
+    """The changes of the others move the table's own time on."""
+    tables = [table_of([number]) for number in (0, 1)]
+    known: list = [None, None]
+    times: list = [None, None]
+    serving = hkv.create(1024, 2)
+    for turn in range(3):
+        for number in (0, 1):
+            ids, valid = np.asarray([10 * turn + number], np.int32), np.ones(1, bool)
+            if turn == 1 and held == "an erasure":  # in step with each other
+                tables[number], _ = hkv.erase(tables[number], np.asarray([0], np.int32))
+                valid[:] = number == 1
+            tables[number], _ = hkv.find_or_insert(tables[number], ids, valid=valid)
+            known[number] = sharding.export_changes(tables[number], known[number])
+            known[number] = known[number]._replace(
+                witnesses=known[number].witnesses and known[number].witnesses._replace(whole=False)
+            )
+            if (turn, number) == (1, 0):
+                continue  # it does not arrive
+            if (turn, number) == (2, 0):
+                with pytest.raises(ValueError, match="changes must be those behind the table's"):
+                    sharding.import_changes(None, serving, known[0], time=times[0])
+                sharding.import_changes(None, jax.tree.map(jnp.copy, serving), known[0])  # unseen
+                continue
+            serving, _ = sharding.import_changes(None, serving, known[number], time=times[number])
+            times[number] = known[number].entries.clock
