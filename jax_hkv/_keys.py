@@ -482,7 +482,7 @@ def check_keys(call: str, argument: str, ids: Any, namespace: Any = None) -> Any
     if kind == "Jagged":
         remedy = (
             "Bags of ids are for find_pooled, find_or_insert_pooled and the layers Embed, EmbedBag "
-            "and EmbedCollection."
+            "and EmbedCollection. Others take their ids, bags.ids, with valid=bags.valid."
         )
     elif kind == "Padded":
         remedy = "Give what is in it apart: padded.ids, and valid=padded.valid."

@@ -65,6 +65,26 @@ class Jagged:
     row_splits: Int[Any, " batch+1"]
     weights: Float32[Any, " n"] | None = None
 
+    @property
+    def valid(self) -> Bool[Any, " n"]:
+        """Which positions are in a bag: the mask of the ids for operations that know no bags.
+
+        Of one Jagged: of several one after the other (:meth:`for_parts`) mask each by itself.
+
+        Example:
+          >>> import jax_hkv as hkv
+          >>> bags = Jagged.from_lists([[5, 6], [], [7]], capacity=4)
+          >>> hkv.contains(hkv.create(128, 2), bags.ids, valid=bags.valid)[1].tolist()
+          [False, False, False, False]
+          >>> bags.valid.tolist()
+          [True, True, True, False]
+        """
+        splits = self.row_splits
+        places = (np if isinstance(splits, np.ndarray) else jnp).arange(
+            self.ids.shape[0], dtype=splits.dtype
+        )
+        return (splits[0] <= places) & (places < splits[-1])
+
     @classmethod
     def from_lists(
         cls,

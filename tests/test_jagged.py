@@ -544,3 +544,23 @@ def test_a_length_below_0_is_refused_whatever_the_sum():
 def test_weights_are_one_for_each_value(weights):
     with pytest.raises(ValueError, match=f"one for each of the 3 values, got {len(weights)}"):
         hkv.Jagged.from_lengths([5, 6, 7], [2, 1], weights=weights)
+
+
+@pytest.mark.parametrize("form", ["NumPy", "Keys", "jax", "jit"])
+def test_the_mask_of_positions_in_bags_is_that_of_their_ids(form):
+    """Positions before the first split and behind the last one are padding."""
+    bags = hkv.Jagged.from_lists([[5, 6], [], [7, 5]], capacity=7)
+    late = hkv.Jagged(np.arange(7, dtype=np.int64), np.array([2, 3, 5], np.int64))
+    table, _ = hkv.find_or_insert(hkv.create(128, 2), np.array([0, 5, 6, 7], np.int32))
+    for own, wanted in ((bags, [1, 1, 1, 1, 0, 0, 0]), (late, [0, 0, 1, 1, 1, 0, 0])):
+        if form != "Keys":
+            ids = own.ids.to_numpy() if isinstance(own.ids, hkv.Keys) else own.ids
+            own = hkv.Jagged(ids.astype(np.int32), own.row_splits)
+        if form in ("jax", "jit"):
+            own = jax.device_put(own)
+        mask = jax.jit(lambda own: own.valid)(own) if form == "jit" else own.valid
+        assert mask.dtype == bool and mask.tolist() == [bool(is_one) for is_one in wanted]
+        assert isinstance(mask, np.ndarray) == (form in ("NumPy", "Keys"))
+    _, erased = hkv.erase(table, bags.ids, valid=bags.valid)
+    assert int(erased.counts.hits) == 3  # not 0, which pads
+    assert hkv.sharding.distinct_in(bags.ids, bags.valid) == 3 / 7
