@@ -190,11 +190,12 @@ def export_changes(
         first = first_change(call, parts, earlier, "since")
         _check_past(call, (known, was), (keys, scores), earlier.clock, first)
         _warn_of_rows(call, parts, earlier, (keys, scores), first)
-    entries = _exported(parts, earlier if tells_time else None)
+    are_parts = not isinstance(tables, (Table, Tiers))
+    entries = _exported(parts, earlier if tells_time else None, are_parts)
     # New ones whose scores are old: of an import.
     old = _others(_others(keys, known), np.sort(entries.keys))
     if len(old):
-        whole = _exported(parts, None)
+        whole = _exported(parts, None, are_parts)
         came = whole.select(are_among(whole.keys, old))
         entries = _entries.as_one([entries, came])
     clock, witnesses = None, None
@@ -205,8 +206,8 @@ def export_changes(
     return Changes(entries, removed, clock, keys, len(known), scores, witnesses)
 
 
-def _exported(parts: Sequence[Any], since: Exported | None) -> Exported:
-    return all_of("sharding.export_entries", parts, None, since)
+def _exported(parts: Sequence[Any], since: Exported | None, are_parts: bool) -> Exported:
+    return all_of("sharding.export_entries", parts, None, since, are_parts)
 
 
 def _entries_of(part: Table | Tiers) -> tuple[np.ndarray, np.ndarray]:
@@ -458,11 +459,11 @@ def import_changes(
     # Behind the changes of another process the table has their time.
     elif now not in (changes.since, entries.clock):
         raise ValueError(
-            f"{call}: changes must be those behind the table's last ones, at its time {now}, "
-            f"got changes from {changes.since} to {entries.clock}: import all of them in order, "
-            "each since the one before, or begin anew with a fresh table and "
-            "export_changes(table, None); own writes and touching reads move a table's time (where "
-            "only reads did, give that of the last ones, time=)"
+            f"{call}: changes must be those behind the table's last ones, at "
+            f"{'its' if is_own else 'the given'} time {now}, got changes from {changes.since} to "
+            f"{entries.clock}: import all of them in order, each since the one before, or begin "
+            "anew with a fresh table and export_changes(table, None); own writes and touching "
+            "reads move a table's time (where only reads did, give that of the last ones, time=)"
         )
     elif not _follows(each, mine, now, size, is_own):
         raise ValueError(
@@ -572,9 +573,8 @@ def _follows(parts: Sequence[Any], changes: Changes, now: int, size: int, is_own
     process, and stand at the beginning of these. What found no room is not there.
     """
     entries, was = changes.entries, changes.witnesses
-    if (
-        was is None or was.policy != trained(parts[0]).policy
-    ):  # not known, or with scores of one's own
+    # Not known, or with scores of one's own.
+    if was is None or was.policy != trained(parts[0]).policy:
         return True
 
     def are_as_said(keys: np.ndarray, scores: np.ndarray) -> bool:

@@ -21,12 +21,13 @@ from jax_hkv._checks import (
 from jax_hkv._compat import of_one_device
 from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, namespace_of, part_of
+from jax_hkv._exported import Exported, check_part, namespace_of, part_of
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, keys_are
 from jax_hkv._placed import check_replicas
 from jax_hkv._placement import Placement, check_placement
+from jax_hkv._programs import named, of_any_name
 from jax_hkv._warnings import warn
 from jax_hkv.index import Policy
 from jax_hkv.table import (
@@ -36,9 +37,7 @@ from jax_hkv.table import (
     check_one_device,
     check_table,
     forms_of,
-    named,
     no_counts,
-    of_any_name,
 )
 from jax_hkv.whole_table import export_batch, export_batch_if
 
@@ -443,6 +442,7 @@ def check_exported(call: str, argument: str, exported: Any, remedy: str) -> None
     as_integer(call, f"{argument}.policy", exported.policy, 0, max(Policy))
     if exported.seed is not None:
         as_integer(call, f"{argument}.seed", exported.seed, 0, 2**64 - 1)
+    check_part(call, argument, exported.part)
     try:
         namespace_of(exported)
     except (TypeError, ValueError, AttributeError, OverflowError):

@@ -149,6 +149,19 @@ def part_of(exported: Exported) -> tuple[int, int] | None:
     return number, count
 
 
+def check_part(call: str, argument: str, part: Any) -> None:
+    """Raises unless it is a process and how many there are, or None."""
+    if part is None:
+        return
+    numbers = [np.asarray(own) for own in part] if isinstance(part, (tuple, list)) else []
+    are_integers = all(own.ndim == 0 and own.dtype.kind in "iu" for own in numbers)
+    if len(numbers) != 2 or not are_integers or not 0 <= numbers[0] < numbers[1]:
+        raise TypeError(
+            f"{call}: {argument}.part must be the number of a process and that of all of them, "
+            f"or None, got {part!r}: leave it as it was exported"
+        )
+
+
 def are_among(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which keys are among others, as words of 64 bits: those of an export may be signed."""
     own, asked = (part.astype(np.uint64, copy=False) for part in (keys, others))

@@ -78,7 +78,7 @@ def export_entries(
     """
     call = "sharding.export_entries"
     parts = _parts_of(call, tables)
-    return all_of(call, parts, min_score, changed_since)
+    return all_of(call, parts, min_score, changed_since, not isinstance(tables, Table))
 
 
 @of_one_device
@@ -121,7 +121,7 @@ def export_chunks(
     """
     call = "sharding.export_chunks"
     parts = _parts_of(call, tables)
-    return chunked(call, parts, entries, min_score, changed_since)
+    return chunked(call, parts, entries, min_score, changed_since, not isinstance(tables, Table))
 
 
 def _parts_of(call: str, tables: Any) -> list[Table]:
@@ -187,9 +187,18 @@ def all_of(
     parts: Sequence[Table | Tiers],
     min_score: int | None,
     changed_since: Exported | None,
+    are_parts: bool,
 ) -> Exported:
-    """The entries of parts, tables or tiers of one device each, as one export."""
-    return as_one(list(_cut(call, parts, None, min_score, changed_since)))
+    """The entries of parts, tables or tiers of one device each, as one export.
+
+    Args:
+      call: for errors.
+      parts: of one table.
+      min_score: see :func:`export_entries`.
+      changed_since: see there.
+      are_parts: whether other processes may have others.
+    """
+    return as_one(list(_cut(call, parts, None, min_score, changed_since, are_parts)))
 
 
 def chunked(
@@ -198,10 +207,11 @@ def chunked(
     entries: int,
     min_score: int | None,
     changed_since: Exported | None,
+    are_parts: bool,
 ) -> Iterator[Exported]:
     """As :func:`all_of`, so many entries at a time, in any mesh that is set at its turns."""
     most = as_integer(call, "entries", entries, 1, 2**63 - 1)
-    cut = _cut(call, parts, most, min_score, changed_since)
+    cut = _cut(call, parts, most, min_score, changed_since, are_parts)
     # An iterator that keeps nothing of what it has given: the caller may be done with it.
     return iter(functools.partial(of_one_device(next), cut, None), None)
 
@@ -212,6 +222,7 @@ def _cut(
     most: int | None,
     min_score: int | None,
     changed_since: Exported | None,
+    are_parts: bool,
 ) -> Iterator[Exported]:
     """At least one export, of `most` entries each but for the last; None: all in one or a few."""
     check_not_used_up(call, jax.tree.leaves(list(parts)), "table")
@@ -220,13 +231,19 @@ def _cut(
     if most is None and lowest is not None:
         most = MOST  # how many have some score is not known before, nor whether there is room
     common = join_entries([common_of(_tiers.trained(part)) for part in parts])
-    if jax.process_count() > 1:
+    if are_parts and jax.process_count() > 1 and _are_split(parts):
         common = common._replace(part=(jax.process_index(), jax.process_count()))
     left = _size_of(parts)
     # Not by how many there are: a program is compiled for each number of slots.
     read = MOST if most is None else most
     chunks = (chunk for part in parts for chunk in _chunks(call, part, read, lowest))
     return _filled(common, chunks, max(1, left) if most is None else most, left)
+
+
+def _are_split(parts: Sequence[Table | Tiers]) -> bool:
+    """Whether parts may be some of a table's: not replicas, nor all of a checkpoint."""
+    first = _tiers.trained(parts[0])
+    return first.replicas is not True and not is_saved(first)
 
 
 def _filled(

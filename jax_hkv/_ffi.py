@@ -390,7 +390,7 @@ def refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
@@ -406,7 +406,7 @@ def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     return outputs
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _with_empty(primitive: Primitive, empty: tuple[Any, ...], params: tuple[Any, ...]) -> Any:
     """A program that makes the operands without elements by itself; None: one that is given."""
 

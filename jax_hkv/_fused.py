@@ -181,8 +181,9 @@ class FusedOptimizer:
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
         rate = _rate(own if learning_rate is None else learning_rate, count)
         arguments = table, result, row_gradients, rate, apply
-        is_eager = _updates.is_eager(rule, arguments)
-        return (_updates.native_at_once if is_eager else _updates.native)(rule, *arguments)
+        if any(map(is_traced, jax.tree.leaves(arguments))):
+            return _updates.native(rule, *arguments)
+        return _updates.optim_update(rule, *arguments)  # one program, not some ten
 
 
 def inject_learning_rate(optimizer: FusedOptimizer) -> FusedOptimizer:

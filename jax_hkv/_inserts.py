@@ -41,6 +41,10 @@ def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
     return scatter_optimizer(table, slots, None, fresh)
 
 
+def _added(sums: Any, terms: Any) -> Any:  # one function: JAX keeps what it reduces by
+    return [a + b for a, b in zip(sums, terms, strict=True)]
+
+
 def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
     """What became of the distinct keys of a batch."""
     # All in one pass: as sums of their own they are one each.
@@ -55,7 +59,7 @@ def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
     hits, inserted, evicted, refused, not_admitted = jax.lax.reduce(
         tallies,
         [jnp.int32(0)] * len(tallies),
-        lambda sums, terms: [a + b for a, b in zip(sums, terms, strict=True)],
+        _added,
         (0,),
     )
     return Counts(groups.count[0], hits, inserted, evicted, refused, not_admitted)

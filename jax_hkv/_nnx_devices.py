@@ -17,6 +17,7 @@ from jax_hkv._warnings import warn
 
 Model = TypeVar("Model", bound=nnx.Module)
 
+_MOST_PROGRAMS = 16
 
 _STRUCTURE = (
     "train_step: state and arguments must be of the structure that the step was compiled for, got "
@@ -102,8 +103,15 @@ class Placed:
                 info = own(state, *args)
                 return nnx.split(state)[1], info
 
-            self._compiled[graph] = self._placement.step(pure, donate=self._donate)
+            _keep(self._compiled, graph, self._placement.step(pure, donate=self._donate))
         return self._compiled[graph]
+
+
+def _keep(programs: dict[Any, Any], graph: Any, program: Any) -> None:
+    """Of the last graphs: a model made anew with a new optimizer of optax has one of its own."""
+    if len(programs) >= _MOST_PROGRAMS:
+        del programs[next(iter(programs))]
+    programs[graph] = program
 
 
 def _split(node: nnx.Module) -> tuple[Any, Any]:
@@ -264,7 +272,8 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     def on_all(model: nnx.Module, *batch: Any) -> Any:
         graph, values = _split(model)
         if graph not in compiled:
-            compiled[graph] = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
+            run = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
+            _keep(compiled, graph, run)
         return compiled[graph](values, *batch)
 
     return on_all

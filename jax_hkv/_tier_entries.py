@@ -50,7 +50,7 @@ def export_entries(
     """
     call = "tiered.export_entries"
     parts = _tier_parts.to_read(call, tiers, placement)
-    return all_of(call, parts, min_score, changed_since)
+    return all_of(call, parts, min_score, changed_since, placement is not None)
 
 
 @of_one_device
@@ -88,7 +88,7 @@ def export_chunks(
     """
     call = "tiered.export_chunks"
     parts = _tier_parts.to_read(call, tiers, placement)
-    return chunked(call, parts, entries, min_score, changed_since)
+    return chunked(call, parts, entries, min_score, changed_since, placement is not None)
 
 
 @of_one_device

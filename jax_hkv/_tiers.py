@@ -23,6 +23,7 @@ from jax_hkv import index as _index
 from jax_hkv._compat import is_traced, match_varying, of_one_device, on_one_device
 from jax_hkv._exported import Exported
 from jax_hkv._keys import Keys
+from jax_hkv._programs import named, of_any_name
 from jax_hkv.index import Policy, Status
 from jax_hkv.table import (
     Counts,
@@ -32,9 +33,7 @@ from jax_hkv.table import (
     ScoredFindResult,
     Table,
     entries_at,
-    named,
     no_counts,
-    of_any_name,
 )
 
 # The others refuse a key whose score is low, whatever the store has of it.
@@ -461,16 +460,18 @@ def step_and_prefetch(
       batches: tiers, the keys of the next step, and those of this one, which stay where they are.
         Where not all are admitted, what the step leaves of the cache has to be asked first.
       step: from the caches to the caches and a result. If it raises, these and the stores are used
-        up.
+        up, those of tables of which not all keys are admitted, too.
     """
     admitted: dict[Name, Admitted] = {}
     caches: dict[Name, Table] = {}
+    begun: Iterable[Name] = admitted
     try:
         with on_one_device():
             for name, (tiers, coming, kept, admits) in batches.items():
-                caches[name] = tiers.cache
                 if admits is Admits.ALL:
                     caches[name], admitted[name] = admit(tiers.cache, *coming, kept)
+        caches = {name: caches.get(name, own[0].cache) for name, own in batches.items()}
+        begun = batches
         returned, result = step(caches)
         caches = {name: returned[name] for name in batches}
         stores = {name: tiers.store for name, (tiers, *_) in batches.items()}
@@ -488,8 +489,8 @@ def step_and_prefetch(
             after |= prefetch(behind)
         return {name: after[name] for name in batches}, result
     except BaseException as error:
-        use_up([batches[name][0].store for name in admitted], caches)
-        if admitted:
+        use_up([batches[name][0].store for name in begun], caches)
+        if begun:
             error.add_note(
                 "step_and_prefetch: the tiers of the step are lost, caches and stores, and so is "
                 "what it made of them, as in a model of nnx that it has trained: restore them all"

@@ -51,22 +51,6 @@ class Batch(NamedTuple):
     skipped: UInt32[Array, 1]
 
 
-def is_eager(optimizer: Any, arguments: Any) -> bool:
-    """Whether an update is called eagerly, with what a compiled one can be given.
-
-    Such a one is that of a program to the bit, and not some ten programs one after the other.
-    """
-    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float)
-    leaves = jax.tree.leaves(arguments)
-    if not all(isinstance(leaf, kinds) and not is_traced(leaf) for leaf in leaves):
-        return False
-    try:
-        hash(optimizer)
-    except TypeError:  # of a transformation that says what is equal, and not how
-        return False
-    return True
-
-
 def optimizer_rows(
     fresh: Mapping[str, Num[Array, "1 ..."]],
     shared: Mapping[str, Num[Array, "1 ..."]],
@@ -214,7 +198,7 @@ def native(
     return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
 
 
-native_at_once = jax.jit(native, static_argnums=0)
+optim_update = jax.jit(native, static_argnums=0)  # by this name it stands in errors of JAX
 
 
 def in_parts(

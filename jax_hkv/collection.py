@@ -336,7 +336,8 @@ class Collection:
           inputs: as for :meth:`lookup`.
           partial: as for :meth:`lookup`.
           insert: whether ids that neither a table nor its store has are inserted, in the tables
-            that have an optimizer; False before an evaluation.
+            that have an optimizer; in others known ids have the time of now. False before an
+            evaluation.
           touch: with `insert=False`, for serving, see :func:`jax_hkv.tiered.prefetch`.
           placement: of tables over devices, outside of a step; `inputs` come from its `put` then.
           micro_batches: of the step that takes the batch: of each of them a :class:`jax_hkv.Jagged`
@@ -389,7 +390,8 @@ class Collection:
         """A step of a batch that was prefetched, while the ids of the next one come near.
 
         The loop in which the host works while the device trains, for all tables of a model; see
-        :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier".
+        :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier". (What tables
+        without an optimizer need is fetched behind the step, which tells what they have.)
 
         Args:
           step: from all tables to all tables and a result. If it raises, tables and stores are

@@ -67,13 +67,15 @@ class _Copies:
         self._options = options
         self._running: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
+        self._watched: tuple[int, ...] = ()
         self._ended: queue.Queue[_Ended] = queue.Queue()  # in the order of their ends
         self.logs = [folder / f"process-{number}.log" for number in range(options.processes)]
 
     def start(self) -> None:
         given = self._options
         address = free_address()
-        watched, _ = os.pipe()  # its other end closes when this process ends, however it does
+        # Its other end closes when this process ends, however it does.
+        watched, _ = self._watched = os.pipe()
         base = {**os.environ, LAUNCHER: str(watched)}
         for number in range(given.processes):
             process = subprocess.Popen(
@@ -107,6 +109,8 @@ class _Copies:
             process.kill()
         for thread in self._threads:
             thread.join()
+        for end in self._watched:
+            os.close(end)
 
     def _follow(self, number: int, process: subprocess.Popen[bytes]) -> None:
         copying = _thread(self._copy, number, process.stdout)

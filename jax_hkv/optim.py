@@ -224,9 +224,6 @@ class SparseOptimizer:
         _check_extra(self.transformation, extra)
         if extra and not self.count_per_row:
             _check_rows_are_apart_once(self.transformation, table.dim, *_kinds_of(extra))
-        arguments = table, result, row_gradients, apply, extra
-        if _updates.is_eager(self, arguments):
-            return _at_once(self, *arguments)
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         # As native updates: a key without a position (of a slice, say) stays as it is.
@@ -321,13 +318,6 @@ class SparseOptimizer:
                 "give that leaf another name"
             )
         return _Structure(jax.tree.structure(two), tuple(kinds), self.stochastic_rounding)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _at_once(
-    optimizer: SparseOptimizer, table: Table, result: Any, rows: Any, apply: Any, extra: Any
-) -> Table:
-    return optimizer.update(table, result, rows, apply=apply, **extra)
 
 
 def _failed(what: str, error: Exception) -> ValueError:

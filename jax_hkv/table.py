@@ -658,28 +658,6 @@ def one_more(count: jax.Array) -> jax.Array:
     return count + (count < jnp.uint32(2**32 - 1)).astype(jnp.uint32)
 
 
-def named(table: Table, name: str) -> Table:
-    """The same table by another name."""
-    return dataclasses.replace(table, index=dataclasses.replace(table.index, name=name))
-
-
-def of_any_name(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function of a table, to it or to it and more, whose program tables share.
-
-    A name is part of a table's type, for which jit makes a program of its own: 26 tables of a kind
-    waited for 26. Worth it where a call takes much longer than the microseconds of this.
-    """
-
-    @functools.wraps(compiled)
-    def call(table: Table, *args: Any) -> Any:
-        after = compiled(named(table, "table"), *args)
-        if isinstance(after, Table):
-            return named(after, table.name)
-        return named(after[0], table.name), *after[1:]
-
-    return call
-
-
 def jitted(*static: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """One compiled function when called eagerly; inlined into the caller's otherwise."""
     return functools.partial(jax.jit, static_argnames=static, inline=True)

@@ -17,6 +17,7 @@ from jax_hkv import rows as _rows
 from jax_hkv._compat import is_traced, match_varying
 from jax_hkv._inserts import import_rows, most_at_once
 from jax_hkv._keys import Keys, form_of
+from jax_hkv._programs import program_of
 from jax_hkv.index import LANES, MAX_SLOTS, NO_SLOT
 from jax_hkv.table import (
     Counts,
@@ -74,7 +75,7 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
       (4, 6)
     """
     _check_predicate("erase_if", table, predicate)
-    return _in_trace(_erase_if, table)(table, predicate)
+    return program_of(_erase_if, table, predicate)(table, predicate)
 
 
 @jitted("predicate")
@@ -139,11 +140,11 @@ def expire(
     if where is not None:
         _check_predicate("expire", table, where, "where")
     epochs = _epoch("expire", "epochs", epochs, negative=2**32 - 1)
-    return _in_trace(_expire, table)(table, epochs, where)
+    return program_of(_expire, table, where)(table, where, epochs)
 
 
 @jitted("where")
-def _expire(table: Table, epochs: jax.Array, where: Predicate | None) -> Any:
+def _expire(table: Table, where: Predicate | None, epochs: jax.Array) -> Any:
     now = table.epoch[0]
 
     def is_old(keys: Keys, scores: Keys, values: jax.Array) -> jax.Array:
@@ -429,12 +430,7 @@ def size_if(table: Table, predicate: Predicate) -> Int32[Array, ""]:
       4
     """
     _check_predicate("size_if", table, predicate)
-    return _in_trace(_size_if, table)(table, predicate)
-
-
-def _in_trace(call: Any, table: Table) -> Callable[..., Any]:
-    """A jitted function, or within a trace what it jits: jit keeps what a predicate closes over."""
-    return call.__wrapped__ if is_traced(table.clock) else call
+    return program_of(_size_if, table, predicate)(table, predicate)
 
 
 def _check_predicate(call: str, table: Any, predicate: Any, argument: str = "predicate") -> None:
@@ -613,7 +609,7 @@ def _checked_export(
     call: str, table: Table, predicate: Predicate | None, offset: Any, count: int
 ) -> Entries:
     count = _checks.as_integer(call, "count", count, 0, MAX_SLOTS)
-    export = _in_trace(_export, table)
+    export = program_of(_export, table, predicate)
     if not is_traced(offset):
         first = min(_checks.as_integer(call, "offset", offset, 0, 2**63), table.capacity)
         return export(table, predicate, jnp.int32(first), count=count)

@@ -110,7 +110,7 @@ def test_a_time_that_reads_have_moved_is_given(has_store):
     with pytest.raises(ValueError, match=r"its time 21, got .* give that of the last ones, time="):
         sharding.import_changes(None, serving, second)
     for wrong in (0, 2 + third.entries.clock):
-        with pytest.raises(ValueError, match=f"its time {wrong}, got changes from 1 to 2"):
+        with pytest.raises(ValueError, match=f"the given time {wrong}, got changes from 1 to 2"):
             sharding.import_changes(None, serving, second, time=wrong)
     serving, _ = sharding.import_changes(None, serving, second, time=first.entries.clock)
     serving = touched(serving)

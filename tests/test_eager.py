@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from many_devices import assert_same_bits
 
@@ -120,15 +122,12 @@ def test_tables_of_any_name_share_what_takes_long():
     assert moved("another", ids) == 0
 
 
-@pytest.mark.parametrize("name", ["fused", "a number each step", "optax", "optax, rounded"])
-def test_an_update_is_one_program_and_has_its_bits(name, rng):
-    """Of optax too, whose sums and products a program may join."""
-    dtype = jnp.bfloat16 if "rounded" in name else jnp.float32
+@pytest.mark.parametrize("rates", [(None, None), (0.5, 0.25), (None, np.float32(0.5))])
+def test_an_update_is_one_program_and_has_its_bits(rates, rng):
+    """Beside the one of its learning rate, where that is a number of the step."""
     optimizer = hkv.optim.adam(0.1)
-    if "optax" in name:
-        optimizer = hkv.optim.sparse(optax.adam(0.1), stochastic_rounding="rounded" in name)
-    options = [{"learning_rate": rate} for rate in (0.5, 0.25)] if "number" in name else [{}, {}]
-    table = optimizer.init(hkv.create(1280, DIM, dtype=dtype))
+    options = [{"learning_rate": rate} for rate in rates]
+    table = optimizer.init(hkv.create(1280, DIM))
     ids = rng.integers(0, 900, next(SHAPES)).astype(np.int32)
     table, found = hkv.find_or_insert(table, ids)
     rows = jnp.asarray(rng.normal(size=(len(ids), DIM)), jnp.float32)
@@ -144,3 +143,34 @@ def test_rows_are_pooled_by_one_program():
     rows = jnp.ones((next(SHAPES), 2, DIM), jnp.float32)
     valid = jnp.ones(rows.shape[:-1], jnp.bool_)
     assert programs(lambda: hkv.pool(rows, combiner="mean", valid=valid)) == 1
+
+
+PREDICATES = {
+    "erase_if": lambda table, predicate: hkv.erase_if(table, predicate)[1],
+    "size_if": hkv.size_if,
+    "export_batch_if": lambda table, predicate: hkv.export_batch_if(table, predicate, 0, 128).count,
+    "expire": lambda table, predicate: hkv.expire(table, 0, where=predicate)[1],
+}
+
+
+@pytest.mark.parametrize("call", PREDICATES)
+def test_a_program_of_a_predicate_goes_when_it_does(call):
+    """Made anew for each call it would stay, and what it closes over, some megabytes each."""
+    table = hkv.create(1280, DIM, policy=hkv.Policy.EPOCH_LRU)
+    table = hkv.advance_epoch(hkv.advance_epoch(hkv.find_or_insert(table, np.arange(9))[0]))
+    seen = []
+    for most in (3, 5):
+        closed_over = hkv.Keys.from_numpy(np.array(most))
+
+        def is_small(keys, scores, rows, closed_over=closed_over):
+            return hkv.less(keys, closed_over)
+
+        assert int(PREDICATES[call](table, is_small)) == most
+        assert programs(lambda given=is_small: PREDICATES[call](table, given)) == 0
+        seen.append(weakref.ref(is_small))
+    del is_small
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    methods = hkv.Keys.from_numpy(np.array(4))
+    bound = functools.partial(lambda most, keys, *_: hkv.less(keys, most), methods)
+    assert int(PREDICATES[call](table, bound)) == 4  # as jit keeps them

@@ -237,7 +237,7 @@ def test_changes_whose_last_array_is_part_of_another_are_named(tmp_path):
 def test_a_name_may_be_as_long_as_the_system_takes(tmp_path, monkeypatch):
     for name in ("x" * 255, "\u00e9" * 127):
         sharding.save_entries(tmp_path / name, EXPORTED)
-        assert len(sharding.load_entries(tmp_path / name)) == len(EXPORTED)
+        assert_equal_saved(sharding.load_entries(tmp_path / name), EXPORTED)
     assert len([*tmp_path.iterdir()]) == 2
 
     def refuse(*_):
@@ -315,3 +315,39 @@ def test_the_times_of_several_exporters_tell_what_is_missing(held):
                 continue
             serving, _ = sharding.import_changes(None, serving, known[number], time=times[number])
             times[number] = known[number].entries.clock
+
+
+def test_only_parts_of_several_processes_are_of_one(monkeypatch):
+    """A table of a process's own is whole, and so is each of replicas."""
+    table = table_of([5, 6])
+    whole = OPT.init(hkv.create(256, 2, replicas=True))
+    tiers = hkv.tiered.Tiers(table, hkv.tiered.create_store(table, 512))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert sharding.export_entries([table]).part == (1, 2)
+    assert {chunk.part for chunk in sharding.export_chunks([table], 1)} == {(1, 2)}
+    assert sharding.export_changes([table], None).entries.part == (1, 2)
+    for export in (
+        sharding.export_entries(table),
+        sharding.export_entries([jax.device_get(table)]),
+        sharding.export_entries([whole]),
+        sharding.export_changes(table, None).entries,
+        hkv.tiered.export_entries(tiers),
+        next(hkv.tiered.export_chunks(tiers)),
+    ):
+        assert export.part is None
+        assert sharding.join_entries([export]) is export
+
+
+@pytest.mark.parametrize(
+    "part", [3, (-1, 2), (2, 2), (0, 0), (1,), (0, 1, 2), ("a", "b"), (0.5, 2)]
+)
+def test_a_part_that_is_none_is_refused(part, tmp_path):
+    wrong = EXPORTED._replace(part=part)
+    for call in (
+        lambda: sharding.save_entries(tmp_path / "file", wrong),
+        lambda: sharding.join_entries([wrong, wrong]),
+        lambda: sharding.import_entries(None, table_of([], dtype=jnp.bfloat16), wrong),
+    ):
+        with pytest.raises(TypeError, match=r"\.part must be the number of a process and that of"):
+            call()

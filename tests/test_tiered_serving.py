@@ -186,3 +186,23 @@ def test_an_evaluation_leaves_a_table_that_is_not_trained_as_it_is(rng):
         after = tiered.export_entries(tiered.Tiers(tables["frozen"], stores["frozen"]))
         assert_same_bits(rows_of(after), rows_of(exported()))
         assert (after.scores.max() > exported().scores.max()) == ("touch" in options)
+
+
+@pytest.mark.parametrize("names", [["frozen"], ["frozen", "items"]])
+def test_a_step_that_raises_uses_up_all_tiers_that_it_was_given(names, rng):
+    """Those of tables that are not trained, too, which the step may have used up."""
+    collection = collection_of(SMALL)
+    tables = collection.create()
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
+    inputs = inputs_of(rng)
+    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+
+    def step(tables):
+        raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause") as error:
+        collection.step_and_prefetch(step, tables, stores, inputs, inputs_of(rng))
+    assert "the tiers of the step are lost" in error.value.__notes__[0]
+    for name in names:
+        assert tables[name].values.is_deleted() and stores[name].values.is_deleted()
+    assert names != ["frozen"] or not tables["items"].values.is_deleted()
