@@ -148,7 +148,7 @@ def test_rows_are_pooled_by_one_program():
 PREDICATES = {
     "erase_if": lambda table, predicate: hkv.erase_if(table, predicate)[1],
     "size_if": hkv.size_if,
-    "export_batch_if": lambda table, predicate: hkv.export_batch_if(table, predicate, 0, 128).count,
+    "export_batch_if": lambda table, own: hkv.export_batch_if(table, own, 0, 1280).count,
     "expire": lambda table, predicate: hkv.expire(table, 0, where=predicate)[1],
 }
 
