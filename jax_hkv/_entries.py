@@ -63,7 +63,8 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
 
     Warns:
       UserWarning: if a time has the exports of some processes of a job, and not of all: a file is
-        missing, or is left of another save.
+        missing, or is left of another save. (Where those are meant, such as the chunks of one
+        process, give ``part._replace(part=None)``.)
 
     Example:
       >>> import jax_hkv as hkv
@@ -78,7 +79,7 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
         check_exported(call, f"parts[{number}]", part, "parts are a list of exports")
     if not parts:
         raise ValueError("sharding.join_entries: parts must be exported entries, got none")
-    _warn_of_missing(call, parts)
+    missing = _warn_of_missing(call, parts)
     if len(parts) == 1:
         return parts[0]  # a table of one device may fill the host's memory: no second copy
     kinds = [
@@ -95,28 +96,29 @@ def join_entries(parts: Sequence[Exported]) -> Exported:
             f"rows, sightings and policy, got {kinds}, sightings by seeds {seeds}"
         )
     whole = as_one(_without_older(parts))
-    return whole if _missing(parts) else whole._replace(part=None)
+    return whole if missing else whole._replace(part=None)
 
 
-def _missing(parts: Sequence[Exported]) -> dict[int, list[int]]:
-    """By time, which processes' exports of it are not among these."""
+def _warn_of_missing(call: str, parts: Sequence[Exported]) -> bool:
+    """Whether of a time the exports of some processes are not among these."""
     missing: dict[tuple[int, int], set[int]] = {}
     for part in parts:
         if (of_job := part_of(part)) is not None:
             number, count = of_job
             left = missing.setdefault((part.clock, count), set(range(count)))
             left.discard(number)
-    return {time: sorted(left) for (time, _), left in sorted(missing.items()) if left}
-
-
-def _warn_of_missing(call: str, parts: Sequence[Exported]) -> None:
-    if missing := _missing(parts):
-        each = ", ".join(f"of time {time} that of {left}" for time, left in missing.items())
+    each = [
+        f"of time {time} that of {sorted(left)}"
+        for (time, _), left in sorted(missing.items())
+        if left
+    ]
+    if each:
         warn(
             f"{call}: parts must be of all processes that have exported a time, and there is not "
-            f"{each}: a file is missing, or is left of another save. Where those of some processes "
-            "alone are meant, give part._replace(part=None) of each part"
+            f"{', '.join(each)}: a file is missing, or is left of another save. Where those of "
+            "some processes alone are meant, give part._replace(part=None) of each part"
         )
+    return bool(each)
 
 
 def as_one(parts: Sequence[Exported]) -> Exported:

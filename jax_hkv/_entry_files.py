@@ -109,7 +109,7 @@ def write_arrays(call: str, path: Any, arrays: dict[str, Any]) -> None:
         )
     # Others may write there, too; and names have 255 bytes at most.
     folder, name = os.path.split(path)
-    name = os.fsdecode(os.fsencode(name)[:200])
+    name = os.fsencode(name)[:200].decode(errors="ignore")
     unfinished = os.path.join(folder, f"{name}.{uuid.uuid4().hex[:8]}.writing")
     try:
         with open(unfinished, "xb") as file:  # NumPy would put .npz behind a name

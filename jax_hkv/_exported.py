@@ -153,8 +153,12 @@ def check_part(call: str, argument: str, part: Any) -> None:
     """Raises unless it is a process and how many there are, or None."""
     if part is None:
         return
-    numbers = [np.asarray(own) for own in part] if isinstance(part, (tuple, list)) else []
-    are_integers = all(own.ndim == 0 and own.dtype.kind in "iu" for own in numbers)
+    numbers = list(part) if isinstance(part, (tuple, list, np.ndarray)) else []
+    are_integers = all(
+        isinstance(own, (int, np.integer))
+        or (isinstance(own, np.ndarray) and own.dtype.kind in "iu" and not own.ndim)
+        for own in numbers
+    )
     if len(numbers) != 2 or not are_integers or not 0 <= numbers[0] < numbers[1]:
         raise TypeError(
             f"{call}: {argument}.part must be the number of a process and that of all of them, "

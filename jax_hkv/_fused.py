@@ -181,9 +181,9 @@ class FusedOptimizer:
         own = before.shared[_RATE] if rule.injects_rate else self.learning_rate
         rate = _rate(own if learning_rate is None else learning_rate, count)
         arguments = table, result, row_gradients, rate, apply
-        if any(map(is_traced, jax.tree.leaves(arguments))):
-            return _updates.native(rule, *arguments)
-        return _updates.optim_update(rule, *arguments)  # one program, not some ten
+        if _updates.are_known(arguments):
+            return _updates.optim_update_at_once(rule, *arguments)
+        return _updates.optim_update(rule, *arguments)
 
 
 def inject_learning_rate(optimizer: FusedOptimizer) -> FusedOptimizer:

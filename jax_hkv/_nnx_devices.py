@@ -17,7 +17,7 @@ from jax_hkv._warnings import warn
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-_MOST_PROGRAMS = 16
+_MOST_PROGRAMS = 64
 
 _STRUCTURE = (
     "train_step: state and arguments must be of the structure that the step was compiled for, got "
@@ -95,7 +95,7 @@ class Placed:
         return Stage(getattr(self._of(made_for), stage)(values, *args), run)
 
     def _of(self, graph: Any) -> Any:
-        if graph not in self._compiled:
+        def made() -> Any:
             own = self._step  # not by way of this object, which would hold itself
 
             def pure(values: Any, *args: Any) -> tuple[Any, Any]:
@@ -103,15 +103,18 @@ class Placed:
                 info = own(state, *args)
                 return nnx.split(state)[1], info
 
-            _keep(self._compiled, graph, self._placement.step(pure, donate=self._donate))
-        return self._compiled[graph]
+            return self._placement.step(pure, donate=self._donate)
+
+        return _kept(self._compiled, graph, made)
 
 
-def _keep(programs: dict[Any, Any], graph: Any, program: Any) -> None:
-    """Of the last graphs: a model made anew with a new optimizer of optax has one of its own."""
-    if len(programs) >= _MOST_PROGRAMS:
-        del programs[next(iter(programs))]
-    programs[graph] = program
+def _kept(programs: dict[Any, Any], graph: Any, make: Callable[[], Any]) -> Any:
+    """The program of a graph, kept with those used last: a new optax optimizer makes new graphs."""
+    program = programs.pop(graph, None)
+    programs[graph] = program = make() if program is None else program
+    while len(programs) > _MOST_PROGRAMS:
+        programs.pop(next(iter(programs)), None)
+    return program
 
 
 def _split(node: nnx.Module) -> tuple[Any, Any]:
@@ -271,9 +274,10 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
 
     def on_all(model: nnx.Module, *batch: Any) -> Any:
         graph, values = _split(model)
-        if graph not in compiled:
-            run = placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
-            _keep(compiled, graph, run)
-        return compiled[graph](values, *batch)
+
+        def made() -> Any:
+            return placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
+
+        return _kept(compiled, graph, made)(values, *batch)
 
     return on_all

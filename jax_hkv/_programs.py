@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +22,20 @@ _programs: weakref.WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = (
 def program_of(call: Any, table: Table, predicate: Any) -> Callable[..., Any]:
     """A jitted function of a table, a predicate and more, or within a trace what it jits.
 
-    One of a predicate that is a function lives as long as that: jit itself would keep each one, a
-    new lambda of every call too, and what it closes over, with 2 MB of program.
+    It lives as long as the predicate: jit itself would keep those of lambdas that are new in every
+    call, and what they close over, with 2 MB of program each.
     """
     if is_traced(table.clock):
         return call.__wrapped__
-    if not isinstance(predicate, types.FunctionType):
+    try:
+        alive = weakref.ref(predicate)
+    except TypeError:
+        return call
+    if type(predicate).__hash__ is not object.__hash__:  # a bound method is a new one each time
         return call
     own = _programs.setdefault(predicate, {})
     if call.__name__ not in own:
-        alive, given = weakref.ref(predicate), call.__wrapped__
+        given = call.__wrapped__
 
         def program(table: Table, *args: Any, **options: Any) -> Any:
             return given(table, alive(), *args, **options)

@@ -162,7 +162,16 @@ def batch_of(
     return dataclasses.replace(table, index=index), Batch(groups, slots, terms, skipped)
 
 
-def native(
+def are_known(arguments: Any) -> bool:
+    """Whether they are arrays and numbers that a jitted function takes, of no trace."""
+    kinds = (jax.Array, np.ndarray, np.generic, bool, int, float)
+    leaves = jax.tree.leaves(arguments)
+    if any(isinstance(leaf, np.ndarray) and leaf.dtype.hasobject for leaf in leaves):
+        return False
+    return all(isinstance(leaf, kinds) and not is_traced(leaf) for leaf in leaves)
+
+
+def optim_update(
     rule: Any, table: Table, result: Any, row_gradients: Any, rate: jax.Array, apply: Any
 ) -> Table:
     """The table after a step of a native optimizer, a rule, at a learning rate."""
@@ -198,7 +207,8 @@ def native(
     return dataclasses.replace(with_clock(table, clock), values=values, optimizer=optimizer)
 
 
-optim_update = jax.jit(native, static_argnums=0)  # by this name it stands in errors of JAX
+# One program, where the call is eager, and not some ten.
+optim_update_at_once = jax.jit(optim_update, static_argnums=0)
 
 
 def in_parts(

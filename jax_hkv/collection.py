@@ -390,8 +390,8 @@ class Collection:
         """A step of a batch that was prefetched, while the ids of the next one come near.
 
         The loop in which the host works while the device trains, for all tables of a model; see
-        :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier". (What tables
-        without an optimizer need is fetched behind the step, which tells what they have.)
+        :func:`jax_hkv.tiered.step_and_prefetch` and docs/guide.md, "A second tier". Rows of tables
+        without an optimizer are fetched after the step, not during it.
 
         Args:
           step: from all tables to all tables and a result. If it raises, tables and stores are

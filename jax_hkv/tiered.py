@@ -158,9 +158,9 @@ def prefetch(
       insert: whether keys that neither table has are inserted. False is for an evaluation through
         a layer or a step that looks into the cache alone: rows come to where it finds them, with
         their scores, no time passes, and unseen keys stay unseen.
-      touch: whether with `insert=False`, too, time passes, and known keys have the time of now, as
-        if they had been inserted again: for serving, where the cache is to hold what is asked for.
-        (What comes with an old score is what leaves next.)
+      touch: with `insert=False`, whether time passes, and known keys have the time of now, as if
+        they had been inserted again: for serving, where the cache is to hold what is asked for.
+        (What comes with an old score is what leaves next.) With `insert=True` they have it anyway.
       placement: of a cache over devices, outside of a step; `keys` and `valid` are those of all
         devices then, of `Placement.put`. They go to their owners, whose parts are tables of one
         device from there on. ("pmap" copies the parts twice, "shard_map" does not.)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import nnx
 
 import jax_hkv as hkv
 import jax_hkv.nnx
+from jax_hkv import _nnx_devices
 
 DIM = 4
 OPTIMIZER = hkv.optim.sgd(0.1)
@@ -96,3 +99,30 @@ def test_an_error_of_the_users_own_stays_as_it_is():
 
     with pytest.raises(ValueError, match="number of leaves"):
         hkv.nnx.train_step(loss_fn)(state, jnp.arange(3))
+
+
+class Scaled(nnx.Module):
+    def __init__(self, factor):
+        self.embed = hkv.nnx.Embed(256, DIM, embedding_init=hkv.initializers.constant(1.0))
+        self.factor = factor  # static: of each there is a program
+
+    def __call__(self, ids):
+        return self.factor * self.embed(ids)
+
+
+def test_programs_of_the_graphs_that_were_used_last_are_kept(monkeypatch):
+    """A model that is asked all the time is not compiled again for others that come and go."""
+    monkeypatch.setattr(_nnx_devices, "_MOST_PROGRAMS", 2)
+    mesh = jax.make_mesh((1,), ("device",), devices=jax.devices()[:1])
+    placement, traced = hkv.sharding.Placement(mesh), []
+
+    def rows(model, ids):
+        traced.append(model.factor)
+        return model(ids)
+
+    run = hkv.nnx.run(rows, placement=placement)
+    models = [hkv.nnx.place(functools.partial(Scaled, factor), placement) for factor in range(4)]
+    ids = placement.put(np.arange(3, dtype=np.int32))
+    for factor in (0, 1, 0, 2, 0, 3, 0, 1):
+        assert np.asarray(run(models[factor], ids)).tolist() == [[factor] * DIM] * 3
+    assert traced == [0, 1, 2, 3, 1]

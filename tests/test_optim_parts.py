@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def assert_same_but_for_xla(actual, expected):
-    """In every bit that is no float: XLA's own powers and roots may go by the size of an array."""
+    """In every bit but those of float32: XLA's powers and roots may go by the size of an array."""
     for own, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(own.dtype, jnp.floating) and own.dtype != jnp.bfloat16:
             np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-7)

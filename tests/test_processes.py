@@ -184,6 +184,29 @@ def test_output_that_can_be_written_nowhere_stops_no_process(tmp_path):
     assert (logs / "process-0.log").read_text().endswith("x\nthe end\n")
 
 
+def test_the_launcher_leaves_no_file_open(tmp_path):
+    """It may be called from a program that goes on."""
+    script = tmp_path / "script.py"
+    script.write_text("print('done')\n")
+    calls = (
+        "import os, sys\n"
+        "from jax_hkv import launch\n"
+        "counts = []\n"
+        "for _ in range(3):\n"
+        "    assert launch.main(['--processes', '1', sys.argv[1]]) == 0\n"
+        "    counts.append(len(os.listdir('/proc/self/fd')))\n"
+        "assert counts[0] == counts[2], counts\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", calls, str(script)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=MOST_SECONDS,
+    )
+    assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr
+
+
 def test_a_signal_without_a_name_and_a_log_that_is_gone_are_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -14,7 +14,7 @@ from test_sharding_traffic import mesh_of
 from test_tiered import POLICIES, assert_same_table, host, tiers_of, touched
 
 import jax_hkv as hkv
-from jax_hkv import sharding, tiered
+from jax_hkv import _tiers, sharding, tiered
 
 DIM, SMALL, LARGE = 4, 256, 8192
 SGD = hkv.optim.sgd(0.5)
@@ -206,3 +206,34 @@ def test_a_step_that_raises_uses_up_all_tiers_that_it_was_given(names, rng):
     for name in names:
         assert tables[name].values.is_deleted() and stores[name].values.is_deleted()
     assert names != ["frozen"] or not tables["items"].values.is_deleted()
+
+
+def test_what_was_not_begun_before_an_error_stays(monkeypatch, rng):
+    """The places of the second table cannot be made: the first one's are, and it is lost."""
+    collection = hkv.Collection(
+        [
+            hkv.TableConfig("items", SMALL, DIM, optimizer=SGD),
+            hkv.TableConfig("others", SMALL, DIM, optimizer=SGD),
+            hkv.TableConfig("frozen", SMALL, DIM),
+        ],
+        [FEATURES[0], hkv.Feature("other", "others", "sum"), FEATURES[1]],
+        fuse=False,
+    )
+    tables = collection.create()
+    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in tables}
+    inputs = inputs_of(rng) | {"other": np.arange(9, dtype=np.int32).reshape(3, 3)}
+    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+    admit, calls = _tiers.admit, []
+
+    def failing(*given, **options):
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError("the cause")
+        return admit(*given, **options)
+
+    monkeypatch.setattr(_tiers, "admit", failing)
+    with pytest.raises(MemoryError, match="the cause"):
+        collection.step_and_prefetch(lambda own: (own, None), tables, stores, inputs, inputs)
+    gone = {name for name in tables if stores[name].values.is_deleted()}
+    assert gone == {name for name in tables if tables[name].values.is_deleted()}
+    assert len(gone) == 1 and "frozen" not in gone
