@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_hkv._compat import is_traced
+from jax_hkv._compat import is_traced, trace_state_clean
 from jax_hkv.table import Table
 
 # By a predicate, those of calls by their names: they go when it does.
@@ -25,7 +25,7 @@ def program_of(call: Any, table: Table, predicate: Any) -> Callable[..., Any]:
     It lives as long as the predicate: jit itself would keep those of lambdas that are new in every
     call, and what they close over, with 2 MB of program each.
     """
-    if is_traced(table.clock):
+    if is_traced(table.clock) or not trace_state_clean():  # it may read what is traced elsewhere
         return call.__wrapped__
     try:
         alive = weakref.ref(predicate)

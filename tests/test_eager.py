@@ -179,6 +179,24 @@ def test_a_program_of_a_predicate_goes_when_it_does(call):
     assert [ref() for ref in seen] == [None] * len(seen)
 
 
+def test_a_predicate_may_read_what_another_trace_has_made():
+    """Of a table that is none of the trace, which a program of its own would not see again."""
+    table, _ = hkv.find_or_insert(hkv.create(1280, DIM), np.arange(9, dtype=np.int32))
+    limits = []
+
+    def is_small(keys, scores, rows):
+        return hkv.less(keys, limits[-1])
+
+    for most in (3, 5):
+
+        @jax.jit
+        def count(words):
+            limits.append(hkv.Keys(words))
+            return hkv.size_if(table, is_small)
+
+        assert int(count(jnp.array([most, 0], jnp.uint32))) == most
+
+
 class Limit:
     def is_small(self, keys, scores, rows):
         return hkv.less(keys, 4)
