@@ -14,19 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jax_hkv import (
-    _entries,
-    _entry_files,
-    _tier_checks,
-    _tier_parts,
-    _tiers,
-    operations,
-)
+from jax_hkv import _entries, _entry_files, _tier_checks, _tier_parts, _tiers, operations
 from jax_hkv._checks import as_integer, check_not_used_up
 from jax_hkv._compat import of_one_device
 from jax_hkv._exchange import owners
 from jax_hkv._exported import Exported, are_among, given_keys, shown
-from jax_hkv._exports import all_of, first_change
+from jax_hkv._exports import all_of, first_change, tables_of
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
 from jax_hkv._tiers import Tiers, trained
@@ -253,7 +246,7 @@ def _warn_of_rows(
     some, scores = some[stays], now[1][places]
     some = some[(scores == earlier.scores[some]) & (scores < np.uint64(first))]
     some = some[:: max(1, -(-len(some) // _MOST_ROWS))]
-    each = _tables_of(parts)
+    each = tables_of(parts)
     form = (each[0].dtype, each[0].dim)
     if not len(some) or (earlier.values.dtype, *earlier.values.shape[1:]) != form:
         return
@@ -271,13 +264,6 @@ def _warn_of_rows(
             "old ones. If it went back to a checkpoint and the same ids came again, or rows were "
             "assigned, give since=None and fresh tables to follow"
         )
-
-
-def _tables_of(parts: Sequence[Table | Tiers]) -> list[Table]:
-    """The tables of parts; of tiers the cache, whose entries count, behind its store."""
-    return [
-        table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
-    ]
 
 
 def _are_all(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
@@ -477,13 +463,8 @@ def import_changes(
     total, erased, after = no_counts(), 0, []
     for owner, part in zip(owners, parts, strict=True):
         removed, own = _entries.owned_keys(changes.removed, *owner), _entries.owned(entries, *owner)
-        if isinstance(part, Tiers):
-            part, gone = _tiers.without(part, removed)
-            part, counts = _tiers.import_entries(part, own, latest=0)
-        else:
-            part, gone = _entries.without(part, removed)
-            part, of_part = _entries.fill(part, own, latest=0)
-            counts = (of_part,)
+        part, gone = _tiers.without(part, removed)
+        part, counts = _tiers.import_entries(part, own, latest=0)
         after.append(part)
         total, erased = functools.reduce(_entries.plus, counts, total), erased + gone
     whole_of = _tier_parts.whole_of if isinstance(table, Tiers) else _entries.whole_of
@@ -526,7 +507,7 @@ def _are_there(
     Of tiers what the cache has counts.
     """
     is_there, is_same = np.zeros((2, len(keys)), bool)
-    for table in _tables_of(parts):
+    for table in tables_of(parts):
         if found := _found_in(table, keys):
             now = np.concatenate([each.scores.to_numpy() for each in found])[: len(keys)]
             is_here = np.concatenate([np.asarray(each.found) for each in found])[: len(keys)]
@@ -577,19 +558,19 @@ def _follows(parts: Sequence[Any], changes: Changes, now: int, size: int, is_own
     if was is None or was.policy != trained(parts[0]).policy:
         return True
 
+    are_there = functools.partial(_are_there, parts, is_own=is_own)
+
     def are_as_said(keys: np.ndarray, scores: np.ndarray) -> bool:
-        there, are_same = _are_there(parts, keys, scores, is_own)
+        there, are_same = are_there(keys, scores)
         return bool(2 * len(there) >= min(len(keys), size) and are_same.all())
 
     is_first = now == changes.since or not was.whole
     is_more = was.whole and changes.before is not None and size > changes.before
-    is_any = bool(len(was.keys)) or not len(
-        _are_there(parts, entries.keys, entries.scores, is_own)[0]
-    )
+    is_any = bool(len(was.keys)) or not len(are_there(entries.keys, entries.scores)[0])
     if is_first and not is_more and is_any and are_as_said(was.keys, was.scores):
         return True
     stays = ~are_among(was.keys, np.append(entries.keys, changes.removed))
-    are_same = _are_there(parts, was.keys[stays], was.scores[stays], is_own)[1].all()
+    are_same = are_there(was.keys[stays], was.scores[stays])[1].all()
     return bool(now == entries.clock and are_same and are_as_said(entries.keys, entries.scores))
 
 

@@ -21,7 +21,7 @@ from jax_hkv._checks import (
 from jax_hkv._compat import of_one_device
 from jax_hkv._digest import digest
 from jax_hkv._exchange import owners
-from jax_hkv._exported import Exported, check_part, namespace_of, part_of
+from jax_hkv._exported import Exported, as_part, check_part, namespace_of
 from jax_hkv._inserts import erase, import_rows, most_at_once
 from jax_hkv._keys import Keys, check_unmasked, less_equal
 from jax_hkv._namespaces import Namespace, as_array, keys_are
@@ -103,7 +103,7 @@ def _warn_of_missing(call: str, parts: Sequence[Exported]) -> bool:
     """Whether of a time the exports of some processes are not among these."""
     missing: dict[tuple[int, int], set[int]] = {}
     for part in parts:
-        if (of_job := part_of(part)) is not None:
+        if (of_job := as_part(part.part)) is not None:
             number, count = of_job
             left = missing.setdefault((part.clock, count), set(range(count)))
             left.discard(number)
@@ -127,6 +127,7 @@ def as_one(parts: Sequence[Exported]) -> Exported:
         return parts[0]
     seeds = sorted({part.seed for part in parts if part.seed is not None})
     counters = [part.counters for part in parts if part.counters is not None]
+    of_jobs = {as_part(part.part) for part in parts}
     latest = max(reversed(parts), key=lambda part: part.clock)
     return Exported(
         *_concatenated([part.columns() for part in parts]),
@@ -137,7 +138,7 @@ def as_one(parts: Sequence[Exported]) -> Exported:
         policy=latest.policy,
         namespace=latest.namespace,
         seed=seeds[0] if len(seeds) == 1 else None,
-        part=part_of(latest) if len(set(map(part_of, parts))) == 1 else None,
+        part=of_jobs.pop() if len(of_jobs) == 1 else None,
     )
 
 

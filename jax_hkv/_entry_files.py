@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hkv import _entries
-from jax_hkv._exported import Exported, namespace_of
+from jax_hkv._exported import Exported, as_part, namespace_of
 from jax_hkv._namespaces import as_array
 
 _OPTIMIZER, _SHARED = "optimizer.", "shared."
@@ -223,13 +223,8 @@ def entries_of_arrays(saved: Any) -> Exported:
         policy=operator.index(saved["policy"][()]),
         namespace=saved.get("namespace"),
         seed=operator.index(saved["seed"][()]) if "seed" in saved else None,
-        part=_pair(saved["part"]) if "part" in saved else None,
+        part=as_part(saved.get("part")),
     )
-
-
-def _pair(numbers: np.ndarray) -> tuple[int, int]:
-    first, second = map(operator.index, numbers)
-    return first, second
 
 
 def _typed(array: np.ndarray, kind: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -142,24 +143,21 @@ def namespace_of(exported: Exported) -> Namespace | None:
     return given if given is None or isinstance(given, Namespace) else from_array(given)
 
 
-def part_of(exported: Exported) -> tuple[int, int] | None:
-    if exported.part is None:
+def as_part(given: Any) -> tuple[int, int] | None:
+    """A `part` as it was exported: a file or a checkpoint has made arrays of its numbers."""
+    if given is None:
         return None
-    number, count = map(int, exported.part)  # a checkpoint may have made arrays of them
+    number, count = map(operator.index, given)
     return number, count
 
 
 def check_part(call: str, argument: str, part: Any) -> None:
     """Raises unless it is a process and how many there are, or None."""
-    if part is None:
-        return
-    numbers = list(part) if isinstance(part, (tuple, list, np.ndarray)) else []
-    are_integers = all(
-        isinstance(own, (int, np.integer))
-        or (isinstance(own, np.ndarray) and own.dtype.kind in "iu" and not own.ndim)
-        for own in numbers
-    )
-    if len(numbers) != 2 or not are_integers or not 0 <= numbers[0] < numbers[1]:
+    try:
+        pair = as_part(part)
+    except (TypeError, ValueError):
+        pair = 0, 0
+    if pair is not None and not 0 <= pair[0] < pair[1]:
         raise TypeError(
             f"{call}: {argument}.part must be the number of a process and that of all of them, "
             f"or None, got {part!r}: leave it as it was exported"

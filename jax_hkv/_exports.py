@@ -276,10 +276,16 @@ def _room_for(entries: int, chunk: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda leaf: np.empty((entries, *leaf.shape[1:]), leaf.dtype), chunk)
 
 
+def tables_of(parts: Sequence[Table | Tiers]) -> list[Table]:
+    """The tables of parts; of tiers the cache, whose entries count, behind its store."""
+    return [
+        table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
+    ]
+
+
 def _size_of(parts: Sequence[Table | Tiers]) -> int:
     """How many entries there are at most: those that cache and store both have count twice."""
-    tables = [table for part in parts for table in (part if isinstance(part, Tiers) else [part])]
-    return sum(int(np.asarray(table.index.occupancy).sum()) for table in tables)
+    return sum(int(np.asarray(table.index.occupancy).sum()) for table in tables_of(parts))
 
 
 def _chunks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,9 +59,19 @@ class Placed:
 
     def __init__(self, placement: Placement, step: Callable[..., Any], donate: bool):
         self._placement = placement
-        self._step = step
-        self._donate = donate
-        self._compiled: dict[Any, Any] = {}
+
+        # No method: it would hold this object, and that it. A new optax optimizer makes new graphs:
+        # of those that were used last programs are kept.
+        @functools.lru_cache(maxsize=_MOST_PROGRAMS)
+        def program_of(graph: Any) -> Any:
+            def pure(values: Any, *args: Any) -> tuple[Any, Any]:
+                state = nnx.merge(graph, values)
+                info = step(state, *args)
+                return nnx.split(state)[1], info
+
+            return placement.step(pure, donate=donate)
+
+        self._of = program_of
 
     def __call__(self, state: nnx.Module, *args: Any) -> Any:
         graph, values = _split(state)
@@ -93,28 +104,6 @@ class Placed:
             return info
 
         return Stage(getattr(self._of(made_for), stage)(values, *args), run)
-
-    def _of(self, graph: Any) -> Any:
-        def made() -> Any:
-            own = self._step  # not by way of this object, which would hold itself
-
-            def pure(values: Any, *args: Any) -> tuple[Any, Any]:
-                state = nnx.merge(graph, values)
-                info = own(state, *args)
-                return nnx.split(state)[1], info
-
-            return self._placement.step(pure, donate=self._donate)
-
-        return _kept(self._compiled, graph, made)
-
-
-def _kept(programs: dict[Any, Any], graph: Any, make: Callable[[], Any]) -> Any:
-    """The program of a graph, kept with those used last: a new optax optimizer makes new graphs."""
-    program = programs.pop(graph, None)
-    programs[graph] = program = make() if program is None else program
-    while len(programs) > _MOST_PROGRAMS:
-        programs.pop(next(iter(programs)), None)
-    return program
 
 
 def _split(node: nnx.Module) -> tuple[Any, Any]:
@@ -270,14 +259,13 @@ def run(fn: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
     remedy = "model and batch go to the function that this returns"
     check_function("nnx.run", "fn", fn, "of (model, *batch) to arrays", remedy)
     check_placement("nnx.run", placement)
-    compiled: dict[Any, Any] = {}
+
+    @functools.lru_cache(maxsize=_MOST_PROGRAMS)
+    def program_of(graph: Any) -> Any:
+        return placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
 
     def on_all(model: nnx.Module, *batch: Any) -> Any:
         graph, values = _split(model)
-
-        def made() -> Any:
-            return placement.run(lambda values, *own: fn(nnx.merge(graph, values), *own))
-
-        return _kept(compiled, graph, made)(values, *batch)
+        return program_of(graph)(values, *batch)
 
     return on_all

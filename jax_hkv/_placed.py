@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from jax_hkv._checks import copied_axes
 from jax_hkv._compat import is_traced, is_used_up, on_one_device, trace_state_clean
 from jax_hkv._digest import names_in
 from jax_hkv._keys import Keys
+from jax_hkv._programs import named
 from jax_hkv._warnings import warn
 from jax_hkv.features import is_jagged
 from jax_hkv.table import Entries, Table
@@ -343,8 +343,7 @@ def _check_places(call: str, state: Any) -> bool:
     for node in own:
         if is_used_up(node.keys) or is_used_up(node.digests):
             continue  # the step says so
-        # Of whatever name, so that tables of a kind share one program.
-        index = dataclasses.replace(jax.tree.map(_of_one, node.index), name="table")
+        index = jax.tree.map(_of_one, named(node, "table").index)  # as in `of_any_name`
         with on_one_device():
             lost, all_of_them = map(int, jax.device_get(_misplaced_of_some(index)))
         if lost:

@@ -280,9 +280,7 @@ def _owning(placement: Placement, keys_of: KeysOf) -> Any:
             if are_bags(node) and has_axes(node)
         }
         names = dict.fromkeys(sorted(amiss))
-        flags = vary(jnp.zeros(len(names), jnp.int32), exchange.axes)
-        for place, name in enumerate(names):
-            flags = flags.at[place].set(amiss[name].astype(jnp.int32))
+        flags = vary(jnp.array([amiss[name] for name in names], jnp.int32), exchange.axes)
         # Every process is to know, so that all raise.
         return names, jax.lax.pmax(flags, exchange.axes)[None] if names else flags[None]
 

@@ -667,8 +667,11 @@ def is_in(table: Table, keys: np.ndarray) -> np.ndarray:
     return np.concatenate([*found, np.zeros(0, bool)])[: len(keys)]
 
 
-def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tuple[Counts, Counts]]:
-    """Tiers of one device with entries, each where its key is, and new ones in the store."""
+def import_entries(tiers: Any, own: Exported, latest: int) -> tuple[Any, tuple[Counts, ...]]:
+    """A table of one device, or tiers, with entries, each where its key is, or in the store."""
+    if not isinstance(tiers, Tiers):
+        table, counts = _entries.fill(tiers, own, latest)
+        return table, (counts,)
     is_near = is_in(tiers.cache, own.keys)
     near, behind = (own.select(rows) for rows in (is_near, ~is_near))
     cache, overwritten = _entries.fill(tiers.cache, near, latest)
@@ -677,8 +680,10 @@ def import_entries(tiers: Tiers, own: Exported, latest: int) -> tuple[Tiers, tup
     return Tiers(cache, store), (overwritten, counts)
 
 
-def without(tiers: Tiers, keys: np.ndarray) -> tuple[Tiers, int]:
-    """Tiers of one device without some keys, uint64 on the host, and how many they had."""
+def without(tiers: Any, keys: np.ndarray) -> tuple[Any, int]:
+    """A table of one device, or tiers, without some keys, uint64 on the host; how many it had."""
+    if not isinstance(tiers, Tiers):
+        return _entries.without(tiers, keys)
     near = keys[is_in(tiers.cache, keys)]
     both = int(is_in(tiers.store, near).sum())
     (cache, of_cache), (store, of_store) = (_entries.without(table, keys) for table in tiers)

@@ -442,8 +442,7 @@ def _check_alone(call: str, given: Any, remedy: str, **arguments: Any) -> None:
 def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Any, Any, Any]:
     """The ids of bags without their bags, a mask without padding, and weights, all checked."""
     keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
-    positions = jax.lax.iota(jnp.int32, keys.shape[0])
-    is_in_bag = (splits[0] <= positions) & (positions < splits[-1])
+    is_in_bag = Jagged(keys, splits).valid
     return keys, is_in_bag if mask is None else is_in_bag & mask, factors
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import math
 import os
 import queue
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -121,19 +123,10 @@ class _Copies:
     def _copy(self, number: int, output: BinaryIO) -> None:
         """Reads all output, whatever becomes of it: what is not read would stop the process."""
         path = self.logs[number]
-        with contextlib.ExitStack() as opened:
-
-            def log(piece: bytes) -> None:
-                left = memoryview(piece)
-                while left:
-                    left = left[file.write(left) :]
-
-            sinks = {f"the log {path}": log} | ({"standard output": _show} if number == 0 else {})
-            try:
-                file = opened.enter_context(path.open("wb", buffering=0))
-            except OSError as error:
-                file = opened.enter_context(open(os.devnull, "wb", buffering=0))
-                _say(f"there is no log {path}: {error}")
+        with _log_at(path) as log:
+            sinks: dict[str, Any] = {f"the log {path}": functools.partial(_write, log)}
+            if number == 0:
+                sinks["standard output"] = _show
             while piece := output.read1(_PIECE):  # pyright: ignore[reportAttributeAccessIssue]
                 for name, write in list(sinks.items()):
                     try:
@@ -142,6 +135,20 @@ class _Copies:
                         del sinks[name]
                         if not isinstance(error, BrokenPipeError):  # nobody looks any more
                             _say(f"{name} of process {number} ends here: {error}")
+
+
+def _log_at(path: Path) -> FileIO:
+    try:
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        _say(f"there is no log {path}: {error}")
+        return Path(os.devnull).open("wb", buffering=0)
+
+
+def _write(file: FileIO, piece: bytes) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _show(piece: bytes) -> None:

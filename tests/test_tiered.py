@@ -42,6 +42,13 @@ def tiers_of(capacity, store, *args, **options):
     return tiered.Tiers(cache, tiered.create_store(cache, store, device=host()))
 
 
+def prefetched(collection, capacity, names, inputs):
+    """Fresh tables of a collection, and stores of some of them, before a step of inputs."""
+    tables = collection.create()
+    stores = {name: tiered.create_store(tables[name], capacity, device=host()) for name in names}
+    return collection.prefetch(tables, stores, inputs)[:2]
+
+
 def counting(table):
     """What a prefetch counts an id as, of one table."""
     return np.zeros(1, np.uint32) if table.policy is hkv.Policy.LFU else None

@@ -11,7 +11,7 @@ import pytest
 from combinations import each, pairs
 from many_devices import assert_same_bits
 from test_sharding_traffic import mesh_of
-from test_tiered import POLICIES, assert_same_table, host, tiers_of, touched
+from test_tiered import POLICIES, assert_same_table, host, prefetched, tiers_of, touched
 
 import jax_hkv as hkv
 from jax_hkv import _tiers, sharding, tiered
@@ -191,11 +191,8 @@ def test_an_evaluation_leaves_a_table_that_is_not_trained_as_it_is(rng):
 @pytest.mark.parametrize("names", [["frozen"], ["frozen", "items"]])
 def test_a_step_that_raises_uses_up_all_tiers_that_it_was_given(names, rng):
     """Those of tables that are not trained, too, which the step may have used up."""
-    collection = collection_of(SMALL)
-    tables = collection.create()
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in names}
-    inputs = inputs_of(rng)
-    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+    collection, inputs = collection_of(SMALL), inputs_of(rng)
+    tables, stores = prefetched(collection, LARGE, names, inputs)
 
     def step(tables):
         raise KeyError("the cause")
@@ -219,10 +216,8 @@ def test_what_was_not_begun_before_an_error_stays(monkeypatch, rng):
         [FEATURES[0], hkv.Feature("other", "others", "sum"), FEATURES[1]],
         fuse=False,
     )
-    tables = collection.create()
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in tables}
     inputs = inputs_of(rng) | {"other": np.arange(9, dtype=np.int32).reshape(3, 3)}
-    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+    tables, stores = prefetched(collection, LARGE, ("items", "others", "frozen"), inputs)
     admit, calls = _tiers.admit, []
 
     def failing(*given, **options):

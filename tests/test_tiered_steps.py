@@ -17,6 +17,7 @@ from test_tiered import (
     by_key,
     host,
     made,
+    prefetched,
     tiers_of,
     touched,
     trainer,
@@ -239,11 +240,8 @@ def test_a_collection_trains_while_its_next_batch_comes_near(rng):
 
 def test_a_table_of_some_features_is_stepped_alone(rng):
     """Tables without ids in the next batch stay as the step has left them."""
-    collection = collection_of(SMALL)
-    tables = collection.create()
-    stores = {name: tiered.create_store(tables[name], LARGE, device=host()) for name in NAMES}
-    inputs = inputs_of(rng)
-    tables, stores, _ = collection.prefetch(tables, stores, inputs)
+    collection, inputs = collection_of(SMALL), inputs_of(rng)
+    tables, stores = prefetched(collection, LARGE, NAMES, inputs)
 
     def step(tables):
         tables, found = collection.lookup(tables, inputs, train=True)
