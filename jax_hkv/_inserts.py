@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jax_hkv import _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_mask
@@ -326,19 +328,32 @@ def accum_or_assign(
     groups = _index.unique(keys, effective)
     table, upserted, _ = upsert(table, groups, scores, False, pinned=slots, is_ticked=is_ticked)
     table = scatter_values(table, upserted.new_slots, groups.last, values)
-    clock, summed = _rows.add(
-        table.index.clock,
-        table.values,
-        jnp.where(upserted.new_slots >= 0, NO_SLOT, upserted.unique_slots),
-        _index.combine(groups, _index.Terms(values)),
-        name=table.name,
-    )
-    table = dataclasses.replace(with_clock(table, clock), values=summed)
+    hits = jnp.where(upserted.new_slots >= 0, NO_SLOT, upserted.unique_slots)
     result = write_result(groups, upserted)
-    return table, result._replace(
+    return _with_sums(table, groups, hits, values), result._replace(
         slots=jnp.where(effective, result.slots, slots),
         status=jnp.where(effective, result.status, found_or_missing(slots)),
     )
+
+
+def _with_sums(
+    table: Table, groups: _index.Groups, slots: Int32[Array, " n"], values: jax.Array
+) -> Table:
+    """The table once each key's rows are added to the one in its slot: sgd at a rate of -1."""
+    index = table.index
+    one, none = jnp.ones((1,), jnp.uint32), jnp.zeros((1,), jnp.uint32)
+    clock, rows, *_ = _ffi.call(
+        "update_sgd",
+        *(index.clock, index.digests, index.keys, table.values, one, none),
+        *(slots, groups.keys, jnp.full((1,), -1, jnp.float32)),
+        *(groups.count, groups.inverse, *_index.occurrences(groups)),
+        *_index.Terms(values).operands,
+        table=table.name,
+        stochastic=0,
+        seed=0,
+        max_gradient=math.inf,
+    )
+    return dataclasses.replace(with_clock(table, clock), values=rows)
 
 
 def found_or_missing(slots: jax.Array) -> jax.Array:

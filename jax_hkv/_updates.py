@@ -267,10 +267,8 @@ def _is_one_batch(results: list[InsertResult]) -> bool:
 
 def square_norm(results: list[InsertResult], gradients: list[Any]) -> Float32[Array, ""]:
     """The squared norm of the sums of the gradients of keys that have a row."""
-    terms = terms_of(results, gradients)
     groups, slots = merged_groups(results)
-    sums = _index.combine(groups, terms)
-    return jnp.sum(jnp.where(slots[:, None] >= 0, jnp.square(sums), 0.0))
+    return _index.square_norm(groups, terms_of(results, gradients), slots)
 
 
 def terms_of(results: Sequence[Any], gradients: list[Any]) -> _index.Terms:

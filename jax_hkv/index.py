@@ -275,6 +275,15 @@ def combine(groups: Groups, terms: Terms, size: int | None = None) -> Float32[Ar
     return sums
 
 
+def square_norm(groups: Groups, terms: Terms, slots: Int32[Array, " n"]) -> Float32[Array, ""]:
+    """The sum of the squares of all that :func:`combine` gives the keys that have a slot."""
+    (norm,) = _ffi.call(
+        "square_norm",
+        *(slots, groups.count, groups.inverse, *occurrences(groups), *terms.operands),
+    )
+    return norm[0]
+
+
 def all_of(groups: Groups) -> Bool[Array, " n"]:
     """Which entries of `groups.keys` are keys."""
     return jax.lax.iota(jnp.int32, groups.keys.shape[0]) < groups.count

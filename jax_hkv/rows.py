@@ -200,19 +200,6 @@ def gather_or_init(
     return clock, values, rows
 
 
-def add(
-    clock: Clock,
-    values: Float[Array, "S ..."],
-    slots: Int32[Array, " m"],
-    deltas: Float32[Array, "m ..."],
-    *,
-    name: str,
-) -> tuple[Clock, Float[Array, "S ..."]]:
-    """``values[slots[i]] += deltas[i]``, rounded once."""
-    clock, values = _ffi.call("add_rows", clock, values, slots, deltas, table=name)
-    return clock, values
-
-
 def positions(count: int) -> Int32[Array, " count"]:
     """0 to count - 1: sources of rows that are already in order."""
     return jax.lax.iota(jnp.int32, count)

@@ -7,7 +7,17 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from oracle import CHUNK, EVICTED, INSERTED, Distinct, Oracle, same_nan, unique
+from oracle import (
+    CHUNK,
+    EVICTED,
+    INSERTED,
+    Distinct,
+    Oracle,
+    combine,
+    same_nan,
+    tree_sum,
+    unique,
+)
 from oracle_rows import GOLDEN, f32, mix, round_to
 
 Array = np.ndarray
@@ -59,6 +69,18 @@ def adagrad(c: dict[str, float], w: Array, s: list[Array], g: Array, rate: Any, 
     s[0] = s[0] + g * g
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(s[0] <= 0, w, w - rate * (g / np.sqrt(s[0] + f32(c["eps"]))))
+
+
+def square_norm(rows: Array, distinct: Distinct, slots: Array) -> np.float32:
+    """Of the sums of float32 rows, one a position, of keys that have a slot (section 8)."""
+    sums = combine(rows, distinct)
+    squares = np.where(slots[:, None] >= 0, sums * sums, f32(0))
+    columns = -(-rows.shape[1] // 4) * 4
+    parts = np.pad(squares, ((0, 0), (0, columns - rows.shape[1]))).reshape(
+        len(sums), columns // 4, 4
+    )
+    own = reduce(np.add, np.moveaxis(reduce(np.add, np.moveaxis(parts, 2, 0)), 1, 0))
+    return same_nan(tree_sum(np.append(own, f32(0))))
 
 
 def mean_squares(g: Array) -> Array:

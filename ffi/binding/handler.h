@@ -68,9 +68,6 @@ class CallBinder {
   void inout_floats(const char* name, RowsView& rows, const char* shape) {
     bind_floats(name, next_in_place(name), rows, shape);
   }
-  void in_float32(const char* name, RowsView& rows, const char* shape) {
-    bind_float32(name, next_operand(name), rows, shape);
-  }
   void out_float32(const char* name, RowsView& rows, const char* shape) {
     bind_float32(name, prepared(next_result(name)), rows, shape);
   }

@@ -76,9 +76,6 @@ class SignatureBinder {
     signature_.operands.push_back({name, kFloatType, shape, true});
     signature_.results.push_back({name, kFloatType, shape, true});
   }
-  void in_float32(const char* name, const RowsView&, const char* shape) {
-    signature_.operands.push_back({name, "float32", shape, false});
-  }
   void out_float32(const char* name, const RowsView&, const char* shape) {
     signature_.results.push_back({name, "float32", shape, false});
   }
@@ -131,7 +128,6 @@ class TraceBinder {
   void out(const char*, T&, const char*) {}
   void in_floats(const char*, RowsView& rows, const char*) { set_size(rows); }
   void inout_floats(const char*, RowsView& rows, const char*) { set_size(rows); }
-  void in_float32(const char*, RowsView& rows, const char*) { set_size(rows); }
   void out_float32(const char*, RowsView&, const char*) {}
   void out_cast(const char*, RowsView&, const char*) {}
 

@@ -14,6 +14,7 @@
 #include "ops/pool_rows.h"
 #include "ops/read_slots.h"
 #include "ops/route_keys.h"
+#include "ops/square_norm.h"
 #include "ops/tally.h"
 #include "ops/unique.h"
 #include "ops/update_rows.h"
@@ -34,7 +35,7 @@ struct OperationList {
 using AllOperations =
     OperationList<Unique, ListOccurrences, FindSlots, FindRows, VerifySlots, Upsert, EraseSlots, Clear,
                   ReadSlots, ExportSlots, GatherRows, PoolRows, DivideWeights, FillRows, ScatterRows,
-                  InitRows, GatherOrInitRows, AddRows, CombineRows, UpdateRows<SgdRule>,
+                  InitRows, GatherOrInitRows, CombineRows, SquareNorm, UpdateRows<SgdRule>,
                   UpdateRows<MomentumRule>, UpdateRows<AdagradRule>, UpdateRows<RowwiseAdagradRule>,
                   UpdateRows<AdamRule>, UpdateRows<RowwiseAdamRule>, UpdateRows<FtrlRule>, RouteKeys, Tally>;
 

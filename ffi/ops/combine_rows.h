@@ -115,6 +115,35 @@ struct SumTerms {
     for (int c = 0; c < kBlock; ++c) sum[c] = same_nan(sum[c]);
   }
 
+  // The squares of a key's sum, which `change` may change before: those of kPart columns from left to right,
+  // and the parts so, too. Each member has the squares of its own blocks, and adds up those of all.
+  template <int kPart, Group G, class Change>
+  HKV_HOST_DEVICE float square_of(const G& group, int64_t key, const TermSpan& span,
+                                  const Change& change) const {
+    constexpr int kBlock = kBlockOf<G>;
+    static_assert(kBlock % kPart == 0, "no part straddles two blocks");
+    float total = 0.0f;
+    for (int64_t first = 0; first < rows.width; first += kBlock * group.size()) {
+      const int64_t column = first + kBlock * group.rank();
+      const int64_t left = rows.width - column;
+      float sum[kBlock] = {};
+      if (left > 0) sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), sum);
+      change(sum);
+      float squares[kBlock / kPart];
+      for (int c = 0; c < kBlock; ++c) {
+        const float square = sum[c] * sum[c];
+        squares[c / kPart] = c % kPart == 0 ? square : squares[c / kPart] + square;
+      }
+      for (int member = 0; member < group.size(); ++member) {
+        for (int part = 0; part < kBlock / kPart; ++part) {
+          const auto square = bit_cast<float>(group.broadcast(bit_cast<int>(squares[part]), member));
+          if (first + member * kBlock + part * kPart < rows.width) total = total + square;
+        }
+      }
+    }
+    return total;
+  }
+
  private:
   // Four elements that are read at once.
   struct alignas(16) Floats {

@@ -468,27 +468,10 @@ struct UpdateRows {
       }
     }
 
-    // From left to right. Each member has the squares of its own blocks, and adds up those of all.
     template <Group G>
     HKV_HOST_DEVICE float mean_square(const G& group, int64_t key, const TermSpan& span) const {
-      constexpr int kBlock = kBlockOf<G>;
-      float sum = 0.0f;
-      for (int64_t first = 0; first < values.width; first += kBlock * group.size()) {
-        const int64_t column = first + kBlock * group.rank();
-        const int64_t left = values.width - column;
-        float squares[kBlock] = {};
-        if (left > 0)
-          terms.sum_of(key, span, column, static_cast<int>(left < kBlock ? left : kBlock), squares);
-        clip(squares);
-        for (float& element : squares) element = element * element;
-        for (int member = 0; member < group.size(); ++member) {
-          for (int c = 0; c < kBlock; ++c) {
-            const auto square = bit_cast<float>(group.broadcast(bit_cast<int>(squares[c]), member));
-            if (first + member * kBlock + c < values.width) sum = sum + square;
-          }
-        }
-      }
-      return sum / static_cast<float>(values.width);
+      const auto clipped = [this](auto& gradient) { clip(gradient); };
+      return terms.square_of<1>(group, key, span, clipped) / static_cast<float>(values.width);
     }
   };
 

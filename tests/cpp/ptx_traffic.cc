@@ -230,6 +230,7 @@ void count_traffic(const Machine& host, const Machine& device, int64_t buckets) 
                        {"digests", "held_digests"}};
   counted.count_tally();
   counted.count_rows<CombineRows>(terms);
+  counted.count_rows<SquareNorm>(terms);
   counted.count_rows<UpdateRows<SgdRule>>(terms);
   counted.count_rows<UpdateRows<AdamRule>>(terms);
 }

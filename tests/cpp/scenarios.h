@@ -289,11 +289,15 @@ class Scenario {
     machines_.set("gradients", random_rows(n, form_.type));
     call<CombineRows>({}, {{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}});
     machines_.set("summed_slots", Buffer::of(written_slots(0.9)));
-    call<AddRows>({}, {{"slots", "summed_slots"}, {"deltas", "sums"}});
+    Names squared = {{"slots", "summed_slots"}, {"sources", "absent"}, {"weights", "absent"}};
+    call<SquareNorm>({}, squared);
     if (random_.chance(0.2)) sums_of_any_numbers(n);
     if (random_.chance(0.5)) sums_of_first_keys(n);
     weigh(n);
     call<CombineRows>({}, kTerms);
+    squared = kTerms;
+    squared.insert({{"slots", "summed_slots"}, {"gradients", "pooled"}});
+    call<SquareNorm>({}, squared);
     AllOperations::visit([this]<class Operation>() { update_by(static_cast<Operation*>(nullptr)); });
   }
 
@@ -331,9 +335,11 @@ class Scenario {
     call<ListOccurrences>({}, names);
     names.insert({{"rows", "gradients"}, {"sources", "absent"}, {"weights", "absent"}, {"sums", "any_sums"}});
     call<CombineRows>({}, names);
+    names.insert({"slots", "summed_slots"});
+    call<SquareNorm>({}, names);
     machines_.set("steps", Buffer::of(std::vector<uint32_t>{1}));
     machines_.set("rate", Buffer::of(std::vector<float>{0.125f}));
-    names.insert({{"slots", "summed_slots"}, {"index_keys", "keys"}, {"keys", "unique_keys"}});
+    names.insert({{"index_keys", "keys"}, {"keys", "unique_keys"}});
     call<UpdateRows<SgdRule>>({{"stochastic", 0}, {"seed", 0}}, names);
   }
 

@@ -94,7 +94,6 @@ class StoreBinder {
     type_ = buffer.type;
     width_ = buffer.width;
   }
-  void in_float32(const char* name, RowsView& rows, const char* shape) { in_rows(name, rows, shape); }
   void in_floats(const char* name, RowsView& rows, const char* shape) {
     width_ = in_rows(name, rows, shape).width;
   }

@@ -34,7 +34,7 @@ struct Everything {
     binder.inout("clock", clock, "2");
     binder.in("values", values, "S ...");
     binder.in_floats("states", states, "S");
-    binder.in_float32("sums", sums, "n ...");
+    binder.in_floats("sums", sums, "n ...");
     binder.in("keys", keys, "n? 2");
     binder.in("counts", counts, "steps");
     binder.out("rows", rows, "n ...");
@@ -180,7 +180,7 @@ int main() {
   type("clock: expected element type", 0, XLA_FFI_DataType_S32);
   type("rows: expected element type", 1, XLA_FFI_DataType_F16);  // the call's first rows name it
   type("states: expected float32, bfloat16 or float16", 2, XLA_FFI_DataType_S16);
-  type("sums: expected element type", 3, XLA_FFI_DataType_BF16);
+  type("sums: expected float32, bfloat16 or float16", 3, XLA_FFI_DataType_S32);
   type("keys: expected element type", 4, XLA_FFI_DataType_F32);
   const auto shape = [&](std::string_view text, size_t operand, const std::vector<int64_t>& other) {
     expect_refusal(checks, kWrong, std::string(text), [=](Call& c) { c.operands[operand].shape = other; });

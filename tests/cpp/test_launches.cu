@@ -58,7 +58,6 @@ class SizeBinder {
   }
   void in_floats(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
   void inout_floats(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
-  void in_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
   void out_float32(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
   void out_cast(const char* name, RowsView& rows, const char* shape) { in(name, rows, shape); }
 

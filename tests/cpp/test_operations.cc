@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -283,7 +285,22 @@ void far_rows(Checks& checks, Workers& workers) {
   };
   executor.each(kCount, ScatterRows::Step{kCount, values, slots.data(), nullptr, rows});
   expect_rows(1.0f, "copied rows");
-  executor.each(kCount, AddRows::Step{values, slots.data(), rows});
+  std::vector<Digest> digests(size_t{1} << 21, 1);
+  std::vector<Words> held(digests.size());
+  const TableView table{digests.data(), held.data(), nullptr, nullptr, nullptr, (1 << 21) / kLanes};
+  uint32_t step = 1, stale = 0;
+  const float rate = -1.0f;
+  std::vector<int32_t> order(slots.size() + 1);
+  std::iota(order.begin(), order.end(), 0);
+  UpdateRows<SgdRule>::Step add{};
+  add.max_gradient = std::numeric_limits<double>::infinity();
+  add.values = values;
+  add.steps = &step;
+  add.held = {table, keys.data(), slots.data(), &stale};
+  add.slots = slots.data();
+  add.rate = &rate;
+  add.terms = {kCount, order.data(), order.data(), nullptr, nullptr, rows, {}};
+  executor.each(kCount, add);
   expect_rows(2.0f, "sums");
   executor.each(kCount, InitRows::Step{kCount, {}, values, slots.data(), keys.data()});
   expect_rows(0.0f, "first rows");
