@@ -160,10 +160,10 @@ def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tup
     return batch, layout
 
 
-def look_up_features(layer: Any, tables: Any, inputs: Any, **options: Any) -> Any:
+def look_up_features(layer: Any, tables: Any, inputs: Any, axis_name: Any, **options: Any) -> Any:
     """The lookup of a layer's collection; a learned row of ids without one is added later."""
     fill = "initial" if layer.unseen == "initial" else 0.0
-    own = {"axis_name": layer.axis_name, "return_evicted": layer.return_evicted}
+    own = {"axis_name": axis_name, "return_evicted": layer.return_evicted}
     own["dtype"] = rows_dtype(layer, train=options["train"])
     return layer.collection.lookup(tables, inputs, fill=fill, **own, **options)
 

@@ -91,6 +91,10 @@ class Layer(nn.Module):
             )
         return True
 
+    def _devices(self, axis_name: Any) -> Any:
+        """The axes of a lookup. In `init` none: new tables have first rows, the same anywhere."""
+        return None if self.is_initializing() else axis_name
+
     def _table(self, name: str, dim: int, *create: Any) -> TableVariable:
         variable = TableVariable(self.variable(TABLES, name, *create))
         check_dim(type(self).__name__, variable.value, name, dim)

@@ -174,7 +174,7 @@ class Embed(Layer):
         table, found = _layers.look_up(
             variable.value,
             ids,
-            self.axis_name,
+            self._devices(self.axis_name),
             rows_dtype(self, train=is_training, usual=variable.value.dtype),
             train=is_training,
             valid=valid,
@@ -264,7 +264,7 @@ class EmbedBag(Embed):
             type(self).__name__,
             variable.value,
             batch,
-            exchange=as_exchange(self.axis_name),
+            exchange=as_exchange(self._devices(self.axis_name)),
             is_weighted=layout.is_weighted,
             train=is_training,
             fill=fill,
@@ -332,7 +332,7 @@ class EmbedCollection(Layer):
         if is_training:
             options["pinned"] = {name: self._pinned(each) for name, each in variables.items()}
         tables, looked_up = _layers.look_up_features(
-            *(self, own, inputs), train=is_training, **options
+            *(self, own, inputs, self._devices(self.axis_name)), train=is_training, **options
         )
         rows = dict(looked_up.rows)
         for group in groups:

@@ -331,7 +331,7 @@ class EmbedCollection(Layer):
         held = {own.name: pinned(getattr(self, own.attribute)) for own in self._owners()}
         options = {"partial": partial, "scores": scores, "admit": admit, "pinned": held}
         tables, looked_up = _layers.look_up_features(
-            *(self, self.tables, inputs), train=train, **options
+            *(self, self.tables, inputs, self.axis_name), train=train, **options
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):

@@ -183,3 +183,48 @@ def test_a_step_runs_without_jit():
     assert int(counts.inserted) == len(IDS)
     for one, other in zip(jax.tree.leaves(table), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def layer_of(kind, unseen):
+    """A layer over devices, and its input, where an id is one of a row each."""
+    init = hkv.initializers.uniform(0.5, 1.0)
+    own = {"unseen": unseen, "axis_name": "device"}
+    if kind == "EmbedCollection":
+        config = hkv.TableConfig("t", 1024, DIM, init=init)
+        collection = hkv.Collection([config], [hkv.Feature("f", "t", "sum")])
+        layer = hkv.linen.EmbedCollection(collection, **own)
+        return layer, lambda ids, valid: {"f": hkv.Padded(ids[:, None], valid[:, None])}
+    layer = getattr(hkv.linen, kind)(1024, DIM, embedding_init=init, **own)
+    if kind == "EmbedBag":
+        return layer, lambda ids, valid: hkv.Padded(ids[:, None], valid[:, None])
+    return layer, hkv.Padded
+
+
+@pytest.mark.parametrize("kind", ["Embed", "EmbedBag", "EmbedCollection"])
+@pytest.mark.parametrize("unseen", ["initial", "zeros"])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_init_gives_the_rows_of_an_empty_table_and_sends_nothing(
+    kind, check_vma, unseen, placement
+):
+    """Its program was as large as a step's: most of the time that `Placement.create` took."""
+    layer, input_of = layer_of(kind, unseen)
+    ids = np.array([3, 4, 5, 3, 2**31 - 1, 0, 7, 8], np.int32)
+    valid = ids != 4
+
+    def first(ids, valid):
+        return layer.init_with_output(jax.random.key(0), input_of(ids, valid))[0]
+
+    def read(ids, valid):
+        variables = layer.init(jax.random.key(0), input_of(ids, valid))
+        return layer.apply(variables, input_of(ids, valid))
+
+    split = {"in_specs": (P("device"), P("device")), "out_specs": P("device")}
+    options = {"mesh": placement.mesh, "axis_names": {"device"}, "check_vma": check_vma, **split}
+    rows, sends = {}, {}
+    for name, fn in (("init", first), ("apply", read)):
+        program = jax.jit(jax.shard_map(fn, **options)).lower(ids, valid).compile()
+        (rows[name],) = jax.tree.leaves(program(ids, valid))
+        sends[name] = "all-to-all" in program.as_text()
+    np.testing.assert_array_equal(rows["init"], rows["apply"])
+    assert rows["init"].any() == (unseen == "initial")
+    assert sends == {"init": False, "apply": True}
