@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from jax_hkv import _serialization as _serialization
 from jax_hkv import admission, initializers, metrics, optim, sharding, testing, tiered
 from jax_hkv._ffi import CUSTOM_CALLS
+from jax_hkv._groups import Group
 from jax_hkv._growth import grow
 from jax_hkv._host_checks import checked
 from jax_hkv._keys import Keys, equal, less, less_equal
+from jax_hkv._options import Combiner, Fill
 from jax_hkv._sampling import Sampled, sample
 from jax_hkv.collection import Collection, Feature, TableConfig
 from jax_hkv.features import Jagged, Padded, Unique, unique
-from jax_hkv.index import Policy, Status, is_new
+from jax_hkv.index import Groups, Index, Policy, Status, is_new
 from jax_hkv.operations import (
     ROWS_NAME,
     accum_or_assign,
@@ -70,11 +72,16 @@ __all__ = [
     "ROWS_NAME",
     "Bags",
     "Collection",
+    "Combiner",
     "Counts",
     "Entries",
     "EraseResult",
     "Feature",
+    "Fill",
     "FindResult",
+    "Group",
+    "Groups",
+    "Index",
     "InsertResult",
     "Jagged",
     "Keys",
@@ -139,20 +146,22 @@ _FLAX, _PLOTS = ("flax", "flax"), ("matplotlib", "plots")
 _EXTRAS = {"launch": None, "linen": _FLAX, "nnx": _FLAX, "plots": _PLOTS}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXTRAS:
-        raise AttributeError(f"module 'jax_hkv' has no attribute {name!r}")
-    try:
-        return importlib.import_module(f"jax_hkv.{name}")
-    except ModuleNotFoundError as error:
-        need = _EXTRAS[name]
-        if need is None or (error.name or "").startswith("jax_hkv"):
-            raise
-        raise ModuleNotFoundError(
-            f"jax_hkv.{name} needs {error.name}, which is not installed: "
-            f"pip install 'jax_hkv[{need[1]}]'",
-            name=error.name,
-        ) from error
+if not TYPE_CHECKING:  # checkers know the imports above, and tell of names that there are not
+
+    def __getattr__(name: str) -> Any:
+        if name not in _EXTRAS:
+            raise AttributeError(f"module 'jax_hkv' has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"jax_hkv.{name}")
+        except ModuleNotFoundError as error:
+            need = _EXTRAS[name]
+            if need is None or (error.name or "").startswith("jax_hkv"):
+                raise
+            raise ModuleNotFoundError(
+                f"jax_hkv.{name} needs {error.name}, which is not installed: "
+                f"pip install 'jax_hkv[{need[1]}]'",
+                name=error.name,
+            ) from error
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,8 @@ from jax_hkv._exported import Exported, are_among, given_keys, shown
 from jax_hkv._exports import all_of, first_change, tables_of
 from jax_hkv._keys import Keys, as_bool, check_unmasked
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Tiers, trained
+from jax_hkv._tier_types import Tiers
+from jax_hkv._tiers import trained
 from jax_hkv._warnings import warn
 from jax_hkv.index import Policy
 from jax_hkv.table import Counts, ScoredFindResult, Table, check_one_device, no_counts

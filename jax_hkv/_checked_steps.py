@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 
@@ -16,32 +16,10 @@ from jax_hkv._placed import are_sound, check_parts, of_checked_batch
 from jax_hkv._placement import Placement
 from jax_hkv._stages import StagedBy
 
-Output = TypeVar("Output", covariant=True)
-
 _LATE = (
     "copy it before (copy.deepcopy(state); nnx.clone makes no copy), or make the step with "
     "donate=False; of a step that was interrupted (Ctrl-C) nothing came: go back to a checkpoint"
 )
-
-
-class Step(Protocol[Output]):
-    """A compiled training step."""
-
-    def __call__(self, state: Any, /, *args: Any) -> Output:
-        """The step."""
-        ...
-
-    def lower(self, state: Any, /, *args: Any) -> Any:
-        """As of jitted functions."""
-        ...
-
-    def trace(self, state: Any, /, *args: Any) -> Any:
-        """As of jitted functions."""
-        ...
-
-    def eval_shape(self, state: Any, /, *args: Any) -> Any:
-        """As of jitted functions."""
-        ...
 
 
 def host_checked(

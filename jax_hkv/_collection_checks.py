@@ -9,7 +9,7 @@ from typing import Any
 from jax_hkv import _tier_checks, _tier_parts
 from jax_hkv._groups import Feature, Group, TableConfig
 from jax_hkv._pins import pinned_slots
-from jax_hkv._tiers import Tiers
+from jax_hkv._tier_types import Tiers
 from jax_hkv.table import Table
 
 

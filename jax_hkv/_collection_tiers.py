@@ -15,7 +15,7 @@ from jax_hkv._bag_parts import as_count, check_bags_of_parts, whole_bags
 from jax_hkv._compat import of_one_device
 from jax_hkv._keys import Keys, would_cut
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Admits, PrefetchCounts, Tiers
+from jax_hkv._tier_types import Admits, PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded, as_splits
 from jax_hkv.table import Table
 

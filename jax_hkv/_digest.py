@@ -14,7 +14,7 @@ from jax_hkv._compat import gathered
 _MIX = (0x7FEB352D, 0x846CA68B)  # Wellons: prospecting for hash functions, 2018
 
 
-def digest(tree: Any) -> UInt32[Array, 2]:
+def digest(tree: Any) -> UInt32[Array, " 2"]:
     """A digest of the bits of all leaves: two sums of hashed words, in any order of addition.
 
     Args:

@@ -27,7 +27,7 @@ from jax_hkv._entries import (
     slots_at_once,
 )
 from jax_hkv._placed import is_saved
-from jax_hkv._tiers import Tiers
+from jax_hkv._tier_types import Tiers
 from jax_hkv.index import Policy
 from jax_hkv.table import Table, check_one_device, check_table
 

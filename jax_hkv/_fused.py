@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, UInt32
+from jaxtyping import Array, Float, Float32, UInt32
 
 from jax_hkv import _updates
 from jax_hkv._checks import (
@@ -28,6 +28,7 @@ from jax_hkv._checks import (
     is_real,
 )
 from jax_hkv._compat import is_traced
+from jax_hkv._options import Arrays, Flag, Number
 from jax_hkv.table import (
     InsertResult,
     Table,
@@ -37,7 +38,7 @@ from jax_hkv.table import (
 
 # A number, or a function of the number of updates before this one, int32 as optax's schedules have
 # it: they subtract from it, which an unsigned number does not survive.
-LearningRate = float | Callable[[Any], Any]
+LearningRate = float | np.floating[Any] | Callable[[Any], Any]
 
 _MOST_COUNT = np.uint32(2**31 - 1)  # that a schedule is told, whatever comes after
 _LARGEST = float(np.finfo(np.float32).max)
@@ -151,10 +152,10 @@ class FusedOptimizer:
         self,
         table: Table,
         result: InsertResult | Sequence[InsertResult],
-        row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+        row_gradients: Float[Arrays, "*batch dim"] | Sequence[Float[Arrays, "*batch dim"]],
         *,
-        learning_rate: float | Float[Array, ""] | None = None,
-        apply: bool | Bool[Array, ""] | None = None,
+        learning_rate: Number | None = None,
+        apply: Flag | None = None,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.
 
@@ -225,7 +226,7 @@ def inject_learning_rate(optimizer: FusedOptimizer) -> FusedOptimizer:
     )
 
 
-def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> Table:
+def set_learning_rate(table: Table, learning_rate: Number) -> Table:
     """The table with another learning rate, where its optimizer's lies in it.
 
     Args:
@@ -241,7 +242,7 @@ def set_learning_rate(table: Table, learning_rate: float | Float[Array, ""]) -> 
     return _with_hyperparam("optim.set_learning_rate", table, _RATE, _RATE, learning_rate)
 
 
-def set_hyperparam(table: Table, name: str, value: float | Float[Array, ""]) -> Table:
+def set_hyperparam(table: Table, name: str, value: Number) -> Table:
     """The table with another weight decay, say, of ``optax.inject_hyperparams``.
 
     Args:

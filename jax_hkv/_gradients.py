@@ -17,6 +17,7 @@ from jax_hkv._bags import counts_in
 from jax_hkv._checks import as_integer, as_number, as_one_flag
 from jax_hkv._compat import is_traced
 from jax_hkv._keys import form_of
+from jax_hkv._options import Number
 from jax_hkv.table import is_one_result
 
 # Between them 1 / scale is a normal float32: XLA may take subnormal ones for zero.
@@ -35,7 +36,7 @@ def as_bound(call: str, max_norm: Any) -> Any:
 
 
 def clip_by_global_norm(
-    max_norm: float, gradients: Any, results: Sequence[Any], row_gradients: Sequence[Any]
+    max_norm: Number, gradients: Any, results: Sequence[Any], row_gradients: Sequence[Any]
 ) -> tuple[Any, list[Any], Float[Array, ""]]:
     """Scales all gradients so that their norm, over dense parameters and rows, is at most a bound.
 

@@ -7,7 +7,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from jax_hkv._checks import (
 )
 from jax_hkv._compat import is_traced, on_one_device, trace_state_clean
 from jax_hkv._digest import digest_over
+from jax_hkv._keys import Keys
 from jax_hkv._placed import (
     alike,
     all_equal,
@@ -55,12 +56,15 @@ from jax_hkv._reports import (
     with_one_report,
     with_pair,
 )
+from jax_hkv._stages import Step
 from jax_hkv._warnings import on_parts
-from jax_hkv.features import Jagged, is_jagged
+from jax_hkv.features import Jagged, Padded, is_jagged
 from jax_hkv.table import Entries, Table, check_table
 
 Mode = Literal["shard_map", "pmap"]
 State = TypeVar("State")
+Report = TypeVar("Report")
+Batch = TypeVar("Batch", Keys, Jagged, Padded)
 
 _MAKER = "without arguments that returns the state", "write lambda: jax_hkv.create(...)"
 
@@ -90,7 +94,7 @@ class Placement:
       ...     lambda table, keys: hkv.sharding.find_or_insert(table, keys, axis_name="device"))
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axis_name: str | tuple[str, ...] | None = None
     mode: Mode = "shard_map"
 
@@ -142,16 +146,20 @@ class Placement:
         left = [name for name in others if self.mesh.shape[name] > 1]
         return tuple(name for name in left if name not in explicit_of(self.mesh, tuple(left)))
 
+    def _all(self) -> np.ndarray:
+        """The mesh's devices, which an abstract one has not."""
+        return cast(Mesh, self.mesh).devices
+
     @property
     def local_devices(self) -> list[Any]:
         """The devices of this process, in the order of the mesh."""
         own = jax.process_index()
-        return [device for device in self.mesh.devices.flat if device.process_index == own]
+        return [device for device in self._all().flat if device.process_index == own]
 
     @property
     def _pmapped(self) -> list[Any] | None:
         """What pmap takes: devices in order; over several processes all there are."""
-        every = list(self.mesh.devices.flat)
+        every = list(self._all().flat)
         if jax.process_count() == 1:
             return every
         if every != jax.devices():
@@ -169,7 +177,7 @@ class Placement:
 
     def _holders(self) -> dict[int, list[Any]]:
         """The devices of this process that hold each part: several along axes without a split."""
-        rows, own = by_part(self, self.mesh.devices.flatten()), jax.process_index()
+        rows, own = by_part(self, self._all().flatten()), jax.process_index()
         local = [[device for device in row if device.process_index == own] for row in rows]
         return {part: holders for part, holders in enumerate(local) if holders}
 
@@ -203,7 +211,7 @@ class Placement:
         made = jax.jit(mapped)()
         return made_on(self, "create", jax.tree.unflatten(trees[-1], made))
 
-    def abstract(self, make: Callable[[], Any]) -> Any:
+    def abstract(self, make: Callable[[], State]) -> State:
         """The shapes, types and shardings of what :meth:`create` would make, with nothing made.
 
         This is what Orbax restores a state into, without a second one in memory.
@@ -246,7 +254,9 @@ class Placement:
         jax.eval_shape(self._mapped(leaves, (), P()))
         return leaves, trees, specs
 
-    def step(self, fn: Callable[..., tuple[Any, Any]], *, donate: bool = True) -> Any:
+    def step(
+        self, fn: Callable[..., tuple[State, Report]], *, donate: bool = True
+    ) -> Step[tuple[State, Report]]:
         """A compiled training step.
 
         Args:
@@ -290,7 +300,7 @@ class Placement:
         jitted = jax.jit(on_all, static_argnums=0, donate_argnums=donated)
         return Checked(self, "Placement.step", BySplits(jitted, self._left), donate)
 
-    def run(self, fn: Callable[..., Any]) -> Any:
+    def run(self, fn: Callable[..., Report]) -> Step[Report]:
         """A compiled function that changes nothing: an evaluation.
 
         Args:
@@ -315,6 +325,11 @@ class Placement:
             return self._mapped(fn, (self.specs(state), *split), P(self.axes))(state, *batch)
 
         return Checked(self, "Placement.run", jax.jit(on_all))
+
+    @overload
+    def put(self, batch: Batch, *, micro_batches: int = ...) -> Batch: ...
+    @overload
+    def put(self, batch: Any, *, micro_batches: int = ...) -> Any: ...
 
     def put(self, batch: Any, *, micro_batches: int = 1) -> Any:
         """The batch of this process's devices, as steps take it, a copy of what lies on the host.

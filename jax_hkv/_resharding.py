@@ -17,7 +17,8 @@ from jax_hkv._exports import export_entries
 from jax_hkv._keys import form_of
 from jax_hkv._placed import all_equal, by_part, check_replicas, cut, is_saved
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Tiers, trained
+from jax_hkv._tier_types import Tiers
+from jax_hkv._tiers import trained
 from jax_hkv.table import Counts, Table
 
 _CALL = "sharding.reshard"

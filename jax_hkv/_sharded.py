@@ -107,7 +107,7 @@ class ShardedResult(NamedTuple):
 
     values: Float[Array, "*batch dim"]
     keys: Keys
-    status: Int32[Array, "*batch"]
+    status: Int32[Array, "*ids"]
     counts: Counts
     overflow: Int32[Array, ""]
     by_table: Mapping[str, Counts]
@@ -125,7 +125,7 @@ class ShardedRows(NamedTuple):
     """
 
     values: Float[Array, "*batch dim"]
-    found: Bool[Array, "*batch"]
+    found: Bool[Array, "*ids"]
     overflow: Int32[Array, ""]
 
 
@@ -133,7 +133,7 @@ class ScoredShardedRows(NamedTuple):
     """:class:`ShardedRows` and, last, the entries' scores, zero where keys are not found."""
 
     values: Float[Array, "*batch dim"]
-    found: Bool[Array, "*batch"]
+    found: Bool[Array, "*ids"]
     overflow: Int32[Array, ""]
     scores: Keys
 
@@ -141,7 +141,7 @@ class ScoredShardedRows(NamedTuple):
 class ShardedFound(NamedTuple):
     """What `contains` over several devices returns; `overflow` is as in :class:`ShardedRows`."""
 
-    found: Bool[Array, "*batch"]
+    found: Bool[Array, "*ids"]
     overflow: Int32[Array, ""]
 
 

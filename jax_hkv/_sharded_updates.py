@@ -15,6 +15,7 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._compat import vary
 from jax_hkv._hops import Leg, Plan, bags_onward, in_a_row, onward, outward
+from jax_hkv._options import Flag
 from jax_hkv._sharded import ShardedResult, arrived_bags, once_if, wide_plan
 from jax_hkv.index import NO_SLOT
 from jax_hkv.table import Bags, InsertResult, Table
@@ -26,7 +27,7 @@ def update(
     result: ShardedResult | Sequence[ShardedResult],
     row_gradients: Any,
     *,
-    apply: bool | Bool[Array, ""] | None = None,
+    apply: Flag | None = None,
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step; see :func:`jax_hkv.sharding.update`."""
@@ -71,7 +72,7 @@ def _square_norm(sent: list[tuple[InsertResult, jax.Array]]) -> Float32[Array, "
     return _updates.square_norm([own for own, _ in sent], [rows for _, rows in sent])
 
 
-def _masked(result: ShardedResult, mask: Bool[Array, ...]) -> ShardedResult:
+def _masked(result: ShardedResult, mask: Bool[Array, " ..."]) -> ShardedResult:
     """A result that leaves out the positions where a mask is False."""
     start = result.route.start
     start = start._replace(valid=start.valid & mask)

@@ -6,9 +6,31 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+Output = TypeVar("Output", covariant=True)
 Within = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@runtime_checkable
+class Step(Protocol[Output]):
+    """A compiled function of a state and batches: a training step, or an evaluation."""
+
+    def __call__(self, state: Any, /, *args: Any) -> Output:
+        """The step."""
+        ...
+
+    def lower(self, state: Any, /, *args: Any) -> Any:
+        """As of jitted functions."""
+        ...
+
+    def trace(self, state: Any, /, *args: Any) -> Any:
+        """As of jitted functions."""
+        ...
+
+    def eval_shape(self, state: Any, /, *args: Any) -> Any:
+        """As of jitted functions."""
+        ...
 
 
 class Staged:

@@ -18,7 +18,7 @@ from jax_hkv._feature_bags import bags_of
 from jax_hkv._keys import Keys, check_fixed, check_keys
 from jax_hkv._namespaces import keys_are
 from jax_hkv._placed import is_saved
-from jax_hkv._tiers import Admits, Tiers
+from jax_hkv._tier_types import Admits, Tiers
 from jax_hkv._warnings import warn_of_part
 from jax_hkv.features import Jagged, Padded, as_bagged, check_whose_bags
 from jax_hkv.table import Table, check_one_device, forms_of

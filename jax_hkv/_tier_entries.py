@@ -9,7 +9,7 @@ from jax_hkv._compat import of_one_device
 from jax_hkv._exported import Exported
 from jax_hkv._exports import MOST, all_of, chunked
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Tiers
+from jax_hkv._tier_types import Tiers
 from jax_hkv.table import Counts
 
 

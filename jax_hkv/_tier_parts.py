@@ -26,7 +26,7 @@ from jax_hkv._hops import Items, outward, plan_of
 from jax_hkv._keys import Keys
 from jax_hkv._placed import cut, is_saved, is_table, of_checked_batch
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import Admits, PrefetchCounts, Tiers
+from jax_hkv._tier_types import Admits, PrefetchCounts, Tiers
 from jax_hkv.features import Jagged, Padded, check_whose_bags
 from jax_hkv.table import Table, check_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -188,8 +188,20 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
+class Compiled(Protocol):
+    """What is compiled of a jitted function: JAX's own, or of a step."""
+
+    @property
+    def input_shardings(self) -> Any:
+        """Of its arguments."""
+
+    def as_text(self) -> str | None:
+        """Its HLO."""
+        ...
+
+
 def traffic(
-    compiled: jax.stages.Compiled | str,
+    compiled: Compiled | str,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
 ) -> Traffic:
     """Lists the collectives of a compiled program.
@@ -249,7 +261,7 @@ def traffic(
     return Traffic(tuple(found), tuple(sizes) or _UNKNOWN_AXES)
 
 
-def _text(compiled: jax.stages.Compiled | str) -> str:
+def _text(compiled: Compiled | str) -> str:
     if isinstance(compiled, str):
         return compiled
     if not callable(compiled) or not hasattr(compiled, "input_shardings"):  # Flax has its own, too
@@ -276,7 +288,7 @@ def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int) -> dict[
     return sizes
 
 
-def _mesh_of_arguments(compiled: jax.stages.Compiled | str, devices: int) -> dict[str, int]:
+def _mesh_of_arguments(compiled: Compiled | str, devices: int) -> dict[str, int]:
     """Sizes by axis names of the mesh over which an argument is sharded; empty if none is."""
     if isinstance(compiled, str):
         return {}

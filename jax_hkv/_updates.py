@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     groups: _index.Groups
     slots: Int32[Array, " n"]
     terms: _index.Terms
-    skipped: UInt32[Array, 1]
+    skipped: UInt32[Array, " 1"]
 
 
 def optimizer_rows(

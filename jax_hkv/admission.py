@@ -93,7 +93,7 @@ class Admission:
     def decide(
         self,
         seed: int,
-        clock: UInt32[Array, 2],
+        clock: UInt32[Array, " 2"],
         keys: Keys,
         absent: Bool[Array, " n"],
         occurrences: Int32[Array, " n"],

@@ -12,7 +12,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,13 @@ from jax_hkv._keys import Keys
 from jax_hkv._namespaces import NumberOf
 from jax_hkv._options import Fill
 from jax_hkv._placement import Placement
-from jax_hkv._tiers import PrefetchCounts, Tiers
+from jax_hkv._tier_types import PrefetchCounts, Tiers
 from jax_hkv._warnings import warn
 from jax_hkv.features import Jagged, Padded
 from jax_hkv.table import Table
+
+State = TypeVar("State", Table, Tiers)
+Result = TypeVar("Result")
 
 _MOST_BITS = 16  # 65,536 tables; 48 bits are left for ids
 
@@ -188,12 +191,12 @@ class Collection:
 
     def on_tables(
         self,
-        operation: Callable[..., tuple[Table, Any]],
-        tables: Mapping[str, Any],
+        operation: Callable[..., tuple[State, Result]],
+        tables: Mapping[str, State],
         ids: Mapping[str, Any],
         *arguments: Mapping[str, Any],
         **options: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, State], dict[str, Result]]:
         """Calls an operation with ids of some tables, one table after the other as declared.
 
         Args:
@@ -377,7 +380,7 @@ class Collection:
 
     def step_and_prefetch(
         self,
-        step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Any]],
+        step: Callable[[dict[str, Table]], tuple[Mapping[str, Table], Result]],
         tables: Mapping[str, Table],
         stores: Mapping[str, Any],
         inputs: Mapping[str, Any],
@@ -386,7 +389,7 @@ class Collection:
         partial: bool = False,
         placement: Placement | None = None,
         micro_batches: int = 1,
-    ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts], Any]:
+    ) -> tuple[dict[str, Table], dict[str, Any], dict[str, PrefetchCounts], Result]:
         """A step of a batch that was prefetched, while the ids of the next one come near.
 
         The loop in which the host works while the device trains, for all tables of a model; see
@@ -591,7 +594,7 @@ class Collection:
             added[group.name] = rows[group.name] + share * jnp.concatenate(own)
         return added
 
-    def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, ...]]:
+    def spread(self, rows: Mapping[str, jax.Array], parts: Any) -> dict[str, Float[Array, " ..."]]:
         """The rows of each feature: ``[*batch, dim]``, or a row for every id without a combiner.
 
         Those of a :class:`jax_hkv.Jagged` are ``[n, dim]``, in the order of its ids.

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Integer
 
 from jax_hkv import _checks, _ffi
 from jax_hkv import index as _index
@@ -62,7 +62,7 @@ class Jagged:
     """
 
     ids: Any
-    row_splits: Int[Any, " batch+1"]
+    row_splits: Int[Any, " splits"]
     weights: Float32[Any, " n"] | None = None
 
     @property
@@ -88,10 +88,10 @@ class Jagged:
     @classmethod
     def from_lists(
         cls,
-        lists: Sequence[Sequence[int] | Int[Any, " ids"]],
+        lists: Sequence[Sequence[int] | Integer[Any, " ids"]],
         *,
         capacity: int | None = None,
-        weights: Sequence[Sequence[float]] | None = None,
+        weights: Sequence[Sequence[float] | Float[Any, " ids"]] | None = None,
     ) -> Jagged:
         """From a list of ids for each bag, on the host, without a device; ids keep their 64 bits.
 
@@ -299,11 +299,11 @@ class Padded:
     @classmethod
     def from_lists(
         cls,
-        lists: Sequence[Sequence[int] | Int[Any, " ids"]],
+        lists: Sequence[Sequence[int] | Integer[Any, " ids"]],
         *,
         hotness: int | None = None,
         keep: Literal["first", "last"] | None = None,
-        weights: Sequence[Sequence[float]] | None = None,
+        weights: Sequence[Sequence[float] | Float[Any, " ids"]] | None = None,
     ) -> Padded:
         """From a list of ids for each bag, on the host, without a device; ids keep their 64 bits.
 
@@ -541,7 +541,7 @@ class Unique(NamedTuple):
         """Which of `keys` are keys: the mask that a lookup of them needs."""
         return jax.lax.iota(jnp.int32, self.keys.shape[0]) < self.count
 
-    def expand(self, rows: Any) -> Float[Array, "*batch ..."]:
+    def expand(self, rows: Any) -> Float[Array, " ..."]:
         """What belongs to the distinct keys, for each position of the batch; differentiable.
 
         The derivative sums the positions of each key by the fixed tree of docs/semantics.md,

@@ -103,8 +103,8 @@ class Index:
     scores: UInt32[Array, "B 128 2"]
     occupancy: Int32[Array, " B"]
     oldest: UInt32[Array, "B 4"]
-    clock: UInt32[Array, 2]
-    epoch: UInt32[Array, 1]
+    clock: UInt32[Array, " 2"]
+    epoch: UInt32[Array, " 1"]
     policy: Policy = _trees.static(told_by="scores")
     choices: int = _trees.static(told_by="keys")
     namespace: Namespace | None = _trees.static(told_by="keys")
@@ -136,7 +136,7 @@ class Groups(NamedTuple):
     inverse: Int32[Array, " n"]
     first: Int32[Array, " n"]
     last: Int32[Array, " n"]
-    count: Int32[Array, 1]
+    count: Int32[Array, " 1"]
 
 
 class Occurrences(NamedTuple):
@@ -170,7 +170,7 @@ class Upserted(NamedTuple):
     evicted_keys: UInt32[Array, "e 2"]
     evicted_scores: UInt32[Array, "e 2"]
     evicted_slots: Int32[Array, " e"]
-    evicted_count: Int32[Array, 1]
+    evicted_count: Int32[Array, " 1"]
     new_slots: Int32[Array, " m"]
 
 
@@ -351,8 +351,8 @@ def find_rows(
 
 
 def verify(
-    index: Index, keys: Keys, slots: Int32[Array, " n"], stale: UInt32[Array, 1]
-) -> tuple[Index, Int32[Array, " n"], UInt32[Array, 1]]:
+    index: Index, keys: Keys, slots: Int32[Array, " n"], stale: UInt32[Array, " 1"]
+) -> tuple[Index, Int32[Array, " n"], UInt32[Array, " 1"]]:
     """The slots that still hold their keys; the others become -1, and `stale` counts them."""
     clock, stale, verified = _ffi.call(
         "verify_slots",

@@ -43,7 +43,7 @@ from jax_hkv import (
     pooled,
 )
 from jax_hkv._bag_parts import as_count
-from jax_hkv._checked_steps import Step, host_checked
+from jax_hkv._checked_steps import host_checked
 from jax_hkv._checks import as_mask
 from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
@@ -77,6 +77,7 @@ from jax_hkv._linen_steps import (
     zeros_of_rows,
 )
 from jax_hkv._placement import Placement
+from jax_hkv._stages import Step
 from jax_hkv._warnings import warn
 from jax_hkv.admission import Admission
 from jax_hkv.collection import Collection, TableConfig
@@ -94,8 +95,10 @@ __all__ = [
     "EmbedBag",
     "EmbedCollection",
     "Lookup",
+    "Step",
     "StepInfo",
     "TrainState",
+    "Unseen",
     "perturbations",
     "train_step",
     "update_tables",
@@ -310,7 +313,7 @@ class EmbedCollection(Layer):
         partial: bool = False,
         scores: Mapping[str, Any] | None = None,
         admit: Mapping[str, Any] | None = None,
-    ) -> dict[str, Float[Array, ...]]:
+    ) -> dict[str, Float[Array, " ..."]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
         Args:

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
 from jax_hkv._compat import is_inside, over
+from jax_hkv._sharded import ShardedResult
+from jax_hkv._sharded_writes import ShardedWrite
 from jax_hkv.admission import Frequency
 from jax_hkv.index import LANES, Policy, total_of
 from jax_hkv.table import (
@@ -57,9 +59,12 @@ class Metrics(NamedTuple):
     skipped: UInt32[Array, ""]
 
 
+Result = InsertResult | WriteResult | ShardedResult | ShardedWrite
+
+
 def of(
     table: Table,
-    result: InsertResult | WriteResult | Sequence[InsertResult | WriteResult],
+    result: Result | Sequence[Result],
     overflow: Any = None,
 ) -> Metrics:
     """The metrics of a step, inside ``jit`` too, and inside ``shard_map`` and ``pmap``.

@@ -30,10 +30,11 @@ from jaxtyping import Array, Float
 from jax_hkv import _layer_arguments as _arguments
 from jax_hkv import _layers, _sharded, _table_counts, initializers, pooled
 from jax_hkv._bag_parts import as_count
-from jax_hkv._checked_steps import Step, host_checked
+from jax_hkv._checked_steps import host_checked
 from jax_hkv._checks import as_bool, as_mask
 from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
+from jax_hkv._layer_arguments import Unseen
 from jax_hkv._layers import StepInfo
 from jax_hkv._nnx_devices import Alone, Placed, abstract, cacheable, place, run
 from jax_hkv._nnx_steps import (
@@ -58,6 +59,7 @@ from jax_hkv._nnx_steps import (
 )
 from jax_hkv._options import Combiner
 from jax_hkv._placement import Placement
+from jax_hkv._stages import Step
 from jax_hkv._table_counts import TableCounts
 from jax_hkv.collection import Collection
 from jax_hkv.index import Policy
@@ -69,9 +71,11 @@ __all__ = [
     "EmbedBag",
     "EmbedCollection",
     "RowGradients",
+    "Step",
     "StepInfo",
     "TableVariable",
     "TrainState",
+    "Unseen",
     "abstract",
     "place",
     "run",
@@ -127,7 +131,7 @@ class Embed(Layer):
         seed: int = 0,
         optimizer: Optimizer | None = None,
         admission: Any = None,
-        unseen: _arguments.Unseen = "initial",
+        unseen: Unseen = "initial",
         name: str = "embed",
         axis_name: Any = None,
         return_evicted: bool = False,
@@ -289,7 +293,7 @@ class EmbedCollection(Layer):
         collection: Collection,
         *,
         dtype: Any = None,
-        unseen: _arguments.Unseen = "initial",
+        unseen: Unseen = "initial",
         axis_name: Any = None,
         return_evicted: bool = False,
         rngs: Any = None,
@@ -302,7 +306,7 @@ class EmbedCollection(Layer):
         self.return_evicted = return_evicted
         self.dtype = dtype
         self.axis_name = axis_name
-        self.unseen: _arguments.Unseen = unseen
+        self.unseen: Unseen = unseen
         for config in collection.tables if unseen == "learned" else ():
             row = nnx.Param(jnp.zeros((config.dim,), config.dtype))
             setattr(self, _UNSEEN.format(config.name), row)
@@ -317,7 +321,7 @@ class EmbedCollection(Layer):
         partial: bool = False,
         scores: Mapping[str, Any] | None = None,
         admit: Mapping[str, Any] | None = None,
-    ) -> dict[str, Float[Array, ...]]:
+    ) -> dict[str, Float[Array, " ..."]]:
         """The rows of each feature, by name; see :meth:`jax_hkv.Collection.lookup`.
 
         Args:

@@ -78,28 +78,23 @@ def after_read(table: Table, clock: jax.Array) -> Table:
 # --- Reads ---------------------------------------------------------------------------------------
 
 
+# fmt: off
 @overload
 def find(
-    table: Table,
-    keys: Any,
-    *,
-    valid: Any = ...,
-    touch: bool = ...,
-    fill: Fill = ...,
-    dtype: Any = ...,
-    return_scores: Literal[False] = ...,
+    table: Table, keys: Any, *, valid: Any = ..., touch: bool = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: Literal[False] = ...,
 ) -> tuple[Table, FindResult]: ...
 @overload
 def find(
-    table: Table,
-    keys: Any,
-    *,
-    valid: Any = ...,
-    touch: bool = ...,
-    fill: Fill = ...,
-    dtype: Any = ...,
-    return_scores: Literal[True],
+    table: Table, keys: Any, *, valid: Any = ..., touch: bool = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: Literal[True],
 ) -> tuple[Table, ScoredFindResult]: ...
+@overload
+def find(
+    table: Table, keys: Any, *, valid: Any = ..., touch: bool = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: bool,
+) -> tuple[Table, FindResult | ScoredFindResult]: ...
+# fmt: on
 
 
 def find(

@@ -13,12 +13,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jax_hkv import _updates
 from jax_hkv import index as _index
@@ -39,6 +39,7 @@ from jax_hkv._fused import (
 )
 from jax_hkv._gradients import LossScale, all_finite, clip_by_global_norm
 from jax_hkv._keys import Keys
+from jax_hkv._options import Arrays, Flag
 from jax_hkv.table import (
     InsertResult,
     OptimizerRows,
@@ -88,6 +89,7 @@ _REMEDY = (
 )
 
 
+@runtime_checkable
 class Transformation(Protocol):
     """What is needed of an ``optax.GradientTransformation``."""
 
@@ -100,14 +102,26 @@ class Transformation(Protocol):
         """From (updates, state, params) to (updates, state)."""
 
 
+@runtime_checkable
 class Optimizer(Protocol):
-    """What the layers need of an optimizer: one of :func:`sparse`, or a fused one."""
+    """What the layers need of an optimizer: one of :func:`sparse`, or a fused one.
+
+    `learning_rate` is for those that have one of their own.
+    """
 
     def init(self, table: Table) -> Table:
         """The table with fresh optimizer rows."""
         ...
 
-    def update(self, table: Table, result: Any, row_gradients: Any, *, apply: Any = None) -> Table:
+    def update(
+        self,
+        table: Table,
+        result: Any,
+        row_gradients: Any,
+        *,
+        learning_rate: Any = None,
+        apply: Any = None,
+    ) -> Table:
         """The table after one step."""
         ...
 
@@ -194,9 +208,9 @@ class SparseOptimizer:
         self,
         table: Table,
         result: InsertResult | Sequence[InsertResult],
-        row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+        row_gradients: Float[Arrays, "*batch dim"] | Sequence[Float[Arrays, "*batch dim"]],
         *,
-        apply: bool | Bool[Array, ""] | None = None,
+        apply: Flag | None = None,
         **extra: Any,
     ) -> Table:
         """The table after one step of the optimizer on the rows of a batch.

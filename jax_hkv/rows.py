@@ -29,7 +29,7 @@ def attributes(initializer: Initializer, seed: int) -> dict[str, float]:
     }
 
 
-def flags(mask: Mask) -> Bool[Array, " n?"]:
+def flags(mask: Mask) -> Bool[Array, " flags"]:
     """A mask as native operations take it: for "all" nobody has to make one."""
     return jnp.zeros((0,), jnp.bool_) if mask is None else mask
 

@@ -47,7 +47,7 @@ from jax_hkv._exchange import Exchange, distinct_in, owners, skew_in
 from jax_hkv._exported import Exported
 from jax_hkv._exports import export_chunks, export_entries
 from jax_hkv._keys import Keys, check_fixed
-from jax_hkv._options import Combiner, Fill
+from jax_hkv._options import Arrays, Combiner, Fill, Flag
 from jax_hkv._pins import pinned_slots
 from jax_hkv._placement import Mode, Placement
 from jax_hkv._processes import synchronized
@@ -120,30 +120,23 @@ __all__ = [
 ]
 
 
+# fmt: off
 @overload
 def find(
-    table: Table,
-    keys: Any,
-    *,
-    axis_name: str | tuple[str, ...] | Exchange,
-    valid: Any = ...,
-    touch: bool = ...,
-    fill: Fill = ...,
-    dtype: Any = ...,
-    return_scores: Literal[False] = ...,
+    table: Table, keys: Any, *, axis_name: str | tuple[str, ...] | Exchange, valid: Any = ...,
+    touch: bool = ..., fill: Fill = ..., dtype: Any = ..., return_scores: Literal[False] = ...,
 ) -> tuple[Table, ShardedRows]: ...
 @overload
 def find(
-    table: Table,
-    keys: Any,
-    *,
-    axis_name: str | tuple[str, ...] | Exchange,
-    valid: Any = ...,
-    touch: bool = ...,
-    fill: Fill = ...,
-    dtype: Any = ...,
-    return_scores: Literal[True],
+    table: Table, keys: Any, *, axis_name: str | tuple[str, ...] | Exchange, valid: Any = ...,
+    touch: bool = ..., fill: Fill = ..., dtype: Any = ..., return_scores: Literal[True],
 ) -> tuple[Table, ScoredShardedRows]: ...
+@overload
+def find(
+    table: Table, keys: Any, *, axis_name: str | tuple[str, ...] | Exchange, valid: Any = ...,
+    touch: bool = ..., fill: Fill = ..., dtype: Any = ..., return_scores: bool,
+) -> tuple[Table, ShardedRows | ScoredShardedRows]: ...
+# fmt: on
 
 
 def find(
@@ -304,7 +297,7 @@ def _shaped(result: ShardedResult, keys: Keys, shape: tuple[int, ...]) -> Sharde
 def insert_or_assign(
     table: Table,
     keys: Any,
-    values: Float[Array, "*batch dim"],
+    values: Float[Arrays, "*batch dim"],
     *,
     axis_name: str | tuple[str, ...] | Exchange,
     scores: Any = None,
@@ -348,8 +341,8 @@ def insert_or_assign(
 def accum_or_assign(
     table: Table,
     keys: Any,
-    values: Float[Array, "*batch dim"],
-    exists: Bool[Array, "*batch"],
+    values: Float[Arrays, "*batch dim"],
+    exists: Bool[Arrays, "*batch"],
     *,
     axis_name: str | tuple[str, ...] | Exchange,
     scores: Any = None,
@@ -399,7 +392,7 @@ def accum_or_assign(
 def assign(
     table: Table,
     keys: Any,
-    values: Float[Array, "*batch dim"] | None = None,
+    values: Float[Arrays, "*batch dim"] | None = None,
     *,
     axis_name: str | tuple[str, ...] | Exchange,
     scores: Any = None,
@@ -663,9 +656,9 @@ def update(
     optimizer: Any,
     table: Table,
     result: ShardedResult | Sequence[ShardedResult],
-    row_gradients: Float[Array, "*batch dim"] | Sequence[Float[Array, "*batch dim"]],
+    row_gradients: Float[Arrays, "*batch dim"] | Sequence[Float[Arrays, "*batch dim"]],
     *,
-    apply: bool | Bool[Array, ""] | None = None,
+    apply: Flag | None = None,
     **extra: Any,
 ) -> Table:
     """This device's part of a table after one step of an optimizer; inside shard_map or pmap.

@@ -212,14 +212,15 @@ def no_counts(zero: Int32[Array, ""] | None = None) -> Counts:
 class Entries(NamedTuple):
     """Entries that left a table or were read from it; compact, zero behind `count`.
 
-    `optimizer` are their optimizer rows, by name.
+    `optimizer` are their optimizer rows, by name. `count` is one number; in the report of a step
+    over devices there is one for each.
     """
 
     keys: Keys
     scores: Keys
     values: Float[Array, "n dim"]
     optimizer: dict[str, Num[Array, "n ..."]]
-    count: Int32[Array, ""]
+    count: Int32[Array, "*devices"]
 
 
 class FindResult(NamedTuple):
@@ -255,7 +256,7 @@ class Bags(NamedTuple):
     """
 
     sources: Int32[Array, " n"]
-    splits: Int32[Array, " b+1"]
+    splits: Int32[Array, " splits"]
     weights: Float32[Array, " n"] | None
     ends: Int32[Array, " b"] | None = None
 
@@ -282,8 +283,8 @@ class InsertResult(NamedTuple):
 
     values: Float[Array, "*batch dim"]
     keys: Keys
-    slots: Int32[Array, "*batch"]
-    status: Int32[Array, "*batch"]
+    slots: Int32[Array, "*ids"]
+    status: Int32[Array, "*ids"]
     counts: Counts
     evicted: Entries | None
     groups: Groups

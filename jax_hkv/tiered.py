@@ -19,7 +19,7 @@ while the accelerator trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 from jaxtyping import Array, Bool
@@ -32,7 +32,8 @@ from jax_hkv._options import Fill
 from jax_hkv._placed import is_shape
 from jax_hkv._placement import Placement
 from jax_hkv._tier_entries import export_chunks, export_entries, import_entries
-from jax_hkv._tiers import Admits, Admitted, Fetched, PrefetchCounts, Tiers
+from jax_hkv._tier_types import Admits, PrefetchCounts, Tiers
+from jax_hkv._tiers import Admitted, Fetched
 from jax_hkv.index import LANES, MAX_SLOTS
 from jax_hkv.table import (
     EraseResult,
@@ -65,10 +66,23 @@ __all__ = [
 ]
 
 
+Result = TypeVar("Result")
+
+
+@overload
+def create_store(
+    table: Table, capacity: int, *, device: Any = ..., placement: None = ...
+) -> Table: ...
+@overload
+def create_store(
+    table: Table, capacity: int, *, device: Any = ..., placement: Placement
+) -> tuple[Table, ...]: ...
+
+
 @of_one_device
 def create_store(
     table: Table, capacity: int, *, device: Any = None, placement: Placement | None = None
-) -> Any:
+) -> Table | tuple[Table, ...]:
     """An empty table to stand behind another one, in the host's memory.
 
     Args:
@@ -203,7 +217,7 @@ def prefetch(
 
 
 def step_and_prefetch(
-    step: Callable[[Table], tuple[Table, Any]],
+    step: Callable[[Table], tuple[Table, Result]],
     tiers: Tiers,
     keys: Any,
     coming: Any,
@@ -212,7 +226,7 @@ def step_and_prefetch(
     coming_valid: Any = None,
     placement: Placement | None = None,
     micro_batches: int = 1,
-) -> tuple[Tiers, PrefetchCounts | None, Any]:
+) -> tuple[Tiers, PrefetchCounts | None, Result]:
     """A step of a batch whose keys are in the cache, while those of the next one come there.
 
     It is :func:`admit`, the step, :func:`exchange` and :func:`restore`: the host works while the
@@ -432,26 +446,23 @@ def restore(cache: Table, fetched: Fetched) -> Table:
 # --- Reads and removals, of both -----------------------------------------------------------------
 
 
+# fmt: off
 @overload
 def find(
-    tiers: Tiers,
-    keys: Any,
-    *,
-    valid: Any = ...,
-    fill: Fill = ...,
-    return_scores: Literal[False] = ...,
-    dtype: Any = ...,
+    tiers: Tiers, keys: Any, *, valid: Any = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: Literal[False] = ...,
 ) -> tuple[Tiers, FindResult]: ...
 @overload
 def find(
-    tiers: Tiers,
-    keys: Any,
-    *,
-    valid: Any = ...,
-    fill: Fill = ...,
-    return_scores: Literal[True],
-    dtype: Any = ...,
+    tiers: Tiers, keys: Any, *, valid: Any = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: Literal[True],
 ) -> tuple[Tiers, ScoredFindResult]: ...
+@overload
+def find(
+    tiers: Tiers, keys: Any, *, valid: Any = ..., fill: Fill = ...,
+    dtype: Any = ..., return_scores: bool,
+) -> tuple[Tiers, FindResult | ScoredFindResult]: ...
+# fmt: on
 
 
 @of_one_device

@@ -690,6 +690,6 @@ def _over_chunks(
     return jax.lax.fori_loop(jnp.int32(0), chunks, step, (table, start))
 
 
-def _zeros(table: Table, *shape: int) -> Int32[Array, ...]:
+def _zeros(table: Table, *shape: int) -> Int32[Array, " ..."]:
     """Counts to start from: with part of the clock's type they vary over devices as it does."""
     return jnp.broadcast_to((table.index.clock[0] * 0).astype(jnp.int32), shape)

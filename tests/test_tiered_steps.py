@@ -49,7 +49,8 @@ from test_tiered_models import (
 
 import jax_hkv as hkv
 from jax_hkv import _tiers, sharding, tiered
-from jax_hkv._tiers import PrefetchCounts, _both
+from jax_hkv._tier_types import PrefetchCounts
+from jax_hkv._tiers import _both
 
 
 def with_next(batches):
