@@ -233,9 +233,6 @@ _IN_LOSS = (
 )
 
 
-_OF_SUMS = ("combine_rows", "square_norm")
-
-
 def _batch(
     primitive: Primitive, signature: Signature, operands: Any, dims: Any, **params: Any
 ) -> Any:
@@ -245,15 +242,18 @@ def _batch(
         _check_not_mapped(signature, dims, rows_may_be=has_bags)
         flatten = _batch_bags if has_bags else _batch_positions
         return flatten(primitive, signature, operands, dims, **params)
-    if signature.name in _OF_SUMS and not any(dim is not None for dim in dims[:-1]):  # rows alone
+    if signature.name == "combine_rows" and not any(dim is not None for dim in dims[:-1]):
+        # Of the rows alone: more columns of each, which are summed by themselves.
         *groups, rows = operands
-        if signature.name == "combine_rows":  # more columns of each, which are summed by themselves
-            return primitive.bind(*groups, jax.numpy.moveaxis(rows, dims[-1], 1), **params), [1]
-        each = jax.lax.map(
-            lambda own: primitive.bind(*groups, own, **params),
-            jax.numpy.moveaxis(rows, dims[-1], 0),
-        )
-        return each, [0]
+        return primitive.bind(*groups, jax.numpy.moveaxis(rows, dims[-1], 1), **params), [1]
+    if signature.name == "square_norm":  # a number of each, for which nothing is changed
+        mapped = [n for n, dim in enumerate(dims) if dim is not None]
+
+        def one(own: Sequence[Any]) -> Any:
+            parts = dict(zip(mapped, own, strict=True))
+            return primitive.bind(*(parts.get(n, x) for n, x in enumerate(operands)), **params)
+
+        return jax.lax.map(one, [jax.numpy.moveaxis(operands[n], dims[n], 0) for n in mapped]), [0]
     _check_one_table(signature, dims)
     if any(name != "clock" for name in _changed(signature)):
         raise NotImplementedError(

@@ -15,9 +15,11 @@ from jaxtyping import Array, Int32
 
 from jax_hkv import _layers, _pins
 from jax_hkv._checks import as_bool
-from jax_hkv._compat import zeros_of
+from jax_hkv._compat import vary, zeros_of
+from jax_hkv._exchange import as_exchange
 from jax_hkv._placed import is_table
 from jax_hkv._table_counts import TableCounts
+from jax_hkv._warnings import lookup_of_layer
 from jax_hkv.optim import Optimizer
 from jax_hkv.table import Table, check_dim
 
@@ -91,9 +93,15 @@ class Layer(nn.Module):
             )
         return True
 
-    def _devices(self, axis_name: Any) -> Any:
-        """The axes of a lookup. In `init` none: new tables have first rows, the same anywhere."""
-        return None if self.is_initializing() else axis_name
+    def _looked_up(
+        self, axis_name: Any, look_up: Callable[[Any], tuple[Any, Any]]
+    ) -> tuple[Any, Any]:
+        """A lookup along axes; in `init` on each device alone: first rows are the same anywhere."""
+        exchange = as_exchange(axis_name)
+        if exchange is None or not self.is_initializing():
+            return look_up(axis_name)
+        with lookup_of_layer("init", is_right=True):
+            return vary(look_up(None), exchange.axes)
 
     def _table(self, name: str, dim: int, *create: Any) -> TableVariable:
         variable = TableVariable(self.variable(TABLES, name, *create))

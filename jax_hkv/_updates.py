@@ -212,23 +212,27 @@ optim_update_at_once = jax.jit(optim_update, static_argnums=0)
 
 
 def in_parts(
-    move: Callable[..., tuple[Table, Any]], table: Table, rows: tuple[Any, ...]
+    move: Callable[..., tuple[Table, Any]],
+    table: Table,
+    rows: tuple[Any, ...],
+    sums: Callable[[Any, int], Any],
 ) -> tuple[Table, Any]:
     """What is done to distinct rows, some at a time, since each is moved by itself.
 
     Of all of them at once XLA keeps as many arrays as they have states.
 
     Args:
-      move: from a table, slots, and what else there is of each row, to the table and a result that
-        is the same for any rows.
+      move: from a table, slots, what else there is of each row, and sums, to the table and a result
+        that is the same for any rows.
       table: with optimizer rows.
       rows: slots first.
+      sums: of so many rows, from one on.
     """
     count = rows[0].shape[0]
     most = max(1, _AT_ONCE // table.dim)
     turns = -(-count // most)
     if turns <= 1:
-        return move(table, *rows)
+        return move(table, *rows, sums(0, count))
     size = -(-count // turns)
     optimizer = table.optimizer
     assert optimizer is not None
@@ -242,17 +246,17 @@ def in_parts(
         return dataclasses.replace(with_clock(table, clock), values=values, optimizer=states)
 
     def turn(number: jax.Array, own: Any) -> Any:
-        part = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, number * size, size), rows
-        )
-        after, _ = move(whole(own), *part)
+        first = number * size
+        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, size), rows)
+        after, _ = move(whole(own), *part, sums(first, size))
         assert after.optimizer is not None
         return after.index.clock, after.values, after.optimizer.rows
 
     own = jax.lax.fori_loop(0, turns - 1, turn, own)  # a known number of turns: a GPU is not asked
-    slots, *others = jax.tree.map(lambda leaf: leaf[count - size :], rows)
-    is_left = _rows.positions(size) >= jnp.int32((turns - 1) * size - (count - size))
-    return move(whole(own), jnp.where(is_left, slots, NO_SLOT), *others)
+    first = count - size
+    slots, *others = jax.tree.map(lambda leaf: leaf[first:], rows)
+    slots = jnp.where(_rows.positions(size) >= (turns - 1) * size - first, slots, NO_SLOT)
+    return move(whole(own), slots, *others, sums(first, size))
 
 
 def merged_groups(results: list[InsertResult]) -> tuple[_index.Groups, Int32[Array, " n"]]:

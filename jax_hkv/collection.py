@@ -191,12 +191,12 @@ class Collection:
 
     def on_tables(
         self,
-        operation: Callable[..., tuple[State, Result]],
+        operation: Callable[..., tuple[State, Any]],
         tables: Mapping[str, State],
         ids: Mapping[str, Any],
         *arguments: Mapping[str, Any],
         **options: Any,
-    ) -> tuple[dict[str, State], dict[str, Result]]:
+    ) -> tuple[dict[str, State], dict[str, Any]]:
         """Calls an operation with ids of some tables, one table after the other as declared.
 
         Args:

@@ -275,6 +275,19 @@ def combine(groups: Groups, terms: Terms, size: int | None = None) -> Float32[Ar
     return sums
 
 
+def combine_some(
+    groups: Groups, terms: Terms, found: Occurrences, first: Any, size: int
+) -> Float32[Array, "size ..."]:
+    """So many of the sums of :func:`combine`, from that of a key on, whose number may be traced."""
+    count, inverse, offsets = groups.count, groups.inverse, found.offsets
+    if size != groups.keys.shape[0]:
+        count, inverse = jnp.clip(count - first, 0, size), inverse - first
+        inverse = jnp.where((inverse >= 0) & (inverse < size), inverse, -1)
+        offsets = jax.lax.dynamic_slice_in_dim(offsets, first, size + 1)
+    (sums,) = _ffi.call("combine_rows", count, inverse, found.order, offsets, *terms.operands)
+    return sums
+
+
 def square_norm(groups: Groups, terms: Terms, slots: Int32[Array, " n"]) -> Float32[Array, ""]:
     """The sum of the squares of all that :func:`combine` gives the keys that have a slot."""
     (norm,) = _ffi.call(

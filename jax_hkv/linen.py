@@ -174,18 +174,21 @@ class Embed(Layer):
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
         variable = self._table("table", self.features, self._create)
         is_training = self._begins(train, variable.value)
-        table, found = _layers.look_up(
-            variable.value,
-            ids,
-            self._devices(self.axis_name),
-            rows_dtype(self, train=is_training, usual=variable.value.dtype),
-            train=is_training,
-            valid=valid,
-            values=values,
-            scores=scores,
-            admit=admit,
-            pinned=self._pinned(variable) if is_training else None,
-            return_evicted=self.return_evicted,
+        table, found = self._looked_up(
+            self.axis_name,
+            lambda axis_name: _layers.look_up(
+                variable.value,
+                ids,
+                axis_name,
+                rows_dtype(self, train=is_training, usual=variable.value.dtype),
+                train=is_training,
+                valid=valid,
+                values=values,
+                scores=scores,
+                admit=admit,
+                pinned=self._pinned(variable) if is_training else None,
+                return_evicted=self.return_evicted,
+            ),
         )
         if is_training:
             variable.value = table
@@ -263,19 +266,22 @@ class EmbedBag(Embed):
         unseen = self._unseen_row()
         fill = "initial" if unseen is None else 0.0
         is_training = self._begins(train, variable.value)
-        table, found = _sharded.of_batch(
-            type(self).__name__,
-            variable.value,
-            batch,
-            exchange=as_exchange(self._devices(self.axis_name)),
-            is_weighted=layout.is_weighted,
-            train=is_training,
-            fill=fill,
-            dtype=rows_dtype(self, train=is_training),
-            scores=scores,
-            admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
-            pinned=self._pinned(variable) if is_training else None,
-            evicted=self.return_evicted,
+        table, found = self._looked_up(
+            self.axis_name,
+            lambda axis_name: _sharded.of_batch(
+                type(self).__name__,
+                variable.value,
+                batch,
+                exchange=as_exchange(axis_name),
+                is_weighted=layout.is_weighted,
+                train=is_training,
+                fill=fill,
+                dtype=rows_dtype(self, train=is_training),
+                scores=scores,
+                admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
+                pinned=self._pinned(variable) if is_training else None,
+                evicted=self.return_evicted,
+            ),
         )
         if is_training:
             variable.value = table
@@ -334,8 +340,11 @@ class EmbedCollection(Layer):
         options = {"partial": partial, "scores": scores, "admit": admit}
         if is_training:
             options["pinned"] = {name: self._pinned(each) for name, each in variables.items()}
-        tables, looked_up = _layers.look_up_features(
-            *(self, own, inputs, self._devices(self.axis_name)), train=is_training, **options
+        tables, looked_up = self._looked_up(
+            self.axis_name,
+            lambda axis_name: _layers.look_up_features(
+                *(self, own, inputs, axis_name), train=is_training, **options
+            ),
         )
         rows = dict(looked_up.rows)
         for group in groups:

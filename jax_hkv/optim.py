@@ -106,22 +106,14 @@ class Transformation(Protocol):
 class Optimizer(Protocol):
     """What the layers need of an optimizer: one of :func:`sparse`, or a fused one.
 
-    `learning_rate` is for those that have one of their own.
+    Whose update takes a learning rate is a :class:`FusedOptimizer`.
     """
 
     def init(self, table: Table) -> Table:
         """The table with fresh optimizer rows."""
         ...
 
-    def update(
-        self,
-        table: Table,
-        result: Any,
-        row_gradients: Any,
-        *,
-        learning_rate: Any = None,
-        apply: Any = None,
-    ) -> Table:
+    def update(self, table: Table, result: Any, row_gradients: Any, *, apply: Any = None) -> Table:
         """The table after one step."""
         ...
 
@@ -241,12 +233,11 @@ class SparseOptimizer:
         before = _updates.rows_of(table, self._structure(table))
         table, batch = _updates.batch_of(table, before, result, row_gradients, apply)
         # As native updates: a key without a position (of a slice, say) stays as it is.
-        is_moved = _index.occurrences(batch.groups).counts > 0
-        slots = jnp.where(is_moved, batch.slots, _index.NO_SLOT)
-        sums = _index.combine(batch.groups, batch.terms)
-        rows = slots, Keys(batch.groups.keys), sums
+        found = _index.occurrences(batch.groups)
+        slots = jnp.where(found.counts > 0, batch.slots, _index.NO_SLOT)
+        sums = functools.partial(_index.combine_some, batch.groups, batch.terms, found)
         move = functools.partial(self._moved, before=before, extra=extra)
-        table, shared = _updates.in_parts(move, table, rows)
+        table, shared = _updates.in_parts(move, table, (slots, Keys(batch.groups.keys)), sums)
         optimizer = table.optimizer
         assert optimizer is not None
         if apply is not None:

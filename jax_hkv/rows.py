@@ -19,7 +19,7 @@ Clock = UInt32[Array, "2"]
 Mask = Bool[Array, " n"] | None  # None: everything counts
 
 
-def attributes(initializer: Initializer, seed: int) -> dict[str, float]:
+def attributes(initializer: Initializer, seed: int) -> dict[str, int | float]:
     """An initializer as native operations take it."""
     return {
         "init_kind": initializer.kind,

@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from many_devices import assert_same_bits
 from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
@@ -53,6 +54,26 @@ def test_memory_that_changes_while_it_is_read_harms_no_table(what):
         [sys.executable, "-P", "-c", REFILLS, what], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout) == (0, "True 0\n"), run.stderr[-2000:]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there JAX takes a copy")
+@pytest.mark.parametrize("lookup", [hkv.find_or_insert, hkv.insert_and_evict, hkv.find])
+def test_flags_of_other_bytes_than_0_and_1_are_true(lookup, rng):
+    """NumPy lets bytes be looked at as flags, and JAX reads such memory as it is."""
+    numbers = rng.integers(0, 4, 1024 + 64).astype(np.uint8) * 85
+    begin = -numbers.ctypes.data % 64
+    flags = numbers[begin : begin + 1000].view(np.bool_)
+    ids, rows = np.arange(1000, dtype=np.int32), np.ones((1000, 2), np.float32)
+    given = (rows,) if lookup is hkv.insert_and_evict else ()
+    tables, results = zip(
+        *(
+            jax.jit(lookup)(hkv.create(2048, 2), ids, *given, valid=valid)
+            for valid in (flags, flags.view(np.uint8) != 0)
+        ),
+        strict=True,
+    )
+    assert_same_bits(tables[0], tables[1])
+    assert_same_bits(results[0], results[1])
 
 
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])

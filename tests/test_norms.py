@@ -54,6 +54,26 @@ def test_a_key_that_is_everywhere_is_summed_first(rng):
     assert norm_of(result, rows) == expected
 
 
+@pytest.mark.parametrize("odd", [None, np.inf, np.nan])
+@pytest.mark.parametrize("dim", [1, 2, 3, 6, 8, 17])
+def test_the_norm_of_bags_is_that_of_what_their_positions_add(dim, odd, rng):
+    """Also of weights that are no numbers, whose products with nothing are none."""
+    keys = rng.integers(0, 60, (40, 3)).astype(np.uint64)
+    valid = rng.random(keys.shape) < 0.9
+    weights = rng.random(keys.shape).astype(np.float32)
+    weights[7, 1] = 0.5 if odd is None else odd
+    valid[7, 1] = True
+    table = hkv.create(128, dim)
+    bags = hkv.Keys.from_numpy(keys)
+    _, result = hkv.find_or_insert_pooled(table, bags, valid=valid, weights=weights, combiner="sum")
+    rows = rng.normal(size=(40, dim)).astype(np.float32)
+    terms = weights.reshape(-1, 1) * np.repeat(rows, 3, axis=0)
+    slots = np.asarray(result.slots).reshape(-1)
+    expected = expected_norm(keys.reshape(-1), valid.reshape(-1), terms, slots)
+    assert norm_of(result, rows).view(np.uint32) == np.float32(expected).view(np.uint32)
+    assert np.isfinite(expected) == (odd is None)
+
+
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf])
 def test_the_norm_of_what_is_no_number_is_none(number):
     _, result = hkv.find_or_insert(hkv.create(128, 3), np.arange(40, dtype=np.int32))
@@ -80,3 +100,11 @@ def test_norms_of_several_gradients_of_one_batch_are_those_of_each(rng):
         lambda own: hkv.optim.clip_by_global_norm(1.0, {}, [result], [own])[2], in_axes=1
     )(rows)
     np.testing.assert_array_equal(together, [norm_of(result, rows[:, i]) for i in range(5)])
+
+    def of_slots(slots):
+        own = result._replace(unique_slots=slots)
+        return hkv.optim.clip_by_global_norm(1.0, {}, [own], [rows[:, 0]])[2]
+
+    without = jnp.full_like(result.unique_slots, -1)
+    by_slots = jax.vmap(of_slots)(jnp.stack([result.unique_slots, without]))
+    np.testing.assert_array_equal(by_slots, [together[0], 0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,3 +230,26 @@ def test_init_gives_the_rows_of_an_empty_table_and_sends_nothing(
     np.testing.assert_array_equal(rows["init"], rows["apply"])
     assert rows["init"].any() == (unseen == "initial")
     assert sends == {"init": False, "apply": True}
+
+
+def test_init_is_right_in_functions_of_a_placement_and_varies_as_a_call(placement):
+    """It warned that a part of a table is read, and gave equal ids rows of another type."""
+    ids = np.array([3, 4, 5, 3, 2**31 - 1, 0, 7, 8], np.int32)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            rows = hkv.linen.Embed(1024, DIM, axis_name="device")(ids)
+            bags = hkv.linen.EmbedBag(1024, DIM, axis_name="device")(ids[:, None])
+            device = jnp.float32(jax.lax.axis_index("device"))
+            return jax.lax.scan(lambda c, _: (c + device, None), rows + bags, None, length=2)[0]
+
+    def first(ids):
+        return Model().init_with_output(jax.random.key(0), ids)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placement.run(lambda _, ids: first(ids))(np.int32(0), placement.put(ids))
+    same = {"in_specs": P(), "out_specs": P("device"), "axis_names": {"device"}}
+    rows = jax.jit(jax.shard_map(first, mesh=placement.mesh, check_vma=True, **same))(ids)
+    assert rows.shape == (len(ids) * DEVICES, DIM)

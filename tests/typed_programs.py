@@ -42,10 +42,22 @@ def reads(with_scores: bool) -> None:
     assert_type(found, hkv.FindResult | hkv.ScoredFindResult)
 
 
+class Frozen:
+    """An optimizer of one's own."""
+
+    def init(self, table: hkv.Table) -> hkv.Table:
+        return table
+
+    def update(
+        self, table: hkv.Table, result: object, row_gradients: object, *, apply: object = None
+    ) -> hkv.Table:
+        return table
+
+
 def updated(optimizer: hkv.optim.Optimizer, rate: float) -> hkv.Table:
     """By any optimizer; rows, rates and flags may be NumPy's."""
     table, result = hkv.find_or_insert(optimizer.init(hkv.create(1024, 2)), IDS)
-    table = optimizer.update(table, result, ROWS, learning_rate=rate)
+    table = optimizer.update(table, result, ROWS)
     sgd = hkv.optim.sgd(np.float32(0.1))
     table = sgd.init(dataclasses.replace(table, optimizer=None))
     table = sgd.update(table, result, ROWS, apply=np.bool_(True))
@@ -91,12 +103,14 @@ def over_devices() -> None:
 def by_table() -> None:
     tables, found = COLLECTION.on_tables(hkv.contains, COLLECTION.create(), {"t": IDS})
     assert_type(tables, dict[str, hkv.Table])
-    assert_type(found, dict[str, jax.Array])
+    assert found["t"].shape == IDS.shape
+    _, scored = COLLECTION.on_tables(hkv.find, tables, {"t": IDS}, return_scores=True)
+    assert scored["t"].scores.shape == IDS.shape
     store = hkv.tiered.create_store(tables["t"], 2048)
     tiers = {"t": hkv.tiered.Tiers(tables["t"], store)}
     tiers, erased = COLLECTION.on_tables(hkv.tiered.erase, tiers, {"t": IDS})
     assert_type(tiers, dict[str, hkv.tiered.Tiers])
-    assert_type(erased, dict[str, hkv.EraseResult])
+    assert erased["t"]
 
 
 class Model(nn.Module):
@@ -118,7 +132,8 @@ def trained(step: Trained, state: hkv.linen.TrainState) -> hkv.linen.StepInfo:
 
 def main() -> None:
     reads(True)
-    updated(hkv.optim.adam(0.1), 0.2)
+    for optimizer in (hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1)), Frozen()):
+        updated(optimizer, 0.2)
     lists()
     over_devices()
     by_table()

@@ -60,14 +60,23 @@ class Workers {
     }
     const auto job = std::make_shared<Job<Task>>(count, task);
     const int64_t helpers = (count < threads_ ? count : threads_) - 1;
-    for (int64_t helper = 0; helper < helpers; ++helper) {
-      pool_.Schedule([job] { job->work(); });
-    }
+    ask_for(helpers, job);
     job->work();
     job->wait();
   }
 
  private:
+  // Fewer are as good. None may be left behind at work on a task that is gone: no exception leaves.
+  template <class SharedJob>
+  void ask_for(int64_t helpers, const SharedJob& job) const noexcept {
+    try {
+      for (int64_t helper = 0; helper < helpers; ++helper) {
+        pool_.Schedule([job] { job->work(); });
+      }
+    } catch (...) {  // there is no memory for one more
+    }
+  }
+
   // Outlives the call: a helper that starts late finds no index left and never touches the task.
   template <class Task>
   class Job {

@@ -131,7 +131,8 @@ struct SumTerms {
       change(sum);
       float squares[kBlock / kPart];
       for (int c = 0; c < kBlock; ++c) {
-        const float square = sum[c] * sum[c];
+        // Behind the end there are products of weights, which may be no numbers.
+        const float square = column + c < rows.width ? sum[c] * sum[c] : 0.0f;
         squares[c / kPart] = c % kPart == 0 ? square : squares[c / kPart] + square;
       }
       for (int member = 0; member < group.size(); ++member) {

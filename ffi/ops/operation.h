@@ -50,7 +50,10 @@ struct Array {
 struct Mask {
   const bool* flags = nullptr;
 
-  HKV_HOST_DEVICE bool operator[](int64_t index) const { return flags == nullptr || flags[index]; }
+  // As bytes: in memory of a caller's a flag may be another number than 0 and 1, which no bool is.
+  HKV_HOST_DEVICE bool operator[](int64_t index) const {
+    return flags == nullptr || reinterpret_cast<const unsigned char*>(flags)[index] != 0;
+  }
 };
 
 // The steps of a bound operation, and what the executor ends a call with.
@@ -252,6 +255,11 @@ inline constexpr int kRowsAhead = kBlock == 4 ? 4 : 1;
 class Arena {
  public:
   explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+#if defined(__SANITIZE_ADDRESS__)
+  ~Arena() { ASAN_UNPOISON_MEMORY_REGION(base_, base_ ? used_ : 0); }  // XLA has other uses for it
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+#endif
 
   template <class T>
   T* take(int64_t count) {

@@ -1,6 +1,8 @@
 // Numbers: conversions, sums, first values, scores, and the subnormal mode of the CPU's workers.
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "backends/cpu_executor.h"
@@ -243,6 +245,27 @@ void subnormals(Checks& checks) {
 #endif
 }
 
+// Each index is worked on once, by fewer threads, where there is no memory to ask all of them.
+void few_helpers(Checks& checks) {
+  struct Pool {
+    ThreadPool& threads;
+    int left;
+    int64_t num_threads() const { return 4; }
+    void Schedule(std::function<void()> task) {
+      if (left-- == 0) throw std::bad_alloc();
+      threads.Schedule(std::move(task));
+    }
+  };
+  ThreadPool threads(3);
+  for (const int helpers : {0, 1, 2}) {
+    Pool pool{threads, helpers};
+    std::vector<int> visits(1000);
+    Workers<Pool>(pool).run(1000, [&](int64_t i) { ++visits[static_cast<size_t>(i)]; });
+    checks.expect(visits == std::vector<int>(1000, 1), "every index, once");
+    checks.expect(pool.left == -1, "nobody is asked after the pool has failed");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -259,5 +282,6 @@ int main() {
   places(checks);
   scores(checks);
   subnormals(checks);
+  few_helpers(checks);
   return checks.finish();
 }
