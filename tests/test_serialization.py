@@ -311,14 +311,18 @@ def over_devices(call, keys, exchange):
     return call(dataclasses.replace(TABLE, replicas=exchange.replicas), keys, axis_name=exchange)
 
 
+def bags_of(x, exchange):
+    """By a layer; its `init`, which sends nothing, takes any size."""
+    layer = hkv.linen.EmbedBag(256, 4, axis_name=exchange)
+    return layer.apply(layer.init(jax.random.key(0), x.ids), x.ids)
+
+
 OVER_DEVICES = {
     "sharding.find": lambda x, exchange: over_devices(sharding.find, x.flat, exchange),
     "sharding.erase": lambda x, exchange: over_devices(sharding.erase, x.flat, exchange),
     "sharding.find_pooled": lambda x, exchange: over_devices(sharding.find_pooled, x.ids, exchange),
     "sharding.owners": lambda x, exchange: sharding.owners(x.flat, 4),
-    "jax_hkv.sharding": lambda x, exchange: hkv.linen.EmbedBag(256, 4, axis_name=exchange).init(
-        jax.random.key(0), x.ids
-    ),
+    "jax_hkv.sharding": bags_of,
 }
 
 
