@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jax_hkv import _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_mask
@@ -340,15 +339,11 @@ def _with_sums(
     table: Table, groups: _index.Groups, slots: Int32[Array, " n"], values: jax.Array
 ) -> Table:
     """The table once each key's rows are added to the one in its slot: sgd at a rate of -1."""
-    index = table.index
     one, none = jnp.ones((1,), jnp.uint32), jnp.zeros((1,), jnp.uint32)
-    clock, rows, *_ = _ffi.call(
-        "update_sgd",
-        *(index.clock, index.digests, index.keys, table.values, one, none),
-        *(slots, groups.keys, jnp.full((1,), -1, jnp.float32)),
-        *(groups.count, groups.inverse, *_index.occurrences(groups)),
-        *_index.Terms(values).operands,
-        table=table.name,
+    rate = jnp.full((1,), -1, jnp.float32)
+    clock, rows, *_ = _index.update_rows(
+        *("sgd", table.index, table.values, (), one, none, slots, groups, rate),
+        _index.Terms(values),
         stochastic=0,
         seed=0,
         max_gradient=math.inf,

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Num, UInt32
 
-from jax_hkv import _ffi
 from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_rows
@@ -183,16 +182,9 @@ def optim_update(
         ahead = jnp.where(apply, ahead, count)
     names = [name for name, _ in rule.starts]
     steps = before.rows["count"] if rule.count_per_row else ahead
-    groups = batch.groups
-    index = table.index
-    clock, values, *states, steps, skipped = _ffi.call(
-        f"update_{rule.name}",
-        *(index.clock, index.digests, index.keys),
-        *(table.values, *(before.rows[name] for name in names), steps),
-        *(batch.skipped, batch.slots, groups.keys, rate),
-        *(groups.count, groups.inverse, *_index.occurrences(groups)),
-        *batch.terms.operands,
-        table=table.name,
+    clock, values, *states, steps, skipped = _index.update_rows(
+        *(rule.name, table.index, table.values, [before.rows[name] for name in names], steps),
+        *(batch.skipped, batch.slots, batch.groups, rate, batch.terms),
         stochastic=int(rule.stochastic_rounding),
         seed=int(np.uint64(rule.seed).view(np.int64)),
         **dict(rule.constants),

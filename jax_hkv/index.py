@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -295,6 +296,34 @@ def square_norm(groups: Groups, terms: Terms, slots: Int32[Array, " n"]) -> Floa
         *(slots, groups.count, groups.inverse, *occurrences(groups), *terms.operands),
     )
     return norm[0]
+
+
+def update_rows(
+    rule: str,
+    index: Index,
+    values: Float[Array, "S ..."],
+    states: Sequence[Array],
+    steps: UInt32[Array, " c"],
+    skipped: UInt32[Array, " 1"],
+    slots: Int32[Array, " n"],
+    groups: Groups,
+    rate: Float32[Array, " 1"],
+    terms: Terms,
+    **attributes: Any,
+) -> list[Any]:
+    """Moves the rows in slots that still hold their keys by the keys' sums, as a native rule does.
+
+    Returns:
+      The clock, the values, each of the states, the steps, and what was skipped, as they are then.
+    """
+    return _ffi.call(
+        f"update_{rule}",
+        *(index.clock, index.digests, index.keys, values, *states, steps, skipped),
+        *(slots, groups.keys, rate, groups.count, groups.inverse, *occurrences(groups)),
+        *terms.operands,
+        table=index.name,
+        **attributes,
+    )
 
 
 def all_of(groups: Groups) -> Bool[Array, " n"]:
