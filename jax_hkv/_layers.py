@@ -31,6 +31,7 @@ from jax_hkv._gradients import (
 from jax_hkv._keys import check_keys
 from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
+from jax_hkv._options import Only
 from jax_hkv._warnings import agree, lookup_of_layer, warn
 from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
 from jax_hkv.index import NO_SLOT, total_of
@@ -435,9 +436,15 @@ def updated(
 
 
 def changed(
-    fn: Callable[[Table], Any], tables: list[tuple[str, Table]], only: str | Iterable[str] | None
-) -> list[Table]:
-    """The tables of a state, given by path, after a function of some; raises unless of tables."""
+    fn: Callable[[Table], Any],
+    tables: list[tuple[str, Table]],
+    has_aux: bool,
+    only: Only,
+) -> tuple[list[Table], dict[str, Any]]:
+    """The tables of a state, given by path, after a function of some; and what else it returned.
+
+    Raises unless it is a function of tables.
+    """
     names = [name for name, _ in tables]
     wanted = names if only is None else [only] if isinstance(only, str) else only
     wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
@@ -446,9 +453,12 @@ def changed(
             f"TrainState.map_tables: only must be paths of tables, {names}, got {unknown}: "
             "info.tables of a step is by these paths"
         )
+    chosen = [name for name in names if name in wanted]
     before = [table for name, table in tables if name in wanted]
-    after = iter(mapped("TrainState.map_tables", fn, before, _check_changed))
-    return [next(after) if name in wanted else table for name, table in tables]
+    made, aux = mapped("TrainState.map_tables", fn, before, _check_changed, has_aux)
+    rest = iter(made)
+    after = [next(rest) if name in wanted else table for name, table in tables]
+    return after, dict(zip(chosen, aux, strict=True))
 
 
 def _check_changed(_: int, table: Any) -> None:
@@ -456,7 +466,7 @@ def _check_changed(_: int, table: Any) -> None:
         raise TypeError(
             f"TrainState.map_tables: fn must return a Table, got {type(table).__name__}: of what "
             "returns (table, result) take the table, "
-            "map_tables(lambda table: jax_hkv.expire(table, 30)[0])"
+            "map_tables(lambda table: jax_hkv.expire(table, 30)[0]), or give has_aux=True"
         )
 
 

@@ -175,6 +175,13 @@ def by_path(tables: Any) -> dict[Any, Any]:
     return flatten_dict(tables, is_leaf=lambda _, leaf: is_table(leaf))
 
 
+def named(tables: Any) -> tuple[list[tuple[str, Table]], Any]:
+    """Tables with their paths as texts, and the structure that they are the leaves of."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tables, is_leaf=is_table)
+    keystr = jax.tree_util.keystr
+    return [(keystr(path, simple=True, separator="/"), own) for path, own in leaves], structure
+
+
 def results_of(lookups: dict[Any, list[Lookup]]) -> dict[Any, list[Any]]:
     """What the lookups of each table have returned, by the table's path."""
     return {path: [lookup.result for lookup in kept] for path, kept in lookups.items()}

@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from jax_hkv._checks import FROM_TABLE_TO_TABLE, check_function
+from jax_hkv._checks import FROM_TABLE_TO_TABLE, as_bool, check_function
 from jax_hkv.table import Table
+
+Aux = TypeVar("Aux")
 
 
 def mapped(
-    call: str, fn: Callable[[Table], Any], tables: Sequence[Table], check: Callable[[int, Any], Any]
-) -> list[Table]:
+    call: str,
+    fn: Callable[[Table], Any],
+    tables: Sequence[Table],
+    check: Callable[[int, Any], Any],
+    has_aux: bool,
+) -> tuple[list[Table], list[Any]]:
     """What a function makes of each table; raises before it uses one up, where it is jitted.
 
     Args:
       call: for errors.
-      fn: of a table to a table.
+      fn: of a table to a table, or with `has_aux` to (table, anything).
       tables: in the order in which it is given them.
       check: raises unless the table of a number has become a table again. Of a jitted function it
         sees shapes of all tables before the first call.
+      has_aux: whether `fn` returns more than the table.
+
+    Returns:
+      The tables, and what else it returned of each.
     """
     check_function(call, "fn", fn, *FROM_TABLE_TO_TABLE)
+    has_aux = as_bool(call, "has_aux", has_aux)
     innermost = fn
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
+
+    def checked(number: int, made: Any) -> tuple[Table, Any]:
+        if not has_aux:
+            made = made, None
+        elif type(made) is not tuple or len(made) != 2:
+            raise TypeError(
+                f"{call}: fn must return (table, anything) with has_aux=True, got "
+                f"{type(made).__name__}: leave has_aux out for a function that returns a table"
+            )
+        check(number, made[0])
+        return made
+
     if hasattr(innermost, "eval_shape"):  # others need not be traceable
         for number, table in enumerate(tables):
-            check(number, jax.eval_shape(fn, table))
-    after = []
-    for number, table in enumerate(tables):
-        after.append(fn(table))
-        check(number, after[-1])
-    return after
+            checked(number, jax.eval_shape(fn, table))
+    after = [checked(number, fn(table)) for number, table in enumerate(tables)]
+    return [table for table, _ in after], [aux for _, aux in after]

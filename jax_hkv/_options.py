@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,9 @@ Combiner = Literal["sum", "mean", "sqrtn"]
 
 # What an id without a row is given.
 Fill = float | Literal["initial"]
+
+# Paths of tables; None for all.
+Only = str | Iterable[str] | None
 
 # Rows, flags and numbers, of a device or of the host, traced if need be.
 Arrays = Array | np.ndarray

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 import flax.linen as nn
 import jax
@@ -70,12 +70,15 @@ from jax_hkv._linen_steps import (
     by_path,
     gradients_of,
     lookups_of,
+    named,
     next_of,
     results_of,
     trainable,
     with_pins,
     zeros_of_rows,
 )
+from jax_hkv._mapped import Aux
+from jax_hkv._options import Only
 from jax_hkv._placement import Placement
 from jax_hkv._stages import Step
 from jax_hkv._warnings import warn
@@ -502,28 +505,39 @@ class TrainState:
         """The state with other values in some of its fields, as that of a ``flax.struct``."""
         return dataclasses.replace(self, **fields)
 
+    @overload
     def map_tables(
-        self, fn: Callable[[Table], Table], *, only: str | Iterable[str] | None = None
-    ) -> TrainState:
+        self, fn: Callable[[Table], Table], *, has_aux: Literal[False] = False, only: Only = None
+    ) -> TrainState: ...
+
+    @overload
+    def map_tables(
+        self, fn: Callable[[Table], tuple[Table, Aux]], *, has_aux: Literal[True], only: Only = None
+    ) -> tuple[TrainState, dict[str, Aux]]: ...
+
+    def map_tables(
+        self, fn: Callable[[Table], Any], *, has_aux: bool = False, only: Only = None
+    ) -> TrainState | tuple[TrainState, dict[str, Any]]:
         """The state with its tables changed by a function.
 
         Args:
-          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
-            jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table. Give it as it
-            is: a jitted function is asked about all tables before it uses one up.
+          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or with `has_aux` to (table,
+            anything), as ``jax.jit(lambda table: jax_hkv.expire(table, 30), donate_argnums=0)``,
+            which copies no table.
+          has_aux: whether `fn` returns more than the table: what became of it, say.
           only: the path of a table, or paths of several, as :attr:`StepInfo.tables` has them.
 
+        Returns:
+          The state; with `has_aux` also what `fn` returned of each table, by its path.
+
         Raises:
-          TypeError: if `fn` returns anything else.
+          TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
           ValueError: if `only` has a path that no table has.
         """
-        named, structure = jax.tree_util.tree_flatten_with_path(
-            self.tables, is_leaf=lambda node: isinstance(node, Table)
-        )
-        tables = [
-            (jax.tree_util.keystr(path, simple=True, separator="/"), table) for path, table in named
-        ]
-        return self.replace(tables=structure.unflatten(_layers.changed(fn, tables, only)))
+        tables, structure = named(self.tables)
+        changed, aux = _layers.changed(fn, tables, has_aux, only)
+        state = self.replace(tables=structure.unflatten(changed))
+        return (state, aux) if has_aux else state
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output in evaluation, which changes nothing; jit a function of the state."""

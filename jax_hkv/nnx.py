@@ -19,8 +19,8 @@ Whoever writes the step by hand uses :func:`value_and_grad` and :func:`update_ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jax_hkv._compat import zeros_of
 from jax_hkv._exchange import as_exchange
 from jax_hkv._layer_arguments import Unseen
 from jax_hkv._layers import StepInfo
+from jax_hkv._mapped import Aux
 from jax_hkv._nnx_devices import Alone, Placed, abstract, cacheable, place, run
 from jax_hkv._nnx_steps import (
     GRAPH_MODE,
@@ -57,7 +58,7 @@ from jax_hkv._nnx_steps import (
     row_shapes,
     trainable,
 )
-from jax_hkv._options import Combiner
+from jax_hkv._options import Combiner, Only
 from jax_hkv._placement import Placement
 from jax_hkv._stages import Step
 from jax_hkv._table_counts import TableCounts
@@ -508,16 +509,31 @@ class TrainState(nnx.Module, Generic[Model]):
         scale = _layers.copied(loss_scale)
         self.loss_scale = None if scale is None else LossScaleVariable(scale)
 
+    @overload
     def map_tables(
-        self, fn: Callable[[Table], Table], *, only: str | Iterable[str] | None = None
-    ) -> None:
+        self, fn: Callable[[Table], Table], *, has_aux: Literal[False] = False, only: Only = None
+    ) -> None: ...
+
+    @overload
+    def map_tables(
+        self, fn: Callable[[Table], tuple[Table, Aux]], *, has_aux: Literal[True], only: Only = None
+    ) -> dict[str, Aux]: ...
+
+    def map_tables(
+        self, fn: Callable[[Table], Any], *, has_aux: bool = False, only: Only = None
+    ) -> dict[str, Any] | None:
         """Changes every table by a function.
 
         Args:
-          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or ``jax.jit(lambda table:
-            jax_hkv.expire(table, 30)[0], donate_argnums=0)``, which copies no table.
+          fn: of a table to a table, as :func:`jax_hkv.advance_epoch`, or with `has_aux` to (table,
+            anything), as ``jax.jit(lambda table: jax_hkv.expire(table, 30), donate_argnums=0)``,
+            which copies no table.
+          has_aux: whether `fn` returns more than the table: what became of it, say.
           only: the path of a table, or paths of several, as :attr:`StepInfo.tables` has them (of
             one that layers share the first layer's).
+
+        Returns:
+          With `has_aux` what `fn` returned of each table, by its path.
 
         Raises:
           TypeError: if `fn` returns anything else. A jitted `fn` is asked about all tables first.
@@ -525,9 +541,10 @@ class TrainState(nnx.Module, Generic[Model]):
         """
         places = places_of(self.model)
         tables = [(where, own.get_value()) for where, (own, _) in places.items()]
-        changed = _layers.changed(fn, tables, only)
+        changed, aux = _layers.changed(fn, tables, has_aux, only)
         for (own, _), table in zip(places.values(), changed, strict=True):
             own.set_value(table)
+        return aux if has_aux else None
 
 
 def train_step(

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool
 from jax_hkv import _checks, _tier_checks, _tier_parts, _tiers, operations
 from jax_hkv._bag_parts import as_count
 from jax_hkv._compat import of_one_device
-from jax_hkv._mapped import mapped
+from jax_hkv._mapped import Aux, mapped
 from jax_hkv._options import Fill
 from jax_hkv._placed import is_shape
 from jax_hkv._placement import Placement
@@ -591,18 +591,47 @@ def erase(
 # --- Between steps -------------------------------------------------------------------------------
 
 
+@overload
+def map_tables(
+    tiers: Tiers,
+    fn: Callable[[Table], Table],
+    *,
+    has_aux: Literal[False] = False,
+    placement: Placement | None = None,
+) -> Tiers: ...
+
+
+@overload
+def map_tables(
+    tiers: Tiers,
+    fn: Callable[[Table], tuple[Table, Aux]],
+    *,
+    has_aux: Literal[True],
+    placement: Placement | None = None,
+) -> tuple[Tiers, list[Aux]]: ...
+
+
 @of_one_device
 def map_tables(
-    tiers: Tiers, fn: Callable[[Table], Table], *, placement: Placement | None = None
-) -> Tiers:
+    tiers: Tiers,
+    fn: Callable[[Table], Any],
+    *,
+    has_aux: bool = False,
+    placement: Placement | None = None,
+) -> Tiers | tuple[Tiers, list[Any]]:
     """Both tables after a function of whole tables: the passing of an epoch, an expiry.
 
     Args:
       tiers: which are used up if `fn` uses up what it is given.
       fn: from a table of one device to a table: ``jax_hkv.advance_epoch``, or a jitted function of
-        it and :func:`jax_hkv.expire`. Not what erases by rows, or what has high scores: the store
-        has old copies, of lower scores, of what the cache has.
+        it and :func:`jax_hkv.expire`; with `has_aux` to (table, anything). Not what erases by rows,
+        or what has high scores: the store has old copies, of lower scores, of what the cache has.
+      has_aux: whether `fn` returns more than the table: what became of it, say.
       placement: of a cache over devices, whose parts it is given one by one.
+
+    Returns:
+      The tiers; with `has_aux` also what `fn` returned of the cache and of the store, a list (over
+      devices of one part after the other).
 
     Raises:
       TypeError: if `fn` returns no table, or another argument is wrong. A `fn` that is jitted
@@ -623,9 +652,10 @@ def map_tables(
     def check(number: int, table: Any) -> None:
         _tier_checks.check_table(call, names[number % len(names)], table)
 
-    after = mapped(call, fn, tables, check)
+    after, aux = mapped(call, fn, tables, check, has_aux)
     pairs = zip(after[::2], after[1::2], strict=True)
-    return _tier_parts.whole_of(placement, [Tiers(*pair) for pair in pairs])
+    whole = _tier_parts.whole_of(placement, [Tiers(*pair) for pair in pairs])
+    return (whole, aux) if has_aux else whole
 
 
 @of_one_device

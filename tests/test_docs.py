@@ -180,6 +180,7 @@ def test_the_code_in_the_guide_runs(tmp_path):
     np.testing.assert_array_equal(after["rows"], after["result"].values)  # each key once
     assert int(after["info"].tables["embed/table"].hits) == 2  # the second time, of a prefetch
     assert int(after["state"].tables["embed"]["table"].epoch[0]) == 1  # a day later
+    assert {path: int(count) for path, count in after["expired"].items()} == {"embed/table": 0}
     assert [group.name for group in after["collection"].groups] == ["users+items"]
     assert int(after["written"]["items"].counts.inserted) == 2
     assert int(after["forgotten"]["users"].counts.hits) == 0

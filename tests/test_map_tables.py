@@ -153,6 +153,48 @@ def test_a_function_of_tables_that_returns_a_pair_is_refused_before_anything_cha
     hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum())(state, IDS)
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_a_function_returns_beside_the_table_comes_by_path(api, jitted):
+    """Counts of an expiry, and of entries that found no room in a smaller table."""
+    state, _ = trained(state_of_two(api, hkv.Policy.EPOCH_LRU), ("a", "b"))
+
+    def next_days(table):
+        return hkv.expire(hkv.advance_epoch(table, 5), 3)
+
+    fn = jax.jit(next_days, donate_argnums=0) if jitted else next_days
+    after = state.map_tables(fn, has_aux=True, only="b/table")
+    state, expired = (state, after) if api == "nnx" else after
+    assert {path: int(count) for path, count in expired.items()} == {"b/table": 3}
+    assert [int(hkv.size(table)) for table in tables_of(state)] == [3, 0]
+    many = np.arange(200, dtype=np.int32)
+    filled = changed(state, lambda table: hkv.find_or_insert(table, many)[0])
+    before = [int(hkv.size(table)) for table in tables_of(filled)]
+    assert before == [200, 200]
+    after = filled.map_tables(lambda table: hkv.resize(table, 128), has_aux=True)
+    state, counts = (filled, after) if api == "nnx" else after
+    assert list(counts) == PATHS and tables_of(state)[0].capacity == 128
+    for table, own in zip(tables_of(state), counts.values(), strict=True):
+        assert int(own.refused) + int(own.evicted) == 200 - int(hkv.size(table)) > 0
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_no_pair_with_has_aux_is_refused_before_anything_changes(api):
+    state = state_of_two(api, hkv.Policy.EPOCH_LRU)
+    donating = jax.jit(hkv.advance_epoch, donate_argnums=0)
+    for fn in (donating, hkv.advance_epoch):
+        with pytest.raises(TypeError, match=r"fn must return \(table, anything\) with has_aux"):
+            state.map_tables(fn, has_aux=True)
+    turned = jax.jit(lambda table: hkv.expire(table, 3)[::-1], donate_argnums=0)
+    with pytest.raises(TypeError, match=r"map_tables: fn must return a Table, got"):
+        state.map_tables(turned, has_aux=True)
+    with pytest.raises(TypeError, match=r"has_aux must be True or False, got str 'yes'"):
+        state.map_tables(hkv.advance_epoch, has_aux="yes")
+    with pytest.raises(TypeError, match=r"expire\(table, 30\)\[0\]\), or give has_aux=True"):
+        state.map_tables(lambda table: hkv.expire(table, 30))
+    assert [int(table.epoch[0]) for table in tables_of(state)] == [0, 0]
+
+
 @pytest.mark.parametrize("api", ["linen", "nnx", "nnx layer", "nnx collection"])
 def test_tables_that_have_trained_can_be_frozen(api):
     frozen = optax.sgd(0.0)

@@ -178,9 +178,12 @@ def test_whole_tables_are_changed_part_by_part(placement):
     ids = placement.put(np.arange(64, dtype=np.int32))
     tiers, _ = tiered.prefetch(tiers, ids, placement=placement)
     a_day = jax.jit(lambda table: hkv.expire(hkv.advance_epoch(table), 1)[0], donate_argnums=0)
-    for left in (64, 0):
-        tiers = tiered.map_tables(tiers, a_day, placement=placement)
-        assert tiered.size(tiers, placement=placement) == left
+    tiers = tiered.map_tables(tiers, a_day, placement=placement)
+    assert tiered.size(tiers, placement=placement) == 64
+    count = jax.jit(lambda table: hkv.expire(hkv.advance_epoch(table), 1), donate_argnums=0)
+    tiers, gone = tiered.map_tables(tiers, count, has_aux=True, placement=placement)
+    assert len(gone) == 2 * placement.devices and sum(map(int, gone[::2])) == 64
+    assert tiered.size(tiers, placement=placement) == 0
     tiers, counts = tiered.prefetch(tiers, ids, placement=placement)
     assert int(counts.inserted) == 64
     donating = jax.jit(lambda table: (table, 0), donate_argnums=0)

@@ -550,7 +550,16 @@ def test_a_jitted_function_of_tables_is_asked_about_both_before_it_uses_one_up()
         tiered.map_tables(tiers, unpacked_nowhere)
     with pytest.raises(ValueError, match="insert_or_assign: values must have shape"):
         tiered.map_tables(tiers, functools.partial(refuses_the_store))
+    with pytest.raises(TypeError, match=r"fn must return \(table, anything\) with has_aux"):
+        tiered.map_tables(tiers, jax.jit(hkv.advance_epoch, donate_argnums=0), has_aux=True)
     assert tiered.size(tiers) == 0
+    tiers, _ = tiered.prefetch(tiers, IDS)
+    tiers = tiered.map_tables(tiers, lambda table: hkv.advance_epoch(table, 9))
+    tiers, (of_cache, of_store) = tiered.map_tables(tiers, unpacked_nowhere, has_aux=True)
+    assert (int(of_cache), int(of_store)) == (0, 0)
+    tiers = tiered.map_tables(tiers, lambda table: hkv.advance_epoch(table, 40))
+    tiers, (of_cache, of_store) = tiered.map_tables(tiers, unpacked_nowhere, has_aux=True)
+    assert (int(of_cache), int(of_store)) == (3, 0) and tiered.size(tiers) == 0
 
 
 @pytest.mark.parametrize(

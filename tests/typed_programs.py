@@ -130,6 +130,10 @@ def trained(step: Trained, state: hkv.linen.TrainState) -> hkv.linen.StepInfo:
     return info
 
 
+def resized(table: hkv.Table) -> tuple[hkv.Table, hkv.Counts]:
+    return hkv.resize(table, 2048)
+
+
 def main() -> None:
     reads(True)
     for optimizer in (hkv.optim.adam(0.1), hkv.optim.sparse(optax.adam(0.1)), Frozen()):
@@ -141,3 +145,9 @@ def main() -> None:
         Model(), jax.random.key(0), jnp.asarray(IDS), tx=optax.sgd(0.1)
     )
     trained(hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum()), state)
+    assert_type(state.map_tables(hkv.advance_epoch), hkv.linen.TrainState)
+    state, counts = state.map_tables(resized, has_aux=True)
+    assert_type(state, hkv.linen.TrainState)
+    assert_type(counts, dict[str, hkv.Counts])
+    if TYPE_CHECKING:
+        state.map_tables(resized)  # pyright: ignore[reportArgumentType]
