@@ -249,7 +249,7 @@ def _resize(table: Table, buckets: int) -> Any:
 
     def body(old: Table, offset: jax.Array, so_far: Any) -> Any:
         new, total = so_far
-        old, entries = _ranked(old, _across(old, offset + _rows.positions(chunk)))
+        old, entries = _ranked(old, _across(old, offset, chunk))
         new, result = import_rows(new, *entries, evicted=False, is_ticked=True)
         return old, (new, jax.tree.map(jnp.add, total, result.counts))
 
@@ -274,16 +274,17 @@ def emptied(table: Table, buckets: int) -> Table:
     )
 
 
-def _across(table: Table, places: jax.Array) -> jax.Array:
+def _across(table: Table, offset: jax.Array, count: int) -> jax.Array:
     """The slots of entries at places of an order: the first lane of all buckets, then the next.
 
     Keys that stand in one bucket have a candidate in common. Were they to come together, they would
     choose together. Where there is no entry, or no such place, the slot is -1.
     """
-    buckets = table.capacity // LANES
+    buckets, further = table.capacity // LANES, _rows.positions(count)
+    places = offset + further
     slots = places % buckets * LANES + places // buckets
     occupied = _index.take(table.index.digests.reshape(-1), slots) != 0
-    return jnp.where(occupied & (places < table.capacity), slots, NO_SLOT)
+    return jnp.where(occupied & (further < table.capacity - offset), slots, NO_SLOT)
 
 
 def _ranked(table: Table, slots: jax.Array) -> tuple[Table, tuple[Any, ...]]:

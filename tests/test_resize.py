@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,8 @@ from flax import nnx
 from oracle import POLICIES, as_bits
 
 import jax_hkv as hkv
-from jax_hkv import sharding
+from jax_hkv import sharding, whole_table
+from jax_hkv.index import LANES, MAX_SLOTS
 
 DIM = 4
 ADAM = hkv.optim.adam(0.05)
@@ -304,3 +306,12 @@ def test_bad_arguments_are_named():
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), table, table)
     with pytest.raises(TypeError, match="resize: table must be that of one device"):
         hkv.resize(stacked, 256)
+
+
+def test_no_place_behind_the_largest_table_is_a_slot():
+    """Some of them are more than an int32 holds: such a number is negative, and below any bound."""
+    capacity, left = MAX_SLOTS // LANES * LANES, 100
+    index = types.SimpleNamespace(digests=jnp.ones((1, LANES), jnp.uint8))
+    table = types.SimpleNamespace(capacity=capacity, index=index)
+    slots = np.asarray(whole_table._across(table, jnp.int32(capacity - left), 300))
+    assert (slots[:left] >= 0).all() and (slots[left:] == -1).all()
