@@ -60,14 +60,6 @@ class Case(NamedTuple):
     choices: int
 
 
-class Timed(NamedTuple):
-    """Raw seconds of an operation's runs, and the bytes that it moves by count."""
-
-    wall: list[float]
-    device: list[float]
-    bytes: int
-
-
 def keys_of(numbers: np.ndarray) -> hkv.Keys:
     """Keys of consecutive numbers, on the device."""
     return jax.device_put(hkv.Keys.from_numpy(numbers.astype(np.uint64)))
@@ -358,12 +350,11 @@ def measured(
             continue  # a table this empty has no batch of present keys
         call = calls[does, changes]
         wall, device, table = timed(call, table, keys, rest, options, changes)
-        add_rate(record, operation.name, Timed(wall, device, bytes_a_key * options.batch), options)
+        add_rate(record, operation.name, wall, device, bytes_a_key, options)
     places = places_of(table, options.batch, BATCHES)
     call = calls[export_as_call, False]
     wall, device, table = timed(call, table, places, (), options, is_fresh=False)
-    result = Timed(wall, device, options.batch * (49 + 8 * case.dim))
-    add_rate(record, "export", result, options)
+    add_rate(record, "export", wall, device, 49 + 8 * case.dim, options)
     return record
 
 
@@ -400,10 +391,13 @@ def calls_of(case: Case, of: list[Operation], options: Any) -> dict[Any, Call]:
     return calls
 
 
-def add_rate(record: dict[str, Any], name: str, result: Timed, options: Any) -> None:
-    """To the operations of a case."""
-    rate = options.batch / measure.median(result.device)
-    record["operations"][name] = result._asdict() | {"keys_per_second": rate}
+def add_rate(
+    record: dict[str, Any], name: str, wall: Any, device: Any, of_key: int, options: Any
+) -> None:
+    """Raw seconds, and the bytes that are moved by count, to the operations of a case."""
+    rate = options.batch / measure.median(device)
+    found = {"wall": wall, "device": device, "bytes": of_key * options.batch}
+    record["operations"][name] = found | {"keys_per_second": rate}
     print(f"  {name:26} {rate / 1e9:7.3f} billion keys/s", flush=True)
 
 

@@ -38,7 +38,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from dcnv2 import EPSILON_INSIDE_ROOT, LEARNING_RATE, DlrmDcnV2, Shape, embeddings  # noqa: E402
 from dlrm import Inputs, mean_loss  # noqa: E402
-from measure import apart  # noqa: E402
 
 from jax_hkv._compat import without_rematerialization  # noqa: E402
 
@@ -290,13 +289,13 @@ def main() -> None:
     record = measure.begun(options.out, options.resume, {})
     if record.get("settings") != settings:
         record = {}
-    record |= apart(measure.surroundings) | {"settings": settings}
+    record |= measure.apart(measure.surroundings) | {"settings": settings}
 
     def measured(part: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         """A part that the record does not have; each of its medians is printed."""
         if part in record:
             return
-        record[part] = found = apart(function, *arguments, options)
+        record[part] = found = measure.apart(function, *arguments, options)
         seconds = found["seconds"]
         runs = seconds if isinstance(seconds, dict) else {"": seconds}
         for name, times in runs.items():

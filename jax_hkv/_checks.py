@@ -430,12 +430,12 @@ def check_mesh(
             ) from cause
 
 
-def check_known(call: str, leaf: Any, argument: str = "table") -> None:
+def check_known(call: str, leaf: Any) -> None:
     """Raises inside of jit, where nothing can be looked at on the host."""
     if is_traced(leaf) or not trace_state_clean():
         raise TypeError(
-            f"{call}: {argument} must be looked at outside of jit, got a call that is traced: make "
-            "it between steps"
+            f"{call}: table must be looked at outside of jit, got a call that is traced: make it "
+            "between steps"
         )
 
 

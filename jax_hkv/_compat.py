@@ -17,25 +17,8 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
-__all__ = [
-    "JAXLIB_VERSION",
-    "ad",
-    "agreed",
-    "batching",
-    "check_elements",
-    "has_empty_operands",
-    "is_fixed",
-    "is_traced",
-    "match_varying",
-    "mlir",
-    "of_one_device",
-    "on_one_device",
-    "replicated",
-    "result_aval",
-    "trace_state_clean",
-    "vary",
-    "without_rematerialization",
-]
+# What is JAX's own, for others to import from here.
+__all__ = ["JAXLIB_VERSION", "ad", "batching", "mlir", "trace_state_clean"]
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

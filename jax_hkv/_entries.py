@@ -130,7 +130,7 @@ def as_one(parts: Sequence[Exported]) -> Exported:
     of_jobs = {as_part(part.part) for part in parts}
     latest = max(reversed(parts), key=lambda part: part.clock)
     return Exported(
-        *_concatenated([part.columns() for part in parts]),
+        *jax.tree.map(lambda *all_of: np.concatenate(all_of), *(part.columns() for part in parts)),
         shared=latest.shared,
         clock=latest.clock,
         epoch=max(part.epoch for part in parts),
@@ -212,12 +212,8 @@ def common_of(part: Table) -> Exported:
     )
 
 
-def _concatenated(entries: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
-
-
 def clock_of(part: Table) -> int:
-    return _number(part.clock)
+    return int(Keys(part.clock).to_numpy())
 
 
 def keys_of(part: Table) -> np.ndarray:
@@ -237,10 +233,6 @@ def _of_entries(part: Table, words: Any) -> np.ndarray:
 
 def epoch_of(part: Table) -> int:
     return int(np.asarray(part.epoch)[0])
-
-
-def _number(words: Any) -> int:
-    return int(Keys(words).to_numpy())
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -577,7 +569,7 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
     candidates of one old bucket would choose together.
     """
     from_here = np.flatnonzero(owner_of(exported.keys, devices) == number)
-    from_here = _latest(exported, from_here)
+    from_here = from_here[_last_of_each(exported.keys[from_here], exported.scores[from_here])]
     keys, scores = exported.keys[from_here], exported.scores[from_here]
     return exported.select(from_here[np.lexsort((keys * _GOLDEN, ~scores))])
 
@@ -585,12 +577,6 @@ def owned(exported: Exported, number: int, devices: int) -> Exported:
 def owned_keys(keys: np.ndarray, number: int, devices: int) -> np.ndarray:
     """The keys of a part."""
     return keys[owner_of(keys, devices) == number]
-
-
-def _latest(exported: Exported, positions: np.ndarray) -> np.ndarray:
-    """Those of the positions without the entries that a later one of the same key replaces."""
-    keys, scores = exported.keys[positions], exported.scores[positions]
-    return positions[_last_of_each(keys, scores)]
 
 
 def _last_of_each(keys: np.ndarray, *ranks: np.ndarray) -> np.ndarray:
@@ -675,7 +661,7 @@ def _write(table: Table, *entries: Any) -> tuple[Table, Counts]:
 
 
 def _with_common(table: Table, exported: Exported, device: Any, latest: int) -> Table:
-    own_clock, own_epoch = clock_of(table), int(np.asarray(table.epoch)[0])
+    own_clock, own_epoch = clock_of(table), epoch_of(table)
     clock = max(own_clock, exported.clock, latest)
     epoch = np.array([max(own_epoch, exported.epoch)], np.uint32)
     index = dataclasses.replace(

@@ -233,7 +233,8 @@ def _cut(
     common = join_entries([common_of(_tiers.trained(part)) for part in parts])
     if are_parts and jax.process_count() > 1 and _are_split(parts):
         common = common._replace(part=(jax.process_index(), jax.process_count()))
-    left = _size_of(parts)
+    # At most: what cache and store both have counts twice.
+    left = sum(int(np.asarray(table.index.occupancy).sum()) for table in tables_of(parts))
     # Not by how many there are: a program is compiled for each number of slots.
     read = MOST if most is None else most
     chunks = (chunk for part in parts for chunk in _chunks(call, part, read, lowest))
@@ -281,11 +282,6 @@ def tables_of(parts: Sequence[Table | Tiers]) -> list[Table]:
     return [
         table for part in parts for table in (part[::-1] if isinstance(part, Tiers) else [part])
     ]
-
-
-def _size_of(parts: Sequence[Table | Tiers]) -> int:
-    """How many entries there are at most: those that cache and store both have count twice."""
-    return sum(int(np.asarray(table.index.occupancy).sum()) for table in tables_of(parts))
 
 
 def _chunks(

@@ -255,7 +255,7 @@ def _batch(
 
         return jax.lax.map(one, [jax.numpy.moveaxis(operands[n], dims[n], 0) for n in mapped]), [0]
     _check_one_table(signature, dims)
-    if any(name != "clock" for name in _changed(signature)):
+    if any(each.in_place and each.name != "clock" for each in signature.operands):
         raise NotImplementedError(
             f"jax.vmap of {signature.name}: a batch of changes to one table has no order. Call the "
             "operation once with all keys (keys of any leading shape are accepted), or loop with "
@@ -268,10 +268,6 @@ def _batch(
         "with jax.lax.map; where they change one table, which needs an order, with jax.lax.scan; "
         f"where each has a table of its own, in Python over a list of tables. {_IN_LOSS}"
     )
-
-
-def _changed(signature: Signature) -> list[str]:
-    return [argument.name for argument in signature.operands if argument.in_place]
 
 
 _TABLES = (

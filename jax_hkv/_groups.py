@@ -33,7 +33,7 @@ from jax_hkv.features import Jagged, Padded
 from jax_hkv.index import Policy, Status, all_of, take, tally
 from jax_hkv.optim import check_optimizer
 from jax_hkv.pooled import COMBINERS
-from jax_hkv.table import Counts, InsertResult, Settings, Table, check_dim, create
+from jax_hkv.table import STATUSES_OF, Counts, InsertResult, Settings, Table, check_dim, create
 
 _Entries = TypeVar("_Entries", Exported, Changes)
 _Bags = TypeVar("_Bags", Jagged, Padded)
@@ -420,15 +420,6 @@ class Group:
             raise type(error)(f"Collection: tables {names}: {error}") from error
 
 
-# Which statuses each of Counts is a sum of.
-_STATUSES_OF = {
-    "unique": tuple(Status),
-    "hits": (Status.FOUND,),
-    "inserted": (Status.INSERTED, Status.EVICTED),
-    "evicted": (Status.EVICTED,),
-    "refused": (Status.REFUSED,),
-    "not_admitted": (Status.NOT_ADMITTED,),
-}
 _IS_OF_KIND = np.array(
-    [[status in _STATUSES_OF[kind] for kind in Counts._fields] for status in Status], np.int32
+    [[status in STATUSES_OF[kind] for kind in Counts._fields] for status in Status], np.int32
 )

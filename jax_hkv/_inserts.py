@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +17,9 @@ from jax_hkv import index as _index
 from jax_hkv import rows as _rows
 from jax_hkv._checks import as_array, as_mask
 from jax_hkv._keys import Keys, check_fixed, form_of
-from jax_hkv.index import LANES, NO_SLOT, Groups, Status, is_new
+from jax_hkv.index import LANES, NO_SLOT, Groups, Status
 from jax_hkv.table import (
+    STATUSES_OF,
     Bags,
     Counts,
     Entries,
@@ -36,34 +39,18 @@ from jax_hkv.table import (
 EvictedOf = Callable[[Table, _index.Upserted], tuple[Table, Any]]
 
 
-def _start_optimizer_rows(table: Table, slots: jax.Array) -> Table:
-    """New rows start with fresh optimizer values: nobody inherits a victim's moments."""
-    fresh = table.optimizer.fresh if table.optimizer else {}
-    return scatter_optimizer(table, slots, None, fresh)
-
-
 def _added(sums: Any, terms: Any) -> Any:  # one function: JAX keeps what it reduces by
     return [a + b for a, b in zip(sums, terms, strict=True)]
 
 
 def counts_of(groups: Groups, unique_status: jax.Array) -> Counts:
     """What became of the distinct keys of a batch."""
-    # All in one pass: as sums of their own they are one each.
-    tallies = [
-        (unique_status == Status.FOUND).astype(jnp.int32),
-        is_new(unique_status).astype(jnp.int32),
-        (unique_status == Status.EVICTED).astype(jnp.int32),
-        (unique_status == Status.REFUSED).astype(jnp.int32),
-        # None: the native call knows no admission. A sum of its own would be a copy of a constant.
-        (unique_status == Status.NOT_ADMITTED).astype(jnp.int32),
-    ]
-    hits, inserted, evicted, refused, not_admitted = jax.lax.reduce(
-        tallies,
-        [jnp.int32(0)] * len(tallies),
-        _added,
-        (0,),
-    )
-    return Counts(groups.count[0], hits, inserted, evicted, refused, not_admitted)
+    # All in one pass: as sums of their own they are one each. Of those that are not admitted there
+    # are none, since the native call knows no admission: a sum of its own would copy a constant.
+    kinds = [[unique_status == each for each in STATUSES_OF[kind]] for kind in Counts._fields[1:]]
+    tallies = [functools.reduce(operator.or_, own).astype(jnp.int32) for own in kinds]
+    sums = jax.lax.reduce(tallies, [jnp.int32(0)] * len(tallies), _added, (0,))
+    return Counts(groups.count[0], *sums)
 
 
 def upsert(
@@ -90,7 +77,8 @@ def upsert(
     entries = None
     if evicted is not False:
         table, entries = (_evicted if evicted is True else evicted)(table, upserted)
-    return _start_optimizer_rows(table, upserted.new_slots), upserted, entries
+    fresh = table.optimizer.fresh if table.optimizer else {}  # nobody inherits a victim's moments
+    return scatter_optimizer(table, upserted.new_slots, None, fresh), upserted, entries
 
 
 def _let_in(

@@ -278,14 +278,7 @@ class Keys:
             "jax_hkv.less_equal(a, b) for each of them, or compare .to_numpy()"
         )
 
-    def __le__(self, other: Any) -> NoReturn:
-        self.__lt__(other)
-
-    def __gt__(self, other: Any) -> NoReturn:
-        self.__lt__(other)
-
-    def __ge__(self, other: Any) -> NoReturn:
-        self.__lt__(other)
+    __le__ = __gt__ = __ge__ = __lt__
 
     def __hash__(self) -> int:
         return hash((type(self), self.words))

@@ -56,6 +56,7 @@ def slots_of(results: Iterable[Any], *more: jax.Array | None) -> Int32[Array, " 
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecordedTable(Table):
     """A table in a training step, of which so many lookups have been recorded, which hold slots.
@@ -65,16 +66,6 @@ class RecordedTable(Table):
 
     pins: tuple[jax.Array, ...]  # pyright: ignore[reportGeneralTypeIssues]
     lookups: int = _trees.static()
-
-
-_IS_STATIC = {
-    field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(RecordedTable)
-}
-jax.tree_util.register_dataclass(
-    RecordedTable,
-    data_fields=[name for name, is_static in _IS_STATIC.items() if not is_static],
-    meta_fields=[name for name, is_static in _IS_STATIC.items() if is_static],
-)
 
 
 def recorded(table: Table, lookups: int, pins: tuple[jax.Array, ...]) -> Table:

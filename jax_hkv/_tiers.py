@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -292,7 +291,7 @@ def _fetched(admitted: Admitted, entries: Entries | None, dropped: Any) -> Fetch
         restored=restored,
         inserted=own.inserted - restored,
         refused=own.refused,
-        evicted=_sum(piece.count for piece in admitted.evicted),
+        evicted=sum((piece.count for piece in admitted.evicted), np.int32(0)),
         dropped=dropped,
         absent=admitted.absent,
     )
@@ -319,11 +318,8 @@ def _keep(store: Table, evicted: tuple[Entries, ...]) -> tuple[Table, jax.Array]
 def _joined(pieces: tuple[Entries, ...]) -> Entries:
     """The inverse of :func:`_evicted_in`, of the first ones of which all but the last are full."""
     rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(each[:-1] for each in pieces))
-    return Entries(*rows, count=_sum(each.count for each in pieces))
-
-
-def _sum(counts: Iterable[Any]) -> Any:
-    return functools.reduce(operator.add, counts, np.int32(0))
+    count: Any = sum((each.count for each in pieces), np.int32(0))
+    return Entries(*rows, count=count)
 
 
 def restore(cache: Table, fetched: Fetched) -> Table:
@@ -560,10 +556,9 @@ def erase(
     tiers: Tiers, given: Any, mask: jax.Array | None
 ) -> tuple[Tiers, tuple[jax.Array, jax.Array]]:
     """Keys removed from both tables, and what each of them says of every position."""
-    after = []
-    for table in tiers:
-        after.append(_erased(table, *put_near(table, (given, mask))))
-    (cache, near), (store, behind) = after
+    (cache, near), (store, behind) = (
+        _erased(table, *put_near(table, (given, mask))) for table in tiers
+    )
     return Tiers(cache, store), (near, behind)
 
 

@@ -438,13 +438,8 @@ def upsert(
     is_counting = policy.counts and (admit or write_scores)
     results = _ffi.call(
         "upsert",
-        index.clock,
-        index.epoch,
-        index.digests,
-        index.keys,
-        index.scores,
-        index.occupancy,
-        index.oldest,
+        *(index.clock, index.epoch, index.digests, index.keys, index.scores),
+        *(index.occupancy, index.oldest),
         *(groups.keys, groups.count, groups.inverse, groups.first, groups.last),
         *(occurrences(groups) if is_counting else (none, none)),
         jnp.zeros((0, 2), jnp.uint32) if scores is None else scores.words,
@@ -459,41 +454,19 @@ def upsert(
         e=positions if report_evicted else 0,
         m=positions if report_new else 0,
     )
-    index = _with_leaves(index, *results[:5])
-    return dataclasses.replace(index, oldest=results[5]), Upserted(*results[6:])
+    return _with_leaves(index, results[:6]), Upserted(*results[6:])
 
 
 def erase(index: Index, slots: Int32[Array, " m"]) -> Index:
     """Empties distinct slots that hold entries; -1 is passed over."""
-    return _with_leaves(
-        index,
-        *_ffi.call(
-            "erase_slots",
-            index.clock,
-            index.digests,
-            index.keys,
-            index.scores,
-            index.occupancy,
-            slots,
-            table=index.name,
-        ),
-    )
+    own = (index.clock, index.digests, index.keys, index.scores, index.occupancy)
+    return _with_leaves(index, _ffi.call("erase_slots", *own, slots, table=index.name))
 
 
 def clear(index: Index) -> Index:
     """Empties every slot."""
-    return _with_leaves(
-        index,
-        *_ffi.call(
-            "clear",
-            index.clock,
-            index.digests,
-            index.keys,
-            index.scores,
-            index.occupancy,
-            table=index.name,
-        ),
-    )
+    own = (index.clock, index.digests, index.keys, index.scores, index.occupancy)
+    return _with_leaves(index, _ffi.call("clear", *own, table=index.name))
 
 
 def read(
@@ -555,14 +528,10 @@ def export(
     return index, Exported(Keys(keys), Keys(scores), slots, exported.reshape(()), values)
 
 
-def _with_leaves(
-    index: Index,
-    clock: jax.Array,
-    digests: jax.Array,
-    keys: jax.Array,
-    scores: jax.Array,
-    occupancy: jax.Array,
-) -> Index:
-    return dataclasses.replace(
-        index, clock=clock, digests=digests, keys=keys, scores=scores, occupancy=occupancy
-    )
+# Leaves that are changed, in the order of results; what removes entries leaves the last one alone.
+_CHANGED = ("clock", "digests", "keys", "scores", "occupancy", "oldest")
+
+
+def _with_leaves(index: Index, leaves: Sequence[jax.Array]) -> Index:
+    changed: dict[str, Any] = dict(zip(_CHANGED, leaves, strict=False))
+    return dataclasses.replace(index, **changed)

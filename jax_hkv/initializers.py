@@ -87,7 +87,7 @@ def constant(value: float) -> Initializer:
     TypeError or ValueError in the name of an argument that is no float32, or out of its range.
 
     Args:
-      value: a finite float32.
+      value: a float32, which here may be infinite or NaN.
 
     Example:
       >>> import jax_hkv as hkv

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_hkv._checks import as_counts, check_known
 from jax_hkv._compat import is_inside, over
+from jax_hkv._keys import Keys
 from jax_hkv._sharded import ShardedResult
 from jax_hkv._sharded_writes import ShardedWrite
 from jax_hkv.admission import Frequency
@@ -252,7 +253,7 @@ def summarize(table: Table) -> Summary:
         score_quantiles=quantiles,
         nbytes=_bytes(table),
         epoch=int(table.epoch[0]),
-        clock=int(_as_words(np.asarray(table.clock))),
+        clock=int(Keys(table.clock).to_numpy()),
         epoch_quantiles=epochs if table.policy.has_epochs else {},
         count_quantiles=counts,
         admits_unseen=_admits_unseen(table),
@@ -273,17 +274,12 @@ def _shown(name: str, quantiles: dict[float, int]) -> dict[str, str]:
     return {f"{name}, {q:.0%}": f"{number:,}" for q, number in quantiles.items()}
 
 
-def _as_words(pairs: np.ndarray) -> np.ndarray:
-    words = pairs.astype(np.uint64)
-    return words[..., 0] | words[..., 1] << np.uint64(32)
-
-
 def _scores(table: Table) -> Iterator[np.ndarray]:
     """The scores of the entries, by chunks of buckets."""
     for start in range(0, table.occupancy.shape[0], _CHUNK_BUCKETS):
         part = slice(start, start + _CHUNK_BUCKETS)
         is_occupied = np.asarray(table.digests[part]) != 0
-        yield _as_words(np.asarray(table.scores[part])[is_occupied])
+        yield Keys(np.asarray(table.scores[part])[is_occupied]).to_numpy()
 
 
 def _quantiles(scores: np.ndarray) -> dict[float, int]:

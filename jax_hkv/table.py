@@ -31,7 +31,7 @@ from jax_hkv._ffi import FLOATS
 from jax_hkv._keys import Keys
 from jax_hkv._warnings import warn
 from jax_hkv.admission import Admission, Frequency, Probability, check_rule
-from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy
+from jax_hkv.index import LANES, MAX_SLOTS, Groups, Index, Policy, Status
 
 Result = TypeVar("Result")
 
@@ -202,6 +202,17 @@ class Counts(NamedTuple):
     evicted: Int32[Array, ""]
     refused: Int32[Array, ""]
     not_admitted: Int32[Array, ""]
+
+
+# Which statuses each of them is a sum of.
+STATUSES_OF = {
+    "unique": tuple(Status),
+    "hits": (Status.FOUND,),
+    "inserted": (Status.INSERTED, Status.EVICTED),
+    "evicted": (Status.EVICTED,),
+    "refused": (Status.REFUSED,),
+    "not_admitted": (Status.NOT_ADMITTED,),
+}
 
 
 def no_counts(zero: Int32[Array, ""] | None = None) -> Counts:

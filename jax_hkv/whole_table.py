@@ -78,11 +78,6 @@ def erase_if(table: Table, predicate: Predicate) -> tuple[Table, Int32[Array, ""
     return program_of(_erase_if, table, predicate)(table, predicate)
 
 
-@jitted("predicate")
-def _erase_if(table: Table, predicate: Predicate) -> Any:
-    return _erase_matching(table, predicate)
-
-
 def _erase_matching(table: Table, predicate: Predicate) -> tuple[Table, jax.Array]:
     table = dataclasses.replace(table, index=_index.tick(table.index))
 
@@ -92,6 +87,9 @@ def _erase_matching(table: Table, predicate: Predicate) -> tuple[Table, jax.Arra
         return table, erased + jnp.sum(slots >= 0, dtype=jnp.int32)
 
     return _over_chunks(table, body)
+
+
+_erase_if = jitted("predicate")(_erase_matching)
 
 
 def expire(

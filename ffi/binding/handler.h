@@ -69,7 +69,9 @@ class CallBinder {
     bind_floats(name, next_in_place(name), rows, shape);
   }
   void out_float32(const char* name, RowsView& rows, const char* shape) {
-    bind_float32(name, prepared(next_result(name)), rows, shape);
+    const ffi::AnyBuffer buffer = prepared(next_result(name));
+    check_type(name, buffer, ffi::DataType::F32);
+    bind_rows(name, buffer, rows, shape);
   }
 
   // Rows of the type that is asked for: that of the first rows, if it is no floating-point one.
@@ -128,11 +130,6 @@ class CallBinder {
     if (!has_rows_) rows_type_ = buffer.element_type();
     has_rows_ = true;
     check_type(name, buffer, rows_type_);
-    bind_rows(name, buffer, rows, shape);
-  }
-
-  void bind_float32(const char* name, const ffi::AnyBuffer& buffer, RowsView& rows, const char* shape) {
-    check_type(name, buffer, ffi::DataType::F32);
     bind_rows(name, buffer, rows, shape);
   }
 

@@ -41,8 +41,6 @@ struct Array {
   T* data = nullptr;
   int64_t rows = 0;
 
-  HKV_HOST_DEVICE T& operator[](int64_t index) const { return data[index]; }
-
   T* data_or_null() const { return rows > 0 ? data : nullptr; }
 };
 
