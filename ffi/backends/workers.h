@@ -33,7 +33,7 @@ class SubnormalsKept {
     asm volatile("mrs %0, fpcr" : "=r"(mode));
     return mode;
   }
-  static void set(Mode mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+  static void set(Mode mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
   static Mode kept(Mode mode) { return mode & ~(Mode{1} << 24); }  // FZ
 #else
   using Mode = int;

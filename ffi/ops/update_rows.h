@@ -470,7 +470,7 @@ struct UpdateRows {
 
     template <Group G>
     HKV_HOST_DEVICE float mean_square(const G& group, int64_t key, const TermSpan& span) const {
-      const auto clipped = [this](auto& gradient) { clip(gradient); };
+      const auto clipped = [this](auto& gradient) { this->clip(gradient); };
       return terms.square_of<1>(group, key, span, clipped) / static_cast<float>(values.width);
     }
   };

@@ -3,6 +3,7 @@
 // or invent values.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <atomic>
@@ -32,6 +33,16 @@
 #define HKV_UNWATCHED __attribute__((disable_sanitizer_instrumentation))
 #else
 #define HKV_UNWATCHED __attribute__((no_sanitize("address", "thread")))
+#endif
+
+// The compiler's own jumps, where it has any: the library's take one from stack to stack for an attack
+// (_FORTIFY_SOURCE). Clang has none on aarch64.
+#if defined(__clang__) && defined(__aarch64__)
+#define HKV_SET_JUMP(context) _setjmp(context)
+#define HKV_JUMP(context) _longjmp(context, 1)
+#else
+#define HKV_SET_JUMP(context) __builtin_setjmp(context)
+#define HKV_JUMP(context) __builtin_longjmp(context, 1)
 #endif
 
 namespace hkv::testing {
@@ -88,8 +99,11 @@ class Lockstep {
   static constexpr int kMostMembers = 32;
   static constexpr size_t kStackBytes = size_t{256} << 10;
 
-  // Of the compiler's own jumps: the library's take one from stack to stack for an attack (_FORTIFY_SOURCE).
+#if defined(__clang__) && defined(__aarch64__)
+  using Context = jmp_buf;
+#else
   using Context = void* [5];
+#endif
 
   struct Member {
     bool has_begun = false;
@@ -111,7 +125,7 @@ class Lockstep {
 #if defined(HKV_FIBERS)
     caller_fiber_ = __tsan_get_current_fiber();
 #endif
-    if (__builtin_setjmp(caller_) == 0) enter(upwards ? 0 : members - 1);
+    if (HKV_SET_JUMP(caller_) == 0) enter(upwards ? 0 : members - 1);
   }
 
   HKV_UNWATCHED static void prepare(Member& own) {
@@ -133,7 +147,7 @@ class Lockstep {
     ++own.meetings;
     values_[half][member] = value;
     own.kinds[half] = kind;
-    if (__builtin_setjmp(own.context) == 0) enter((member + turn_) % members_);
+    if (HKV_SET_JUMP(own.context) == 0) enter((member + turn_) % members_);
     for (int other = 0; other < members_; ++other) check(member, other, half);
     return values_[half];
   }
@@ -160,12 +174,12 @@ class Lockstep {
   // Who jumps may not be a part of who is jumped to.
   [[noreturn, gnu::noinline]] HKV_UNWATCHED void leave() {
     become(caller_fiber_);
-    __builtin_longjmp(caller_, 1);
+    HKV_JUMP(caller_);
   }
   [[noreturn, gnu::noinline]] HKV_UNWATCHED void enter(int member) {
     Member& its = each_[member];
     become(its.fiber);
-    if (its.has_begun) __builtin_longjmp(its.context, 1);
+    if (its.has_begun) HKV_JUMP(its.context);
     its.has_begun = true;
     ucontext_t context;
     getcontext(&context);

@@ -16,7 +16,7 @@ using namespace hkv;
 // An argument of every kind.
 struct Everything {
   static constexpr const char* kName = "everything";
-  static constexpr bool kPerPosition = false;
+  [[maybe_unused]] static constexpr bool kPerPosition = false;
   int64_t bytes = 0;
   float fill = 0.0f;
   Array<uint32_t> clock;
