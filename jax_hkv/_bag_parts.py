@@ -27,6 +27,11 @@ def as_count(call: str, count: Any) -> int:
 
 def cut_bags(call: str, where: str, bags: Any, count: int, examples: list[int]) -> Any:
     """The bags of each micro-batch, stacked; `examples`: how many other arrays have, if any."""
+    _check_sizes(call, where, bags, count, examples)
+    return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)
+
+
+def _check_sizes(call: str, where: str, bags: Any, count: int, examples: list[int]) -> None:
     own = _jagged_of(bags)
     splits, positions = np.shape(own.row_splits)[0], own.ids.shape[0]
     size = splits - count  # bags, of as many Jagged: each has one more split than bags
@@ -44,15 +49,15 @@ def cut_bags(call: str, where: str, bags: Any, count: int, examples: list[int]) 
             f"{call}: {where}.valid must be bool[{positions}] like the ids of its Jagged, got "
             f"shape {list(np.shape(mask))}: mask the positions of the Jagged that is given"
         )
-    return jax.tree.map(lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), bags)
 
 
 def check_bags_of_parts(call: str, where: str, bags: Any, count: int) -> None:
     """Raises for splits, where they are known, that are not those of each micro-batch."""
-    cut = _jagged_of(cut_bags(call, where, bags, count, []))
-    if not is_traced(cut.row_splits):
-        for splits in np.asarray(cut.row_splits):
-            known_splits(call, f"row_splits of {where}", splits, cut.ids.shape[1])
+    _check_sizes(call, where, bags, count, [])
+    own = _jagged_of(bags)
+    if not is_traced(own.row_splits):
+        for splits in np.asarray(own.row_splits).reshape(count, -1):
+            known_splits(call, f"row_splits of {where}", splits, own.ids.shape[0] // count)
 
 
 def whole_bags(call: str, where: str, bags: Any, count: int) -> Any:

@@ -42,8 +42,7 @@ def host_checked(
       check_overflow: whether it looks at its report.
       values_of: a state's arrays.
     """
-    expected = "True or False"
-    check_overflow = as_bool("train_step", "check_overflow", check_overflow, expected)
+    check_overflow = as_bool("train_step", "check_overflow", check_overflow)
     is_new = placement is None  # until a state with entries has been seen
     devices = 1 if placement is None else placement.devices
     is_stacked = placement is not None and placement.mode == "pmap"

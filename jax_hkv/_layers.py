@@ -28,12 +28,11 @@ from jax_hkv._gradients import (
     of_rows,
     stay_finite,
 )
-from jax_hkv._keys import check_keys
-from jax_hkv._layer_arguments import check_dtype, rows_dtype, wants_gradients_alone
+from jax_hkv._layer_arguments import rows_dtype, wants_gradients_alone
 from jax_hkv._mapped import mapped
 from jax_hkv._options import Only
 from jax_hkv._warnings import agree, lookup_of_layer, warn
-from jax_hkv.features import Jagged, Padded, each_id_of, unpadded
+from jax_hkv.features import Jagged, Padded, as_given
 from jax_hkv.index import NO_SLOT, total_of
 from jax_hkv.optim import has_micro_steps, skips_steps
 from jax_hkv.table import Counts, Entries, Table, check_dim
@@ -89,31 +88,25 @@ class Found(NamedTuple):
 
 def each_id(call: str, ids: Any, valid: Any) -> tuple[Any, Any]:
     """Ids and their mask; of bags those of all positions, one after the other."""
-    if isinstance(ids, Padded):
-        _check_unweighted(call, ids)
-        ids, valid, _ = unpadded(call, ids, valid, None)
-    if isinstance(ids, Jagged):
-        _check_unweighted(call, ids)
-        return each_id_of(call, ids, None, valid)[:2]
-    given = check_keys(call, "ids", ids)
-    return given, as_mask(call, "valid", valid, given.shape)
-
-
-def _check_unweighted(call: str, ids: Jagged | Padded) -> None:
-    if ids.weights is not None:
-        raise ValueError(
-            f"{call}: ids must be a {type(ids).__name__} without weights where every id has its "
-            f"row, got {type(ids.weights).__name__}{list(np.shape(ids.weights))}: multiply the "
-            "rows by them"
-        )
+    bags = ids
+    while isinstance(bags, (Jagged, Padded)):
+        if bags.weights is not None:
+            raise ValueError(
+                f"{call}: ids must be a {type(bags).__name__} without weights where every id has "
+                f"its row, got {type(bags.weights).__name__}{list(np.shape(bags.weights))}: "
+                "multiply the rows by them"
+            )
+        bags = bags.ids
+    given, _ = as_given(call, ids, None, valid, is_each=True)
+    return given.keys, given.valid
 
 
 def look_up(
+    layer: Any,
     table: Table,
     ids: Any,
-    axis_name: Any,
-    dtype: Any,
     *,
+    axis_name: Any,
     train: bool,
     valid: Any,
     values: Any,
@@ -123,7 +116,7 @@ def look_up(
 
     `values` are rows for unseen ids, or None, and `training` options of a lookup that trains.
     """
-    offered = None
+    dtype, offered = rows_dtype(layer, train=train, usual=table.dtype), None
     if values is not None:
         offered = _operations.rows_of("Embed", values, table, ids)
     exchange = as_exchange(axis_name)
@@ -133,7 +126,7 @@ def look_up(
         options["axis_name"] = exchange if train else exchange.of_reads()
         operations = sharding
     if train:
-        options |= training
+        options |= {**training, "return_evicted": layer.return_evicted}
         options["values"] = None if offered is None else jax.lax.stop_gradient(offered)
     else:
         options["fill"] = "initial"
@@ -161,12 +154,34 @@ def as_batch(layer: Any, ids: Any, weights: Any, valid: Any, train: bool) -> tup
     return batch, layout
 
 
-def look_up_features(layer: Any, tables: Any, inputs: Any, axis_name: Any, **options: Any) -> Any:
+def look_up_bags(
+    layer: Any,
+    table: Table,
+    given: tuple[Bagged, Layout],
+    *,
+    axis_name: Any,
+    admit: Any,
+    **options: Any,
+) -> tuple[Table, pooled.BagRows]:
+    """The lookup of a layer's bags, of :func:`as_batch`; a learned row is added later."""
+    call, (batch, layout) = type(layer).__name__, given
+    own: dict[str, Any] = {"exchange": as_exchange(axis_name), "evicted": layer.return_evicted}
+    own |= {"is_weighted": layout.is_weighted, **_of_rows(layer, options["train"])}
+    admit = as_mask(call, "admit", admit, layout.ids)
+    return _sharded.of_batch(call, table, batch, admit=admit, **own, **options)
+
+
+def look_up_features(layer: Any, tables: Any, inputs: Any, **options: Any) -> Any:
     """The lookup of a layer's collection; a learned row of ids without one is added later."""
+    own = _of_rows(layer, options["train"])
+    own["return_evicted"] = layer.return_evicted
+    return layer.collection.lookup(tables, inputs, **own, **options)
+
+
+def _of_rows(layer: Any, train: bool) -> dict[str, Any]:
+    """What ids without a row add, and the type in which rows come."""
     fill = "initial" if layer.unseen == "initial" else 0.0
-    own = {"axis_name": axis_name, "return_evicted": layer.return_evicted}
-    own["dtype"] = rows_dtype(layer, train=options["train"])
-    return layer.collection.lookup(tables, inputs, fill=fill, **own, **options)
+    return {"fill": fill, "dtype": rows_dtype(layer, train=train)}
 
 
 def with_unseen(rows: jax.Array, found: Found, valid: Any, unseen: Any) -> jax.Array:
@@ -181,8 +196,7 @@ def with_unseen(rows: jax.Array, found: Found, valid: Any, unseen: Any) -> jax.A
 
 
 def cast(layer: Any, rows: jax.Array) -> jax.Array:
-    """In the dtype of a layer's output; None: as they are."""
-    check_dtype(type(layer).__name__, layer.dtype)
+    """In the dtype of a layer's output, which the lookup has checked; None: as they are."""
     return rows if layer.dtype is None else rows.astype(layer.dtype)
 
 

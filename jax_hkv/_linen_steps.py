@@ -94,14 +94,14 @@ class Layer(nn.Module):
         return True
 
     def _looked_up(
-        self, axis_name: Any, look_up: Callable[[Any], tuple[Any, Any]]
-    ) -> tuple[Any, Any]:
+        self, look_up: Callable[..., tuple[Any, Any]], *given: Any, **options: Any
+    ) -> Any:
         """A lookup along axes; in `init` on each device alone: first rows are the same anywhere."""
-        exchange = as_exchange(axis_name)
+        exchange = as_exchange(self.axis_name)
         if exchange is None or not self.is_initializing():
-            return look_up(axis_name)
+            return look_up(self, *given, axis_name=exchange, **options)
         with lookup_of_layer("init", is_right=True):
-            return vary(look_up(None), exchange.axes)
+            return vary(look_up(self, *given, axis_name=None, **options), exchange.axes)
 
     def _table(self, name: str, dim: int, *create: Any) -> TableVariable:
         variable = TableVariable(self.variable(TABLES, name, *create))
@@ -109,7 +109,7 @@ class Layer(nn.Module):
         return variable
 
     def _store(self, variable: TableVariable, table: Table) -> None:
-        # After a read: the same entries; what comes later is ordered behind.
+        # After a read the entries are the same: what comes later is ordered behind it.
         if self.is_mutable_collection(TABLES) and not self.is_initializing():
             variable.value = table
 
@@ -136,11 +136,10 @@ def next_of(old: Any, new: Any) -> Any:
     return new if jax.tree.structure(old) == jax.tree.structure(new) else old
 
 
-def asked(
-    mutable: Any, but: tuple[str, ...], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The collections that a call was asked for, but for some."""
-    names = [name for name in after if name not in but and in_filter(mutable, name)]
+def asked(mutable: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The collections that a call was asked for, but for those of this module's layers."""
+    own = (*MUTABLE, PERTURBATIONS)
+    names = [name for name in after if name not in own and in_filter(mutable, name)]
     return {name: _of_this_call(before.get(name, {}), after[name]) for name in names}
 
 

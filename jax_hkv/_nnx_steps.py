@@ -98,12 +98,6 @@ def pinned(variable: Any) -> jax.Array | None:
     )
 
 
-def end_turns(variable: Any) -> None:
-    """No lookup has been recorded."""
-    if isinstance(variable, TableVariable):
-        variable.set_record(0, ())
-
-
 class Owner(NamedTuple):
     """An attribute that holds a table, the table's name, and who updates it."""
 
@@ -148,7 +142,9 @@ class Layer(nnx.Module):
         """Removes what lookups left, so that a model has the same structure before every step."""
         self.is_recording = False
         for owner in self._owners():
-            end_turns(getattr(self, owner.attribute))
+            variable = getattr(self, owner.attribute)
+            if isinstance(variable, TableVariable):
+                variable.set_record(0, ())
             for pattern in (LOOKUP, ROWS):
                 for name, _ in list(numbered(self, pattern, owner.attribute)):
                     delattr(self, name)
@@ -244,8 +240,9 @@ def in_micro_batches(
 
     def one(values: Any, pins: dict[str, jax.Array], *part: Any) -> tuple[Any, Any, Any]:
         model = nnx.merge(graph, values)
+        places = places_of(model) if pins else {}
         for where, slots in pins.items():
-            places_of(model)[where][0].set_record(0, (slots,))
+            places[where][0].set_record(0, (slots,))
         value, dense, rows = differentiate(model, *part)
         nnx.pop(model, nnx.Intermediate)
         after, values = nnx.split(model)

@@ -248,7 +248,7 @@ class Placement:
             state = make()
             # What is static of a state (functions, say) may differ from call to call.
             trees.append(jax.tree.structure(state))
-            specs = tuple(jax.tree.leaves(self._leaf_specs(state)))
+            specs = tuple(self._leaf_specs(state))
             return tuple(jax.tree.leaves(state))
 
         jax.eval_shape(self._mapped(leaves, (), P()))
@@ -564,7 +564,7 @@ class Placement:
             return np.asarray(_digesting(self, None)(tree))
         leaves = jax.tree.leaves(tree)
         own_spec = functools.partial(spec_of, self.mesh)
-        specs = map(own_spec, leaves, jax.tree.leaves(self._leaf_specs(tree)))
+        specs = map(own_spec, leaves, self._leaf_specs(tree))
         return np.asarray(_digesting(self, tuple(specs))(leaves))
 
     def _check_here(self, call: str, state: Any) -> None:
@@ -589,14 +589,9 @@ class Placement:
             lambda node: split if is_table(node) else copied, tree, is_leaf=is_table
         )
 
-    def _leaf_specs(self, tree: Any) -> Any:
-        """As :meth:`specs`, for every leaf."""
-        nodes, structure = jax.tree.flatten(self.specs(tree))
-        subtrees = structure.flatten_up_to(tree)
-        return [
-            jax.tree.map(lambda _, spec=spec: spec, subtree)
-            for spec, subtree in zip(nodes, subtrees, strict=True)
-        ]
+    def _leaf_specs(self, tree: Any) -> list[P]:
+        """As :meth:`specs`, of every leaf."""
+        return jax.tree.leaves(jax.tree.broadcast(self.specs(tree), tree))
 
     def _from_host(self, call: str, state: Any) -> Any:
         """A state whose NumPy arrays and shapes lie on the devices, where :meth:`specs` says."""
@@ -609,8 +604,7 @@ class Placement:
                 return jax.make_array_from_callback(leaf.shape, where, leaf.__getitem__)
             return leaf.update(sharding=where) if lies_nowhere(leaf) else leaf
 
-        specs = jax.tree.leaves(self._leaf_specs(state))
-        return structure.unflatten(map(placed, leaves, specs))
+        return structure.unflatten(map(placed, leaves, self._leaf_specs(state)))
 
     def _split(self, call: str, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """How a batch is split, checked."""

@@ -571,7 +571,13 @@ def _travels_in(task: _Task, plan: Plan, table: Table) -> Any:
 
 def home_status(plan: Plan, legs: tuple[Leg, ...], status: jax.Array) -> jax.Array:
     """The status of each position; of equal keys that were merged the first says "inserted"."""
-    return _home_numbers(plan, legs, status[:, None], _of_later)[:, 0] if legs else status
+    if not legs:
+        return status
+
+    def of_later(status: jax.Array) -> jax.Array:
+        return jnp.where(is_new(status), jnp.int32(Status.FOUND), status)
+
+    return homeward(plan, legs, own_block(plan, status[:, None]), of_later=of_later)[:, 0]
 
 
 def _home_scores(
@@ -583,20 +589,10 @@ def _home_scores(
     if not legs:
         return table, status, scores
     words = jax.lax.bitcast_convert_type(scores.words, jnp.int32)
-    numbers = _home_numbers(plan, legs, jnp.concatenate([status[:, None], words], axis=1))
+    own = own_block(plan, jnp.concatenate([status[:, None], words], axis=1))
+    numbers = homeward(plan, legs, own)
     words = jax.lax.bitcast_convert_type(numbers[:, 1:], jnp.uint32)
     return table, numbers[:, 0], Keys(words)
-
-
-def _home_numbers(
-    plan: Plan, legs: tuple[Leg, ...], numbers: jax.Array, of_later: Any = None
-) -> jax.Array:
-    """Integers of what arrived, for the positions of this device."""
-    return homeward(plan, legs, own_block(plan, numbers), of_later=of_later)
-
-
-def _of_later(status: jax.Array) -> jax.Array:
-    return jnp.where(is_new(status), jnp.int32(Status.FOUND), status)
 
 
 # --- Results -------------------------------------------------------------------------------------
@@ -624,12 +620,15 @@ def is_strict(result: Any) -> bool:
 # --- Parts ---------------------------------------------------------------------------------------
 
 
-def as_flat(call: str, table: Table, keys: Any, valid: Any) -> tuple[Keys, Bagged]:
-    """Keys as they were given, and as a batch without bags."""
+def as_flat(
+    call: str, table: Table, keys: Any, valid: Any, axis_name: Any
+) -> tuple[Exchange, Keys, Bagged]:
+    """How keys travel, the keys as they were given, and as a batch without bags."""
+    exchange = exchange_of(call, table, axis_name)
     given = as_keys(call, "keys", keys, table.index.namespace)
     check_fixed(call, "keys", given.shape)
     mask = _checks.as_flat_mask(call, "valid", valid, given.shape)
-    return given, Bagged(given.reshape(-1), mask, None)
+    return exchange, given, Bagged(given.reshape(-1), mask, None)
 
 
 def exchange_of(call: str, table: Table, axis_name: Any) -> Exchange:

@@ -39,7 +39,9 @@ def update(
     apply = _checks.as_flag("sharding.update", "apply", apply)
     pairs = _listed(result, row_gradients)
     overflowed = _overflowed(pairs)
-    first = _taken(apply, None if overflowed is None else ~overflowed)
+    first = apply
+    if overflowed is not None:
+        first = ~overflowed if apply is None else apply & ~overflowed
     sent = [_sent(*pair) for pair in pairs]
     table = _apply(optimizer, table, sent, first, extra)
     if overflowed is None or pairs[0][0].exchange.strict:
@@ -103,12 +105,6 @@ def _overflowed(pairs: list[tuple[ShardedResult, Any]]) -> Bool[Array, ""] | Non
     counts = [each.route.overflow for each, _ in pairs if each.route.overflow is not None]
     totals = [_index.total_of(each) if each.ndim else each for each in counts]
     return None if not totals else sum(totals, jnp.int32(0)) > 0
-
-
-def _taken(apply: Any, also: Any) -> Any:
-    if apply is None or also is None:
-        return also if apply is None else apply
-    return apply & also
 
 
 def _apply(

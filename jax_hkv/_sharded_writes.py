@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jax_hkv import _checks, _sharded
+from jax_hkv._bags import Bagged
 from jax_hkv._compat import vary
 from jax_hkv._exchange import Exchange
 from jax_hkv._hops import Items, Leg, Plan, onward_one, plan_of
-from jax_hkv._keys import Keys, as_keys, check_fixed
+from jax_hkv._keys import Keys
 from jax_hkv.table import Counts, Entries, Table
 
 # Of (table, keys, valid, scores, rows, is_ticked=), all of them flat: the table and its result.
@@ -52,20 +53,6 @@ class ShardedEntries(NamedTuple):
     overflow: Int32[Array, ""]
 
 
-def to_write(
-    call: str, table: Table, keys: Any, valid: Any, axis_name: Any
-) -> tuple[Exchange, Keys, tuple[Keys, Bool[Array, " n"]]]:
-    """How keys travel, the keys as they were given, and flat with their mask."""
-    exchange = _sharded.exchange_of(call, table, axis_name)
-    given = as_keys(call, "keys", keys, table.index.namespace)
-    check_fixed(call, "keys", given.shape)
-    return (
-        exchange,
-        given,
-        (given.reshape(-1), _checks.as_flat_mask(call, "valid", valid, given.shape)),
-    )
-
-
 def write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:
     return result._replace(status=result.status.reshape(keys.shape))
 
@@ -73,8 +60,7 @@ def write_of(result: ShardedWrite, keys: Keys) -> ShardedWrite:
 def write(
     exchange: Exchange,
     table: Table,
-    keys: Keys,
-    valid: Any,
+    batch: Bagged,
     act: Act,
     *,
     scores: Keys | None = None,
@@ -88,8 +74,7 @@ def write(
     Args:
       exchange: how keys travel.
       table: this device's part.
-      keys: of this device, flat.
-      valid: of them, or None.
+      batch: of this device, without bags.
       act: what is done.
       scores: one for each key, or None.
       values: arrays with a row for each key, or None; of equal keys the last counts.
@@ -97,12 +82,11 @@ def write(
       as_given: whether scores are written as they are, of equal keys the last, under any policy.
       merges: whether equal keys may be merged before they are sent.
     """
-    positions = keys.shape[0]
+    positions = batch.keys.shape[0]
+    valid = _checks.flat_mask(batch.valid, (positions,))
     merges = merges and _sharded.may_merge(exchange, table, None if as_given else scores)
     plan = plan_of(exchange, positions, merges=merges)
-    items = Items(
-        keys, _checks.flat_mask(valid, (positions,)), None if scores is None else scores.words
-    )
+    items = Items(batch.keys, valid, None if scores is None else scores.words)
     if counts_occurrences and plan.merges and plan.hops and table.policy.counts:
         items = items._replace(occurrences=jnp.ones((positions,), jnp.int32))
     items, values = vary((items, values), exchange.axes)

@@ -51,11 +51,7 @@ class Staged:
         """Calls `run`, which is the function or compiled of it."""
         return run(*args, **kwargs)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises for arguments, or shapes of them, that are not to be traced."""
-
     def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._look(args, kwargs)
         with self._within():
             return getattr(self._fn, stage)(*args, **kwargs)
 
@@ -96,8 +92,8 @@ class StagedBy(Staged):
     Args:
       fn: has what jitted functions have.
       run: see :class:`Staged`.
-      look: likewise.
-      within: likewise.
+      look: raises for arguments, or shapes of them, that are not to be traced.
+      within: see :class:`Staged`.
     """
 
     def __init__(
@@ -108,15 +104,11 @@ class StagedBy(Staged):
         within: Within = contextlib.nullcontext,
     ):
         super().__init__(fn)
-        self._by = run
-        self._looks = look
-        self._within = within
+        self._run, self._look, self._within = run, look, within
 
-    def _run(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self._by(run, *args, **kwargs)
-
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._looks(args, kwargs)
+    def _of(self, stage: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._look(args, kwargs)
+        return super()._of(stage, args, kwargs)
 
 
 class Stage:

@@ -143,12 +143,12 @@ class Traffic:
             (one, 1 if one.times is None else one.times)
             for one in self.collectives
             if (kind in (None, one.kind) and (axis is None or axis in one.axes))
-            and (conditional or _always_runs(one))
+            and (conditional or not one.may_not_run)
         ]
 
     def __str__(self) -> str:
         lines = _aligned([_COLUMNS, *map(_row, self.collectives), *self._totals()])
-        left_out = sum(not _always_runs(one) for one in self.collectives)
+        left_out = sum(one.may_not_run for one in self.collectives)
         if left_out:
             lines.append(f"without {left_out} in branches (<=) or in loops of unknown length (?)")
         return "\n".join(lines)
@@ -163,10 +163,6 @@ class Traffic:
         sent, peers = f"{bound}{self.sent(axis=axis):,}", f"{self.messages(axis=axis):,}"
         times = f"{sum(times for _, times in chosen):,}"
         return ("total", label, "", "", f"{self.bytes(axis=axis):,}", sent, peers, times, "")
-
-
-def _always_runs(one: Collective) -> bool:
-    return one.times is not None and not one.conditional
 
 
 def _row(one: Collective) -> tuple[str, ...]:

@@ -383,12 +383,16 @@ def as_given(
     one axis are, as those of a Padded.
     """
     if isinstance(ids, Padded):
-        ids, valid, weights = unpadded(call, ids, valid, weights)
-        are_single = True
+        remedy = "a Padded has them: Padded(ids, valid, weights)"
+        _check_alone(call, ids, remedy, weights=weights, valid=valid)
+        ids, valid, weights, are_single = ids.ids, ids.valid, ids.weights, True
     if isinstance(ids, Jagged):
+        keys, splits, factors, mask = _checked_jagged(call, ids, weights, valid)
         if not is_each:
-            return _from_jagged(call, ids, weights, valid)
-        ids, valid, weights = each_id_of(call, ids, weights, valid)
+            layout = Layout(keys.shape, (splits.shape[0] - 1,), factors is not None)
+            return Given(keys, mask, factors, splits), layout
+        is_in_bag = Jagged(keys, splits).valid
+        ids, weights, valid = keys, factors, is_in_bag if mask is None else is_in_bag & mask
     keys = check_keys(call, "ids", ids)
     is_each |= are_single and len(keys.shape) == 1
     if not keys.shape and not is_each:
@@ -417,19 +421,6 @@ def as_bagged(given: Given, layout: Layout) -> Bagged:
     return Bagged(keys_of(given.keys).reshape(-1), valid, bags)
 
 
-def _from_jagged(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Given, Layout]:
-    keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
-    layout = Layout(keys.shape, (splits.shape[0] - 1,), given.weights is not None)
-    return Given(keys, mask, factors, splits), layout
-
-
-def unpadded(call: str, given: Padded, valid: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Ids, mask and weights of a Padded, beside which there are none."""
-    remedy = "a Padded has them: Padded(ids, valid, weights)"
-    _check_alone(call, given, remedy, weights=weights, valid=valid)
-    return given.ids, given.valid, given.weights
-
-
 def _check_alone(call: str, given: Any, remedy: str, **arguments: Any) -> None:
     for name, argument in arguments.items():
         if argument is not None:
@@ -437,13 +428,6 @@ def _check_alone(call: str, given: Any, remedy: str, **arguments: Any) -> None:
                 f"{call}: {name} cannot be given beside a {type(given).__name__}, got "
                 f"{type(argument).__name__}: {remedy}"
             )
-
-
-def each_id_of(call: str, given: Jagged, weights: Any, valid: Any) -> tuple[Any, Any, Any]:
-    """The ids of bags without their bags, a mask without padding, and weights, all checked."""
-    keys, splits, factors, mask = _checked_jagged(call, given, weights, valid)
-    is_in_bag = Jagged(keys, splits).valid
-    return keys, is_in_bag if mask is None else is_in_bag & mask, factors
 
 
 def _checked_jagged(

@@ -36,7 +36,6 @@ from jaxtyping import Array, Float
 from jax_hkv import (
     _layers,
     _micro_batches,
-    _sharded,
     _state_dicts,
     _table_counts,
     initializers,
@@ -44,8 +43,6 @@ from jax_hkv import (
 )
 from jax_hkv._bag_parts import as_count
 from jax_hkv._checked_steps import host_checked
-from jax_hkv._checks import as_mask
-from jax_hkv._exchange import as_exchange
 from jax_hkv._keys import Keys
 from jax_hkv._layer_arguments import (
     Unseen,
@@ -56,7 +53,6 @@ from jax_hkv._layer_arguments import (
     check_step,
     check_updated,
     new_table,
-    rows_dtype,
 )
 from jax_hkv._layers import StepInfo
 from jax_hkv._linen_steps import (
@@ -178,27 +174,16 @@ class Embed(Layer):
         variable = self._table("table", self.features, self._create)
         is_training = self._begins(train, variable.value)
         table, found = self._looked_up(
-            self.axis_name,
-            lambda axis_name: _layers.look_up(
-                variable.value,
-                ids,
-                axis_name,
-                rows_dtype(self, train=is_training, usual=variable.value.dtype),
-                train=is_training,
-                valid=valid,
-                values=values,
-                scores=scores,
-                admit=admit,
-                pinned=self._pinned(variable) if is_training else None,
-                return_evicted=self.return_evicted,
-            ),
+            *(_layers.look_up, variable.value, ids),
+            train=is_training,
+            valid=valid,
+            values=values,
+            scores=scores,
+            admit=admit,
+            pinned=self._pinned(variable) if is_training else None,
         )
-        if is_training:
-            variable.value = table
-            rows = self._record("table", found.result, self.optimizer)
-        else:
-            self._store(variable, table)
-            rows = found.values
+        self._store(variable, table)
+        rows = self._record("table", found.result, self.optimizer) if is_training else found.values
         rows = _layers.with_unseen(rows, found, valid, self._unseen_row())
         return _layers.cast(self, rows)
 
@@ -265,33 +250,18 @@ class EmbedBag(Embed):
           admit: see :class:`Embed`.
         """
         variable = self._table("table", self.features, self._create)
-        batch, layout = _layers.as_batch(self, ids, weights, valid, train)
+        batch, layout = given = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
-        fill = "initial" if unseen is None else 0.0
         is_training = self._begins(train, variable.value)
         table, found = self._looked_up(
-            self.axis_name,
-            lambda axis_name: _sharded.of_batch(
-                type(self).__name__,
-                variable.value,
-                batch,
-                exchange=as_exchange(axis_name),
-                is_weighted=layout.is_weighted,
-                train=is_training,
-                fill=fill,
-                dtype=rows_dtype(self, train=is_training),
-                scores=scores,
-                admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
-                pinned=self._pinned(variable) if is_training else None,
-                evicted=self.return_evicted,
-            ),
+            *(_layers.look_up_bags, variable.value, given),
+            train=is_training,
+            scores=scores,
+            admit=admit,
+            pinned=self._pinned(variable) if is_training else None,
         )
-        if is_training:
-            variable.value = table
-            rows = self._record("table", found.result, self.optimizer)
-        else:
-            self._store(variable, table)
-            rows = found.values
+        self._store(variable, table)
+        rows = self._record("table", found.result, self.optimizer) if is_training else found.values
         rows = pooled.with_unseen(rows, batch, found.slots, unseen)
         return _layers.cast(self, rows.reshape(*layout.batch, self.features))
 
@@ -344,21 +314,15 @@ class EmbedCollection(Layer):
         if is_training:
             options["pinned"] = {name: self._pinned(each) for name, each in variables.items()}
         tables, looked_up = self._looked_up(
-            self.axis_name,
-            lambda axis_name: _layers.look_up_features(
-                *(self, own, inputs, axis_name), train=is_training, **options
-            ),
+            *(_layers.look_up_features, own, inputs), train=is_training, **options
         )
         rows = dict(looked_up.rows)
         for group in groups:
             result = looked_up.results[group.name]
+            self._store(variables[group.name], tables[group.name])
             if result is not None:
-                variables[group.name].value = tables[group.name]
-                rows[group.name] = self._record(
-                    group.name, result, group.optimizer, group.counts(result)
-                )
-            else:
-                self._store(variables[group.name], tables[group.name])
+                counts = group.counts(result)
+                rows[group.name] = self._record(group.name, result, group.optimizer, counts)
         if self.unseen == "learned":
             learned = {config.name: self._learned(config) for config in self.collection.tables}
             rows = self.collection.with_unseen(rows, looked_up, learned)
@@ -613,7 +577,7 @@ def train_step(
                 variables.update({name: after[name] for name in (*kept, *also) if name in after})
                 if mutable is False:
                     return outputs
-                return outputs, asked(mutable, (*MUTABLE, PERTURBATIONS), before, after)
+                return outputs, asked(mutable, before, after)
 
             loss, aux = _layers.loss_and_aux(loss_fn(apply, *args), has_aux)
             scaled = _layers.scaled(devices.part(loss), state.loss_scale, micro_batches)

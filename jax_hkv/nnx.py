@@ -28,12 +28,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_hkv import _layer_arguments as _arguments
-from jax_hkv import _layers, _sharded, _table_counts, initializers, pooled
+from jax_hkv import _layers, _table_counts, initializers, pooled
 from jax_hkv._bag_parts import as_count
 from jax_hkv._checked_steps import host_checked
-from jax_hkv._checks import as_bool, as_mask
+from jax_hkv._checks import as_bool
 from jax_hkv._compat import zeros_of
-from jax_hkv._exchange import as_exchange
 from jax_hkv._layer_arguments import Unseen
 from jax_hkv._layers import StepInfo
 from jax_hkv._mapped import Aux
@@ -183,19 +182,15 @@ class Embed(Layer):
         """
         train = as_bool(type(self).__name__, "train", train)
         ids, valid = _layers.each_id(type(self).__name__, ids, valid)
-        own = self._own(train)
         table, found = _layers.look_up(
-            own,
-            ids,
-            self.axis_name,
-            _arguments.rows_dtype(self, train=train, usual=own.dtype),
+            *(self, self._own(train), ids),
+            axis_name=self.axis_name,
             train=train,
             valid=valid,
             values=values,
             scores=scores,
             admit=admit,
             pinned=pinned(self.table),
-            return_evicted=self.return_evicted,
         )
         rows = self._record("table", found.result) if train else found.values
         self._store("table", table, train)
@@ -254,22 +249,15 @@ class EmbedBag(Embed):
           admit: see :class:`Embed`.
         """
         train = as_bool(type(self).__name__, "train", train)
-        batch, layout = _layers.as_batch(self, ids, weights, valid, train)
+        batch, layout = given = _layers.as_batch(self, ids, weights, valid, train)
         unseen = self._unseen_row()
-        fill = "initial" if unseen is None else 0.0
-        table, found = _sharded.of_batch(
-            type(self).__name__,
-            self._own(train),
-            batch,
-            exchange=as_exchange(self.axis_name),
-            is_weighted=layout.is_weighted,
+        table, found = _layers.look_up_bags(
+            *(self, self._own(train), given),
+            axis_name=self.axis_name,
             train=train,
-            fill=fill,
-            dtype=_arguments.rows_dtype(self, train=train),
             scores=scores,
-            admit=as_mask(type(self).__name__, "admit", admit, layout.ids),
+            admit=admit,
             pinned=pinned(self.table),
-            evicted=self.return_evicted,
         )
         self._store("table", table, train)
         rows = self._record("table", found.result) if train else found.values
@@ -336,7 +324,7 @@ class EmbedCollection(Layer):
         held = {own.name: pinned(getattr(self, own.attribute)) for own in self._owners()}
         options = {"partial": partial, "scores": scores, "admit": admit, "pinned": held}
         tables, looked_up = _layers.look_up_features(
-            *(self, self.tables, inputs, self.axis_name), train=train, **options
+            *(self, self.tables, inputs), axis_name=self.axis_name, train=train, **options
         )
         rows = dict(looked_up.rows)
         for owner, group in zip(self._owners(), self.collection.groups, strict=True):

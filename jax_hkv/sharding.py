@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_hkv import _checks, _inserts, _sharded, _sharded_updates, _sharded_writes, pooled
+from jax_hkv._bags import Bagged
 from jax_hkv._changes import (
     ChangeCounts,
     Changes,
@@ -61,7 +62,7 @@ from jax_hkv._sharded import (
     exchange_of,
     misplaced,
 )
-from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite, to_write, write_of
+from jax_hkv._sharded_writes import ShardedEntries, ShardedWrite, write_of
 from jax_hkv._traffic import Collective, Traffic, traffic
 from jax_hkv.features import concatenate
 from jax_hkv.index import Status
@@ -173,8 +174,7 @@ def find(
     call = "sharding.find"
     number = fill_of(call, fill)
     touches = _checks.as_bool(call, "touch", touch)
-    exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, table, keys, valid)
+    exchange, given, flat = _sharded.as_flat(call, table, keys, valid, axis_name)
     if touches:
         _checks.check_scores(f"{call} with touch=True", table.policy, None)
     scored = _checks.as_bool(call, "return_scores", return_scores)
@@ -216,8 +216,7 @@ def contains(
       NameError: if the axis is not bound.
     """
     call = "sharding.contains"
-    exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, table, keys, valid)
+    exchange, given, flat = _sharded.as_flat(call, table, keys, valid, axis_name)
     table, result, _ = _sharded.look_up(
         exchange, table, flat, train=False, reads=False, initial=False
     )
@@ -268,8 +267,7 @@ def find_or_insert(
       NameError: if the axis is not bound.
     """
     call = "sharding.find_or_insert"
-    exchange = exchange_of(call, table, axis_name)
-    given, flat = _sharded.as_flat(call, table, keys, valid)
+    exchange, given, flat = _sharded.as_flat(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     offered = None
     if values is not None:
@@ -325,7 +323,7 @@ def insert_or_assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.insert_or_assign"
-    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = _sharded.as_flat(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = rows_of(call, values, table, given)
 
@@ -333,7 +331,7 @@ def insert_or_assign(
     act = partial(_inserts.insert_or_assign, evicted=evicted)
     rows = rows.reshape(-1, table.dim)
     table, result = _sharded_writes.write(
-        exchange, table, *batch, act, scores=pairs, values=rows, counts_occurrences=True
+        exchange, table, batch, act, scores=pairs, values=rows, counts_occurrences=True
     )
     return table, write_of(result, given)
 
@@ -371,7 +369,7 @@ def accum_or_assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.accum_or_assign"
-    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = _sharded.as_flat(call, table, keys, valid, axis_name)
     pairs = _checks.as_scores(call, table.policy, scores, given.shape)
     rows = rows_of(call, values, table, given)
     believed = _checks.as_flags(call, "exists", exists, given.shape)
@@ -384,7 +382,7 @@ def accum_or_assign(
 
     sent = rows.reshape(-1, table.dim), believed.reshape(-1, 1).astype(jnp.int32)
     table, result = _sharded_writes.write(
-        exchange, table, *batch, act, scores=pairs, values=sent, merges=False
+        exchange, table, batch, act, scores=pairs, values=sent, merges=False
     )
     return table, write_of(result, given)
 
@@ -418,7 +416,7 @@ def assign(
       NameError: if the axis is not bound.
     """
     call = "sharding.assign"
-    exchange, given, batch = to_write(call, table, keys, valid, axis_name)
+    exchange, given, batch = _sharded.as_flat(call, table, keys, valid, axis_name)
     if values is None and scores is None:
         raise ValueError(f"{call}: values or scores must be given, got neither")
     pairs = rows = None
@@ -428,7 +426,7 @@ def assign(
         rows = rows_of(call, values, table, given)
         rows = rows.reshape(-1, table.dim)
     table, result = _sharded_writes.write(
-        exchange, table, *batch, _inserts.assign, scores=pairs, values=rows
+        exchange, table, batch, _inserts.assign, scores=pairs, values=rows
     )
     return table, write_of(result, given)
 
@@ -473,7 +471,7 @@ def import_batch(
 
     keys, scores, values, optimizer, _ = entries
     return _sharded_writes.write(
-        *(exchange, table, keys, is_meant, act),
+        *(exchange, table, Bagged(keys, is_meant, None), act),
         scores=scores,
         values=(values, optimizer),
         as_given=True,
@@ -501,14 +499,15 @@ def export_keys(
       TypeError, ValueError: naming the argument.
       NameError: if the axis is not bound.
     """
-    exchange, given, batch = to_write("sharding.export_keys", table, keys, valid, axis_name)
+    call = "sharding.export_keys"
+    exchange, given, batch = _sharded.as_flat(call, table, keys, valid, axis_name)
 
     def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
         table, entries, slots = _inserts.export_keys(table, keys, valid)
         status = _inserts.found_or_missing(slots)
         return table, WriteResult(slots, status, no_counts(), entries)
 
-    table, read = _sharded_writes.write(exchange, table, *batch, act)
+    table, read = _sharded_writes.write(exchange, table, batch, act)
     assert read.evicted is not None
     found = (read.status == Status.FOUND).reshape(given.shape)
     return table, ShardedEntries(read.evicted, found, read.overflow)
@@ -537,12 +536,13 @@ def erase(
       TypeError, ValueError: naming the argument.
       NameError: if the axis is not bound.
     """
-    exchange, given, batch = to_write("sharding.erase", table, keys, valid, axis_name)
+    call = "sharding.erase"
+    exchange, given, batch = _sharded.as_flat(call, table, keys, valid, axis_name)
 
     def act(table: Table, keys: Keys, valid: Any, *_: Any, is_ticked: bool) -> Any:
         return _inserts.erase(table, keys, valid, is_ticked=is_ticked)
 
-    table, result = _sharded_writes.write(exchange, table, *batch, act)
+    table, result = _sharded_writes.write(exchange, table, batch, act)
     return table, write_of(result, given)
 
 
