@@ -44,9 +44,10 @@ def mapped(
         if not has_aux:
             made = made, None
         elif type(made) is not tuple or len(made) != 2:
+            got = f"a tuple of {len(made)}" if type(made) is tuple else type(made).__name__
             raise TypeError(
-                f"{call}: fn must return (table, anything) with has_aux=True, got "
-                f"{type(made).__name__}: leave has_aux out for a function that returns a table"
+                f"{call}: fn must return (table, anything) with has_aux=True, got {got}: return a "
+                "pair, or leave has_aux out for a function that returns a table alone"
             )
         check(number, made[0])
         return made

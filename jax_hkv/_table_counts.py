@@ -44,19 +44,27 @@ class TableCounts(Mapping[str, Counts]):
         if isinstance(self.numbers, jax.ShapeDtypeStruct):
             shape: Any = jax.ShapeDtypeStruct(self.numbers.shape[:-2], self.numbers.dtype)
             return Counts(*[shape] * _KINDS)
-        own = self._on_host[..., number, :]
+        own = self._on_host()[..., number, :]
         return Counts(*(own[..., kind] for kind in range(_KINDS)))
 
-    @functools.cached_property
     def _on_host(self) -> Any:
-        is_known = isinstance(self.numbers, jax.Array) and not is_traced(self.numbers)
-        return np.asarray(self.numbers) if is_known else self.numbers
+        if is_traced(self.numbers) or not isinstance(self.numbers, jax.Array):
+            return self.numbers
+        # No cached_property: that of Python 3.11 waits for the device with a lock of the class.
+        known = self.__dict__.get("_known")
+        if known is None:
+            known = np.asarray(self.numbers)
+            object.__setattr__(self, "_known", known)
+        return known
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"TableCounts({self.numbers!r}, names={self.names!r})"
 
     def under(self, scope: str) -> TableCounts:
         """Those of tables whose names begin with that of a layer."""

@@ -650,6 +650,12 @@ def map_tables(
     names = [f"fn(tiers.{name})" for name in Tiers._fields]
 
     def check(number: int, table: Any) -> None:
+        if isinstance(table, tuple) and not has_aux:
+            raise TypeError(
+                f"{call}: fn must return a Table, got {type(table).__name__} of "
+                f"{names[number % len(names)]}: take the table, lambda table: "
+                "jax_hkv.expire(table, 30)[0], or give has_aux=True"
+            )
         _tier_checks.check_table(call, names[number % len(names)], table)
 
     after, aux = mapped(call, fn, tables, check, has_aux)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 
@@ -179,9 +181,54 @@ def test_what_a_function_returns_beside_the_table_comes_by_path(api, jitted):
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_over_devices_a_step_reports_what_became_of_tables(api):
+    placement = hkv.sharding.Placement(mesh_of(2))
+    options = {"policy": hkv.Policy.EPOCH_LRU, "axis_name": "device"}
+    ids = np.arange(64, dtype=np.int32)
+
+    def days(table):
+        table, expired = hkv.expire(hkv.advance_epoch(table, 5), 3)
+        return table, jax.lax.psum(expired, "device")
+
+    if api == "linen":
+        model = hkv.linen.Embed(256, DIM, optimizer=SGD, **options)
+        start = functools.partial(hkv.linen.TrainState.create, tx=optax.sgd(0.1))
+        state = placement.create(lambda: start(model, jax.random.key(0), ids[:32]))
+        step = hkv.linen.train_step(
+            lambda apply, x: apply(x, train=True).sum(), placement=placement
+        )
+        state, _ = step(state, placement.put(ids))
+        state, expired = placement.step(lambda own: own.map_tables(days, has_aux=True))(state)
+    else:
+        state = placement.create(lambda: hkv.nnx.TrainState(NnxModel(**options), optax.sgd(0.1)))
+        hkv.nnx.train_step(lambda model, x: model(x, train=True).sum(), placement=placement)(
+            state, placement.put(ids)
+        )
+        change = placement.step(lambda own: (own, own.map_tables(days, has_aux=True)))
+        state, expired = change(state)
+    (path, count), *others = expired.items()
+    assert path.endswith("table") and not others
+    assert np.unique(np.asarray(count)).tolist() == [64]
+
+
+def test_what_is_returned_of_a_table_that_layers_share_comes_once():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.one, self.two = (hkv.nnx.Embed(256, DIM, optimizer=SGD) for _ in range(2))
+            self.two.table = self.one.table
+
+    state = hkv.nnx.TrainState(Tied(), optax.sgd(0.1))
+    counts = state.map_tables(lambda table: hkv.resize(table, 512), has_aux=True)
+    assert list(counts) == ["one/table"] and state.model.two.table.get_value().capacity == 512
+    assert state.map_tables(lambda table: hkv.resize(table, 512), has_aux=True, only=[]) == {}
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_no_pair_with_has_aux_is_refused_before_anything_changes(api):
     state = state_of_two(api, hkv.Policy.EPOCH_LRU)
     donating = jax.jit(hkv.advance_epoch, donate_argnums=0)
+    with pytest.raises(TypeError, match=r"with has_aux=True, got a tuple of 3: return a pair"):
+        state.map_tables(lambda table: (table, 1, 2), has_aux=True)
     for fn in (donating, hkv.advance_epoch):
         with pytest.raises(TypeError, match=r"fn must return \(table, anything\) with has_aux"):
             state.map_tables(fn, has_aux=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,24 @@ def test_counts_are_read_inside_of_programs_and_of_shapes():
     behind = jax.vmap(lambda _: counts, out_axes=1)(jnp.arange(7))
     with pytest.raises(ValueError, match=r"numbers must be \[..., 3, 6\].*got \[3, 7, 6\]"):
         behind["b"]
+
+
+def test_counts_are_read_while_others_are_waited_for():
+    """By a host callback of the program that the others come from, say."""
+    others, seen = counts_of("abc"), []
+
+    def look(numbers):
+        thread = threading.Thread(target=lambda: seen.append(int(others["a"].hits)), daemon=True)
+        thread.start()
+        thread.join(timeout=30)
+        return numbers
+
+    @jax.jit
+    def program(numbers):
+        return jax.pure_callback(look, jax.typeof(numbers), numbers)
+
+    waited_for = TableCounts(program(jnp.asarray(NUMBERS)), tuple("abc"))
+    assert int(waited_for["b"].hits) == 7 and seen == [1]
 
 
 def test_counts_are_written_by_flax():

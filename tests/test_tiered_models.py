@@ -546,7 +546,7 @@ def test_a_jitted_function_of_tables_is_asked_about_both_before_it_uses_one_up()
     def refuses_the_store(table):
         return hkv.insert_or_assign(table, IDS, np.ones((3, DIM + (table.capacity > 128))))[0]
 
-    with pytest.raises(TypeError, match=r"fn\(tiers\.cache\) must be a jax_hkv Table, got tuple"):
+    with pytest.raises(TypeError, match=r"Table, got tuple of fn\(tiers\.cache\): .*has_aux"):
         tiered.map_tables(tiers, unpacked_nowhere)
     with pytest.raises(ValueError, match="insert_or_assign: values must have shape"):
         tiered.map_tables(tiers, functools.partial(refuses_the_store))

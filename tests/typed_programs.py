@@ -110,6 +110,9 @@ def by_table() -> None:
     tiers = {"t": hkv.tiered.Tiers(tables["t"], store)}
     tiers, erased = COLLECTION.on_tables(hkv.tiered.erase, tiers, {"t": IDS})
     assert_type(tiers, dict[str, hkv.tiered.Tiers])
+    both, counts = hkv.tiered.map_tables(tiers["t"], resized, has_aux=True)
+    assert_type(both, hkv.tiered.Tiers)
+    assert_type(counts, list[hkv.Counts])
     assert erased["t"]
 
 
@@ -144,10 +147,10 @@ def main() -> None:
     state = hkv.linen.TrainState.create(
         Model(), jax.random.key(0), jnp.asarray(IDS), tx=optax.sgd(0.1)
     )
-    trained(hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum()), state)
     assert_type(state.map_tables(hkv.advance_epoch), hkv.linen.TrainState)
     state, counts = state.map_tables(resized, has_aux=True)
     assert_type(state, hkv.linen.TrainState)
     assert_type(counts, dict[str, hkv.Counts])
+    trained(hkv.linen.train_step(lambda apply, ids: apply(ids, train=True).sum()), state)
     if TYPE_CHECKING:
         state.map_tables(resized)  # pyright: ignore[reportArgumentType]
