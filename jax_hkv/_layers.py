@@ -468,20 +468,11 @@ def changed(
             "info.tables of a step is by these paths"
         )
     chosen = [name for name in names if name in wanted]
-    before = [table for name, table in tables if name in wanted]
-    made, aux = mapped("TrainState.map_tables", fn, before, _check_changed, has_aux)
+    before = [(f"the table {name!r}", table) for name, table in tables if name in wanted]
+    made, aux = mapped("TrainState.map_tables", fn, before, has_aux)
     rest = iter(made)
     after = [next(rest) if name in wanted else table for name, table in tables]
     return after, dict(zip(chosen, aux, strict=True))
-
-
-def _check_changed(_: int, table: Any) -> None:
-    if not isinstance(table, Table):
-        raise TypeError(
-            f"TrainState.map_tables: fn must return a Table, got {type(table).__name__}: of what "
-            "returns (table, result) take the table, "
-            "map_tables(lambda table: jax_hkv.expire(table, 30)[0]), or give has_aux=True"
-        )
 
 
 def check_dense_state(call: str, state: Any, trainable: Sequence[str], scale: Any) -> None:

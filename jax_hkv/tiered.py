@@ -18,6 +18,7 @@ while the accelerator trains.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
@@ -647,18 +648,9 @@ def map_tables(
     """
     call = "tiered.map_tables"
     tables = [table for part in _tier_parts.between_steps(call, tiers, placement) for table in part]
-    names = [f"fn(tiers.{name})" for name in Tiers._fields]
-
-    def check(number: int, table: Any) -> None:
-        if isinstance(table, tuple) and not has_aux:
-            raise TypeError(
-                f"{call}: fn must return a Table, got {type(table).__name__} of "
-                f"{names[number % len(names)]}: take the table, lambda table: "
-                "jax_hkv.expire(table, 30)[0], or give has_aux=True"
-            )
-        _tier_checks.check_table(call, names[number % len(names)], table)
-
-    after, aux = mapped(call, fn, tables, check, has_aux)
+    names = [f"fn(tiers.{name})" for name in Tiers._fields] * (len(tables) // len(Tiers._fields))
+    check = functools.partial(_tier_checks.check_table, call)
+    after, aux = mapped(call, fn, list(zip(names, tables, strict=True)), has_aux, check)
     pairs = zip(after[::2], after[1::2], strict=True)
     whole = _tier_parts.whole_of(placement, [Tiers(*pair) for pair in pairs])
     return (whole, aux) if has_aux else whole

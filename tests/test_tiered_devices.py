@@ -188,7 +188,7 @@ def test_whole_tables_are_changed_part_by_part(placement):
     assert int(counts.inserted) == 64
     donating = jax.jit(lambda table: (table, 0), donate_argnums=0)
     for wrong in (lambda table: (table, 0), donating):
-        with pytest.raises(TypeError, match=r"Table, got tuple of fn\(tiers\.cache\): take"):
+        with pytest.raises(TypeError, match=r"Table, got tuple of fn\(tiers\.cache\): of what"):
             tiered.map_tables(tiers, wrong, placement=placement)
     assert tiered.size(tiers, placement=placement) == 64  # of tables that nobody has used up
 
