@@ -502,11 +502,15 @@ class Placement:
 
         def of(device: Any, leaf: Any) -> Any:
             (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
-            return own[0] if self.mode == "pmap" else own
+            return own
 
+        leaves, form = jax.tree.flatten(tree)
         first = [holders[0] for holders in self._holders().values()]
         with on_one_device():
-            return [jax.tree.map(functools.partial(of, device), tree) for device in first]
+            shards = [[of(device, leaf) for leaf in leaves] for device in first]
+            if self.mode == "pmap":
+                shards = [_unstacked(shard) for shard in shards]
+            return [form.unflatten(shard) for shard in shards]
 
     def join(self, shards: Sequence[Table]) -> Table:
         """A table of the parts that this process's devices hold: the inverse of :meth:`shards`.
@@ -660,6 +664,12 @@ def _digesting(
         return Pmapped(placement, "Placement.digests", one, first)
     in_specs, every = ([spec for spec, _ in specs or ()],), placement.mesh.axis_names
     return jax.jit(placement._mapped(one, in_specs, P(), axes=every))
+
+
+@jax.jit
+def _unstacked(leaves: list[Any]) -> list[Any]:
+    """What a device holds of a state under pmap, without the axis of devices: one program."""
+    return [leaf[0] for leaf in leaves]
 
 
 def _own(leaf: Any) -> Any:

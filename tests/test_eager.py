@@ -7,11 +7,13 @@ import gc
 import itertools
 import weakref
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from many_devices import assert_same_bits
+from test_sharding_traffic import mesh_of
 
 import jax_hkv as hkv
 
@@ -195,6 +197,24 @@ def test_a_predicate_may_read_what_another_trace_has_made():
             return hkv.size_if(table, is_small)
 
         assert int(count(jnp.array([most, 0], jnp.uint32))) == most
+
+
+@flax.struct.dataclass
+class Noted:
+    of_table: hkv.Table
+    notes: list[str] = flax.struct.field(pytree_node=False)
+
+
+def test_the_parts_of_a_state_under_pmap_are_a_program_each():
+    placement = hkv.sharding.Placement(mesh_of(2), mode="pmap")
+    table = placement.create(lambda: hkv.create(next(SHAPES) * 128, DIM, seed=5))
+    parts = []
+    assert programs(lambda: parts.extend(placement.shards(table)) or parts) == 2
+    assert_same_bits(parts, [jax.tree.map(lambda leaf, n=n: leaf[n], table) for n in range(2)])
+    assert [part.values.devices() for part in parts] == [{device} for device in jax.devices()[:2]]
+    assert programs(lambda: placement.shards(table)) == 0
+    noted = [part.of_table for part in placement.shards(Noted(table, ["a list has no hash"]))]
+    assert_same_bits(noted, parts)
 
 
 class Limit:
