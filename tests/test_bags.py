@@ -47,7 +47,7 @@ def random_feature(form, is_weighted, batch, rng):
     return keys, bags
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(FEATURES, min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 def test_bags_of_a_collection_are_the_bags_of_its_features(features, seed):
     """Where their ids stand, which count, and the combiner's weights: those of section 8."""

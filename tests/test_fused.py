@@ -260,9 +260,8 @@ class Dense:
             state = init(jnp.asarray(self.rows))
         self.state = jax.tree.map(np.array, state)
         self.fresh = jax.tree.map(np.array, state)
-        self.update_rows = transformation.update
-        if count_per_row:
-            self.update_rows = jax.vmap(transformation.update)
+        update = jax.vmap(transformation.update) if count_per_row else transformation.update
+        self.update_rows = jax.jit(update)
 
     def is_row(self, leaf):
         return np.ndim(leaf) > 0
@@ -279,17 +278,14 @@ class Dense:
         touched = np.unique(keys)
         sums = np.zeros_like(self.rows)
         np.add.at(sums, keys, gradients.astype(np.float64))
-        part = jax.tree.map(lambda leaf: leaf[touched] if self.is_row(leaf) else leaf, self.state)
-        with jax.enable_x64(True):
-            updates, new = self.update_rows(
-                jnp.asarray(sums[touched]), part, jnp.asarray(self.rows[touched])
-            )
-        self.rows[touched] += np.asarray(updates)
+        with jax.enable_x64(True):  # of all rows, whatever is touched: one program
+            updates, new = self.update_rows(jnp.asarray(sums), self.state, jnp.asarray(self.rows))
+        self.rows[touched] += np.asarray(updates)[touched]
 
         def write(leaf, own):
             if not self.is_row(leaf):
                 return np.asarray(own)
-            leaf[touched] = np.asarray(own)
+            leaf[touched] = np.asarray(own)[touched]
             return leaf
 
         self.state = jax.tree.map(write, self.state, new)

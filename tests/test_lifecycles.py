@@ -232,7 +232,7 @@ def test_a_model_knows_after_many_changes_what_it_was_taught(is_tiered, seed):
     rng = np.random.default_rng(seed)
     life = Life(is_tiered)
     changes = [life.evaluate, life.move, life.grow, life.restore, life.erase]
-    for _ in range(24):
+    for _ in range(16):
         rng.choice([*changes, *[life.train] * 5])(rng)
         life.check()
     assert sum(there.sum() for there in life.there.values()) > 300

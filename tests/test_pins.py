@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import seldom
+from combinations import pairs, seldom
 from flax import nnx
 from many_devices import Case
 
@@ -325,9 +325,13 @@ CASES = [
     for way in ways
     for parts in PARTS
 ]
+DAILY = {
+    (api if way in WAYS[api] else "nnx", policy, way, parts)
+    for api, policy, way, parts in pairs(WAYS, Policy, WAYS["nnx"], PARTS)
+}
 
 
-@pytest.mark.parametrize(("api", "policy", "way", "parts"), CASES)
+@pytest.mark.parametrize(("api", "policy", "way", "parts"), seldom(CASES, set(CASES) - DAILY))
 def test_a_step_trains_all_that_its_lookups_have_brought(api, policy, way, parts):
     """However often a table is looked up, and in however many parts."""
     table, report = trained(api, policy, way, **PARTS[parts])
@@ -349,12 +353,18 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize("parts", PARTS)
+SPREAD_CASES = [("linen", name, Policy.LFU) for name in SPREADS]
+SPREAD_CASES += [("nnx", "one hop", Policy.LFU), ("nnx", "levels", Policy.EPOCH_LRU)]
+SPREAD_CASES += [("linen", "one hop", Policy.LRU)]
+
+
 @pytest.mark.parametrize(
-    ("api", "spread", "policy"),
-    [("linen", name, Policy.LFU) for name in SPREADS]
-    + [("nnx", "one hop", Policy.LFU), ("nnx", "levels", Policy.EPOCH_LRU)]
-    + [("linen", "one hop", Policy.LRU)],
+    ("api", "spread", "policy", "parts"),
+    seldom(
+        [(*case, parts) for case in SPREAD_CASES for parts in PARTS],
+        [(*case, "whole") for case in SPREAD_CASES[1:4]]
+        + [(*case, "micro-batches") for case in SPREAD_CASES[4::2]],
+    ),
 )
 def test_devices_train_all_that_their_lookups_have_brought(api, spread, policy, parts):
     shape, exchange = SPREADS[spread]
