@@ -40,14 +40,16 @@ def mapped(
     while isinstance(innermost, functools.partial):
         innermost = innermost.func
 
+    remedy = (
+        "in the first place of the pair"
+        if has_aux
+        else "of what returns (table, result) take the table, map_tables(lambda table: "
+        "jax_hkv.expire(table, 30)[0]), or give has_aux=True"
+    )
+
     def checked(name: str, made: Any) -> tuple[Table, Any]:
-        remedy = "in the first place of the pair"
         if not has_aux:
             made = made, None
-            remedy = (
-                "of what returns (table, result) take the table, map_tables(lambda table: "
-                "jax_hkv.expire(table, 30)[0]), or give has_aux=True"
-            )
         elif type(made) is not tuple or len(made) != 2:
             got = f"a tuple of {len(made)}" if type(made) is tuple else type(made).__name__
             raise TypeError(

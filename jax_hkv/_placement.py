@@ -500,14 +500,10 @@ class Placement:
             check_mesh("Placement.shards", "state", tree, self.mesh, OTHER_MESH, is_read=True)
             check_whole("Placement.shards", tree, self)
 
-        def of(device: Any, leaf: Any) -> Any:
-            (own,) = [part.data for part in leaf.addressable_shards if part.device == device]
-            return own
-
         leaves, form = jax.tree.flatten(tree)
-        first = [holders[0] for holders in self._holders().values()]
         with on_one_device():
-            shards = [[of(device, leaf) for leaf in leaves] for device in first]
+            held = [{own.device: own.data for own in leaf.addressable_shards} for leaf in leaves]
+            shards = [[own[first] for own in held] for first, *_ in self._holders().values()]
             if self.mode == "pmap":
                 shards = [_unstacked(shard) for shard in shards]
             return [form.unflatten(shard) for shard in shards]
